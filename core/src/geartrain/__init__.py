@@ -1,0 +1,75 @@
+"""geartrain: a minimal PyTorch training loop that fires pluggy hooks.
+
+``import geartrain`` is cheap: torch is imported when a name that needs it is first used, so that listing plugins,
+completing a command line or reading the version never pays for it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from geartrain._version import __version__
+from geartrain.errors import GeartrainError, TrainingError, UsageError
+from geartrain.hookspecs import hookimpl, hookspec
+
+if TYPE_CHECKING:
+    from geartrain.commands import cli
+    from geartrain.module import DataModule, Module
+    from geartrain.plan import Layout, Plan, PlanRequest
+    from geartrain.run import Run, World
+    from geartrain.seeding import seed_everything
+    from geartrain.trainer import Trainer
+
+    LightningModule = Module
+    LightningDataModule = DataModule
+
+# Public name -> the module that has it (and its name there, where users of Lightning know it by another).
+_LAZY = {
+    "DataModule": "geartrain.module",
+    "Layout": "geartrain.plan",
+    "LightningDataModule": "geartrain.module:DataModule",
+    "LightningModule": "geartrain.module:Module",
+    "Module": "geartrain.module",
+    "Plan": "geartrain.plan",
+    "PlanRequest": "geartrain.plan",
+    "Run": "geartrain.run",
+    "Trainer": "geartrain.trainer",
+    "World": "geartrain.run",
+    "cli": "geartrain.commands",
+    "seed_everything": "geartrain.seeding",
+}
+
+__all__ = [
+    "DataModule",
+    "GeartrainError",
+    "Layout",
+    "LightningDataModule",
+    "LightningModule",
+    "Module",
+    "Plan",
+    "PlanRequest",
+    "Run",
+    "Trainer",
+    "TrainingError",
+    "UsageError",
+    "World",
+    "__version__",
+    "cli",
+    "hookimpl",
+    "hookspec",
+    "seed_everything",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}")
+    module, _, attribute = _LAZY[name].partition(":")
+    value = getattr(import_module(module), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

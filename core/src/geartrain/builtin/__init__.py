@@ -1,0 +1,1 @@
+"""Core's own features, written as plugins are."""

@@ -1,0 +1,30 @@
+"""The ``cpu`` accelerator."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from geartrain.hookspecs import hookimpl
+
+
+class CPUAccelerator:
+    """Trains on the CPU. ``devices=N`` means N processes, which share the cores; indices mean nothing here."""
+
+    priority = 0
+    indexed = False
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Every machine has a CPU."""
+        return None
+
+    @staticmethod
+    def device_count() -> int:
+        """Cores that this process may use. No bound on ``devices``: processes share cores."""
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @hookimpl
+    def setup_device(self) -> torch.device:
+        return torch.device("cpu")

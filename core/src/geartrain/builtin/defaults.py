@@ -1,0 +1,143 @@
+"""What every single hook does when no plugin owns it: one process on one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from geartrain.data import moves_nothing
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hooks import does_nothing
+from geartrain.hookspecs import hookimpl
+from geartrain.loop import train_step
+from geartrain.plan import Layout, PlanRequest
+from geartrain.run import Run, World
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Defaults:
+    """Owns what nobody else owns."""
+
+    @hookimpl
+    def plan_processes(self, request: PlanRequest) -> Layout:
+        return Layout(len(request.devices), 1)
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        if run.plan.processes not in (None, 1):
+            raise UsageError(
+                f"{run.plan.strategy.label} plans {run.plan.processes} processes but starts none. "
+                "Fix: implement launch, or plan_processes with Layout(1, devices_per_process)"
+            )
+        return worker(0)
+
+    @hookimpl
+    def setup_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @hookimpl
+    def setup_process_group(self) -> World:
+        return World()
+
+    @hookimpl
+    def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return loader
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        return model.to(run.device)
+
+    @hookimpl
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    @hookimpl
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise UsageError(f"there is no checkpoint {path}") from error
+        except Exception as error:
+            raise TrainingError(f"{path} could not be read as a checkpoint: {error}") from error
+        return state
+
+    @hookimpl
+    def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
+        return iter(loader) if moves_nothing(run) else map(run.to_device, loader)
+
+    step = staticmethod(hookimpl(train_step))  # itself, not a method that calls it: a call saved in every step
+
+    @hookimpl
+    @does_nothing
+    def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
+        return _NOTHING
+
+    @hookimpl
+    def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
+        return run.calls[method](*args)
+
+    @hookimpl
+    def backward(self, run: Run, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @hookimpl
+    @does_nothing
+    def reduce_gradients(self, run: Run) -> None:
+        pass
+
+    @hookimpl
+    @does_nothing
+    def clip_gradients(self, run: Run) -> torch.Tensor | None:
+        return None
+
+    @hookimpl
+    def optimizer_step(self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool | None:
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return None
+
+    @hookimpl
+    def log_sync(self, values: torch.Tensor) -> torch.Tensor:
+        return values[None]
+
+    @hookimpl
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None]
+
+    @hookimpl
+    def broadcast(self, obj: Any) -> Any:
+        return obj
+
+    @hookimpl
+    def barrier(self) -> None:
+        pass
+
+    @hookimpl
+    def save_checkpoint(self, run: Run, state: dict[str, Any], path: Path) -> None:
+        if run.world.rank != 0:
+            return
+        # Written beside and renamed, so that whoever reads `path` finds the old file or the new one, never half of one.
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            torch.save(state, beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        pass
+
+    @hookimpl
+    def teardown_device(self) -> None:
+        pass

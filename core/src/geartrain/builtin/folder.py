@@ -1,0 +1,86 @@
+"""The run's folder, ``output=DIR``: plan.json, metrics.jsonl, summary.json and last.ckpt."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from geartrain._version import __version__
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.module import overridden
+from geartrain.run import Run
+
+
+class RunFolder:
+    """Writes what a run decided, logged and ended with. Rank 0 writes; a checkpoint is every rank's business.
+
+    Args:
+        path: the folder; made where it is not there.
+
+    Raises:
+        UsageError: it holds another run already, or is a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if (path / "plan.json").exists():
+            raise UsageError(
+                f"output={str(path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one"
+            )
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output={str(path)!r} is not a folder.")
+        self.path = path
+        self._metrics: IO[str] | None = None
+        self._started = 0.0
+        self._last: dict[str, float] = {}
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._started = time.monotonic()
+        if run.world.rank == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write_json(self.path / "plan.json", run.plan.as_dict())
+            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+
+    @hookimpl
+    def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        if self._metrics is not None:
+            json.dump({"step": step, "epoch": run.epoch, "stage": run.stage, **metrics}, self._metrics)
+            self._metrics.write("\n")
+            self._metrics.flush()
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        state = {"geartrain": __version__, "step": run.step, "epoch": run.epoch + 1, "model": run.module.state_dict()}
+        if overridden(run.module, "on_save_checkpoint"):
+            run.module.on_save_checkpoint(state)
+        path = self.path / "last.ckpt"
+        run.hooks.save_checkpoint(run=run, state=state, path=path)
+        if run.hooks.on_checkpoint_saved is not None:
+            run.hooks.on_checkpoint_saved(run=run, path=path)
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        self._close(run, {"status": "done"})
+
+    @hookimpl
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._close(run, {"status": status, "error": f"{type(error).__name__}: {error}"})
+
+    def _close(self, run: Run, outcome: dict[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.close()
+        self._metrics = None
+        self._last |= run.metrics
+        seconds = round(time.monotonic() - self._started, 3)
+        summary = {**outcome, "command": run.command, "seconds": seconds, "steps": run.step, "epochs": run.epoch, "metrics": self._last}
+        _write_json(self.path / "summary.json", summary)
+
+
+def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,20 @@
+"""The ``single`` strategy: one process, one device."""
+
+from __future__ import annotations
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.plan import Layout, PlanRequest
+
+
+class SingleDeviceStrategy:
+    """Trains in this process on one device. Every other hook is core's default, which is made for just that."""
+
+    @hookimpl
+    def plan_processes(self, request: PlanRequest) -> Layout:
+        if len(request.devices) > 1 or request.num_nodes > 1:
+            raise UsageError(
+                f"geartrain[single] drives one device on one node, not {len(request.devices)} on {request.num_nodes}. "
+                "Fix: devices=1, or a strategy of several processes (--strategy ddp)"
+            )
+        return Layout(1, 1)

@@ -1,0 +1,169 @@
+"""Loaders and batches: where loaders come from, how long they are, and how a batch gets to the device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.module import DataModule, Module, overridden
+
+if TYPE_CHECKING:
+    from geartrain.run import Run
+
+#: stage -> the method that gives its loaders.
+_METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``data`` with ``function`` applied to every tensor in it; lists, tuples, named tuples, mappings and dataclasses keep
+    their form, anything else stays as it is."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    return _map_nested(data, lambda item: map_tensors(item, function))
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch on ``device``; ``non_blocking``, which overlaps copies from pinned memory and changes nothing elsewhere.
+
+    Tensors and any object with ``.to(device)`` are moved, in any nesting of lists, tuples, named tuples, mappings, dataclasses.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    return _map_nested(batch, lambda item: move(item, device))
+
+
+def _map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(function, data))
+    if isinstance(data, list | tuple):
+        return type(data)(map(function, data))
+    if isinstance(data, Mapping):
+        items = {key: function(value) for key, value in data.items()}
+        if not isinstance(data, MutableMapping) or type(data) is dict:
+            return items
+        same = copy.copy(data)  # an OrderedDict or defaultdict stays one
+        same.update(items)
+        return same
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
+    return data
+
+
+def moves_nothing(run: Run) -> bool:
+    """Whether a batch can be used as the loader gave it: on the CPU, with no transfer hook of the module's own."""
+    hooks = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+    return run.device.type == "cpu" and not any(overridden(run.module, name) for name in hooks)
+
+
+def transfer(run: Run, batch: Any) -> Any:
+    """One batch on the device, through the module's own transfer hooks."""
+    module, index = run.module, run.dataloader_idx
+    batch = module.on_before_batch_transfer(batch, index)
+    batch = module.transfer_batch_to_device(batch, run.device, index)
+    return module.on_after_batch_transfer(batch, index)
+
+
+def first_size(batch: Any) -> int | None:
+    """The first dimension of the first tensor in a batch: how many samples it has; ``None`` if there is no such tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.size(0) if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = [getattr(batch, f.name) for f in dataclasses.fields(batch)]
+    if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
+        return None
+    return next((size for item in batch if (size := first_size(item)) is not None), None)
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataSource:
+    """Where a run's loaders come from."""
+
+    #: stage -> what the user passed to ``Trainer``, if anything.
+    given: Mapping[str, Any]
+    datamodule: DataModule | None = None
+
+    @staticmethod
+    def method(stage: str) -> str:
+        """The method that makes a stage's loaders."""
+        return _METHODS[stage]
+
+    def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
+        """The loaders of a stage: those given, else the DataModule's, else the module's own; empty where there are none.
+
+        Raises:
+            UsageError: what was given cannot be iterated.
+        """
+        given, method = self.given.get(stage), _METHODS[stage]
+        if given is None and self.datamodule is not None and overridden(self.datamodule, method):
+            given = getattr(self.datamodule, method)()
+        elif given is None and callable(getattr(module, method, None)):
+            given = getattr(module, method)()
+        if given is None:
+            return []
+        if stage != "train" and isinstance(given, list | tuple) and given and all(map(_is_loader, given)):
+            return list(given)
+        if not isinstance(given, Iterable):
+            raise UsageError(f"the loader to {stage} is {given!r}, which cannot be iterated. Fix: a DataLoader or an iterable of batches")
+        return [given]
+
+
+def _is_loader(item: Any) -> bool:
+    """Whether an item of a list is a loader, and not a batch."""
+    return (
+        isinstance(item, Iterable) and not isinstance(item, torch.Tensor | list | tuple | Mapping | str) and not hasattr(item, "__array__")
+    )
+
+
+def count_batches(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
+    """How many batches of a loader will be used; ``None`` if it cannot say.
+
+    Raises:
+        TrainingError: the loader is empty.
+        UsageError: a fraction of a loader that has no length.
+    """
+    try:
+        length: int | None = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        length = None
+    if limit == 0:
+        return 0
+    if length == 0:
+        raise TrainingError(
+            f"the loader to {stage} is empty: {describe(loader)}. Fix: give it samples, or a smaller batch_size with drop_last"
+        )
+    if isinstance(limit, float) and limit < 1.0:
+        if length is None:
+            raise UsageError(f"a fraction ({limit}) of the loader to {stage} cannot be taken: it has no length. Fix: a number of batches")
+        if int(length * limit) == 0:
+            raise UsageError(
+                f"{limit} of the {length} batches to {stage} is less than one batch. Fix: a larger fraction, or a number of batches"
+            )
+        return int(length * limit)
+    if limit is None or isinstance(limit, float):
+        return length
+    return limit if length is None else min(limit, length)
+
+
+def describe(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    return type(loader).__name__ + (f" of {type(dataset).__name__}" if dataset is not None else "")
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Samples in one batch, as far as the loader says it without being iterated."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None

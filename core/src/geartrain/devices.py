@@ -1,0 +1,90 @@
+"""The ``devices=`` grammar: what each spelling means. Imports no torch and touches no device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from geartrain.errors import UsageError
+
+_FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "auto"'
+_COUNT_FORMS = 'a number of processes (2, "2") or "auto"'
+
+
+def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bool = True) -> list[int]:
+    """Turn ``devices=`` into device indices on each node.
+
+    Args:
+        devices: an int, a string, a list, tuple or range of indices, or ``"auto"``.
+        accelerator: its name, for errors.
+        available: how many devices this node has; they are numbered from 0.
+        indexed: whether devices have indices of their own. The cpu has not: there a number is a number of processes, with no
+            upper bound, and ``"auto"`` is 1.
+
+    Returns:
+        Distinct indices in the order given, at least one.
+
+    Raises:
+        UsageError: anything else, with the accepted forms.
+    """
+    value = devices.strip() if isinstance(devices, str) else devices
+    if isinstance(value, str):
+        value = _parse_string(value, devices, accelerator, indexed)
+    if value == "auto":
+        value = -1 if indexed else 1
+    elif isinstance(value, int) and value == -1 and not indexed:
+        raise UsageError(f"devices={devices!r} (all of them) means nothing on {accelerator}. Fix: {_COUNT_FORMS}")
+    if isinstance(value, bool) or not isinstance(value, int | Sequence):
+        raise _malformed(devices, accelerator, indexed)
+    if isinstance(value, int):
+        return _count(value, devices, accelerator, available, indexed)
+    if not indexed:
+        raise UsageError(f"devices={devices!r}: a list of indices means nothing on {accelerator}. Fix: {_COUNT_FORMS}")
+    return _indices(list(value), devices, accelerator, available)
+
+
+def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> Any:
+    if text == "auto":
+        return text
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if text == "":
+        return []
+    if re.fullmatch(r"\d+\s*(,\s*\d+\s*)*,?", text):
+        return [int(part) for part in text.split(",") if part.strip()]
+    raise _malformed(devices, accelerator, indexed)
+
+
+def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
+    if count == 0:
+        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}")
+    if count < -1:
+        raise _malformed(devices, accelerator, indexed)
+    if not indexed:
+        return list(range(count))
+    if available == 0:
+        raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")
+    wanted = available if count == -1 else count
+    if wanted > available:
+        raise UsageError(f"devices={devices!r}: asked for {wanted}, only {list(range(available))} are visible on {accelerator}.")
+    return list(range(wanted))
+
+
+def _indices(indices: list[Any], devices: Any, accelerator: str, available: int) -> list[int]:
+    if not indices:
+        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS}")
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise _malformed(devices, accelerator, True)
+        if indices.count(index) > 1:
+            raise UsageError(f"devices={devices!r}: indices must be unique, and {index} stands there {indices.count(index)} times.")
+        if index >= available:
+            raise UsageError(f"devices={devices!r}: asked for {index}, only {list(range(available))} are visible on {accelerator}.")
+    return indices
+
+
+def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:
+    match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
+    hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
+    return UsageError(f"devices={devices!r} is not understood on {accelerator}. Fix: {_FORMS if indexed else _COUNT_FORMS}{hint}")

@@ -1,0 +1,96 @@
+"""Validation, test and prediction: one pass over each loader, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.data import map_tensors
+from geartrain.hooks import fire
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from geartrain.run import Run
+
+#: stage -> (the step method, the prefix of the module's own hooks, where the loaders are).
+_STAGES = {
+    "validate": ("validation_step", "validation", "validate"),
+    "sanity_check": ("validation_step", "validation", "validate"),
+    "test": ("test_step", "test", "test"),
+    "predict": ("predict_step", "predict", "predict"),
+}
+
+
+def evaluate(run: Run, stage: str) -> Any:
+    """Run one evaluation and put the stage back as it was.
+
+    Returns:
+        For ``"predict"`` each batch's output on the CPU (a list of such lists where there are several loaders); otherwise the
+        metrics by name.
+    """
+    method, prefix, loaders = _STAGES[stage]
+    before, run.stage = (run.stage, run.dataloader_idx), stage
+    try:
+        with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
+            fire(run.hooks.on_validation_start, run=run)
+            _own(run, f"on_{prefix}_start")
+            _own(run, f"on_{prefix}_epoch_start")
+            outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
+            collected = outputs[0] if len(outputs) == 1 else outputs
+            _own(run, f"{prefix}_epoch_end", collected)
+            _own(run, f"on_{prefix}_epoch_end")
+            metrics = run.logs.end_epoch()
+            _own(run, f"on_{prefix}_end")
+            fire(run.hooks.on_validation_end, run=run)
+    finally:
+        run.stage, run.dataloader_idx = before
+    return collected if stage == "predict" else metrics
+
+
+def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:
+    options, hooks, on = run.plan.options, run.hooks, run.on
+    run.dataloader_idx, loader = index, run.loaders[loaders][index]
+    limit = run.batches[loaders][index]
+    if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
+        limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
+    starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
+    keeps = run.stage == "predict" or getattr(on, f"{prefix}_epoch_end", None) is not None
+    more = (index,) if len(run.loaders[loaders]) > 1 else ()
+    outputs: list[Any] = []
+    for batch_idx, batch in enumerate(islice(hooks.device_batches(run=run, loader=loader, stage=loaders), limit)):
+        run.batch = batch
+        if starts is not None:
+            starts(batch, batch_idx, *more)
+        output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+        if ends is not None:
+            ends(output, batch, batch_idx, *more)
+        if keeps:
+            outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
+        if (batch_idx + 1) % options.log_every_n_steps == 0:
+            run.logs.fold()
+    run.batch = None
+    return outputs
+
+
+def _own(run: Run, name: str, *arguments: Any) -> None:
+    """Call one of the module's own hooks where it is overridden."""
+    hook = getattr(run.on, name, None)
+    if hook is not None:
+        hook(*arguments)
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """``module.eval()``, and afterwards every submodule as it was: frozen parts that were in eval mode stay in it."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

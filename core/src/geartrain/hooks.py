@@ -1,0 +1,339 @@
+"""Register plugins, settle who owns each hook, check every hookimpl, freeze the callers for the loop."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import pluggy
+from pluggy import HookCaller, HookImpl
+
+from geartrain import hookspecs
+from geartrain.errors import UsageError, nearest
+from geartrain.parts import Choice, Part
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_PROJECT = "geartrain"
+#: Who may own a single hook, first claim first. Plugins own one only where they say ``replaces``.
+_OWNERS = ("strategy", "accelerator", "precision", "core", "default")
+
+
+def fire(caller: Callable[..., Any] | None, **arguments: Any) -> list[Any]:
+    """Call an all-hook that may be frozen to ``None``. For events; the loop writes its ``None`` check out."""
+    return [] if caller is None else list(caller(**arguments))
+
+
+class _Manager(pluggy.PluginManager):
+    """pluggy's manager, closed once the hooks are frozen, and deaf to hookimpls that did not become owners."""
+
+    def __init__(self) -> None:
+        super().__init__(_PROJECT)
+        self.frozen = False
+        #: How many monitors are on: then every call must go through pluggy, which tells them.
+        self.watchers = 0
+        #: (plugin's id, attribute) of plain hookimpls that another owner was preferred to.
+        self.passed_over: set[tuple[int, str]] = set()
+
+    def _refuse_late(self, what: str) -> None:
+        if self.frozen:
+            raise UsageError(
+                f"the hooks are frozen once the run is set up, so {what} would have no effect. "
+                "Do it before: in Trainer(plugins=[...]) or in a setup_device wrapper."
+            )
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        return None if (id(plugin), name) in self.passed_over else super().parse_hookimpl_opts(plugin, name)
+
+    def register(self, plugin: Any, name: str | None = None) -> str | None:
+        self._refuse_late(f"registering {name or plugin!r}")
+        return super().register(plugin, name)
+
+    def unregister(self, plugin: Any = None, name: str | None = None) -> Any:
+        self._refuse_late(f"unregistering {name or plugin!r}")
+        return super().unregister(plugin, name)
+
+    def add_hookspecs(self, module_or_class: Any) -> None:
+        self._refuse_late("adding hookspecs")
+        super().add_hookspecs(module_or_class)
+
+    def add_hookcall_monitoring(self, before: Any, after: Any) -> Callable[[], None]:
+        self._refuse_late("monitoring hook calls")
+        undo = super().add_hookcall_monitoring(before, after)
+        self.watchers += 1
+
+        def stop() -> None:
+            undo()
+            self.watchers -= 1
+
+        return stop
+
+
+class Hooks:
+    """Every hook's caller, as an attribute: ``hooks.barrier(run=run)``.
+
+    Args:
+        parts: core's own first, then accelerator, strategy and plugins, in the order in which they are registered.
+
+    Raises:
+        UsageError: a hookimpl that cannot be right, or a hook that two parts claim.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = tuple(parts)
+        self._manager = _Manager()
+        self._manager.add_hookspecs(hookspecs)
+        self._own_hookspecs()
+        self._specs = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
+        self._marked = {id(part): self._check_part(part) for part in self._parts}
+        self._owner_of = self._settle_owners()
+        for part in self._parts:
+            self._register(part)
+        self._choice_of = {id(part.plugin): part.choice for part in self._parts}
+        vars(self).update(self._specs)
+
+    if TYPE_CHECKING:  # at run time a __getattr__ would slow every hook call down: CPython specialises plain attributes only
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @property
+    def names(self) -> list[str]:
+        """Every hook's name, in the order of the hookspecs."""
+        return list(self._specs)
+
+    @property
+    def manager(self) -> pluggy.PluginManager:
+        """pluggy's own manager, for monitoring and tracing."""
+        return self._manager
+
+    def is_single(self, hook: str) -> bool:
+        spec = self._specs[hook].spec
+        return bool(spec and spec.opts["firstresult"])
+
+    # --- checks ----------------------------------------------------------------------------------------------------------
+
+    def _own_hookspecs(self) -> None:
+        for part in self._parts:
+            module = getattr(part.plugin, "hookspecs", None)
+            if module is None:
+                continue
+            known = set(vars(self._manager.hook))
+            taken = sorted(known & {name for name in dir(module) if hasattr(getattr(module, name), f"{_PROJECT}_spec")})
+            if taken:
+                raise UsageError(f"{part.choice.label}: its hookspecs redefine {', '.join(taken)}. Fix: give them other names.")
+            self._manager.add_hookspecs(module)
+
+    def _check_part(self, part: Part) -> dict[str, dict[str, Any]]:
+        """Check every hookimpl of a part; hook -> its options as marked."""
+        marked: dict[str, dict[str, Any]] = {}
+        for name in dir(part.plugin):
+            opts = self._manager.parse_hookimpl_opts(part.plugin, name)
+            if opts is not None:
+                hook = opts.get("specname") or name
+                self._check_hookimpl(part, name, hook, opts)
+                marked[hook] = dict(opts)
+            elif name in self._specs and _looks_meant(part.plugin, name):
+                _wrong(
+                    part,
+                    name,
+                    "has a hook's name but no @hookimpl, so it would never be called",
+                    "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
+                )
+        for hook in sorted(_replaces(part)):
+            if hook not in marked:
+                _wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
+            if hook in self._specs and not self.is_single(hook):
+                _wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
+        return marked
+
+    def _check_hookimpl(self, part: Part, name: str, hook: str, opts: Any) -> None:
+        if hook not in self._specs:
+            if opts["optionalhook"]:
+                return
+            _wrong(part, name, "implements no known hook", nearest(hook, self._specs))
+        if opts["tryfirst"] or opts["trylast"]:
+            _wrong(part, name, "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out")
+        if opts["hookwrapper"]:
+            _wrong(part, name, "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield")
+        function = getattr(part.plugin, name)
+        if opts["wrapper"] and not inspect.isgeneratorfunction(inspect.unwrap(function)):
+            _wrong(part, name, "is marked wrapper=True but does not yield", _wrapper_form(self._specs[hook]))
+        spec = self._specs[hook].spec
+        assert spec is not None
+        returns = str(inspect.get_annotations(spec.function).get("return", ""))
+        if inspect.isgeneratorfunction(function) and not opts["wrapper"] and "Iterator" not in returns:
+            _wrong(part, name, "yields but is not marked as a wrapper", _wrapper_form(self._specs[hook]))
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                _wrong(part, name, f"takes {parameter.name!r} by keyword only, which pluggy never passes", "take out the '*'")
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                _wrong(
+                    part,
+                    name,
+                    f"takes '*{parameter.name}', which would always be empty",
+                    f"name what it needs of: {', '.join(spec.argnames)}",
+                )
+            if parameter.name in spec.argnames and parameter.default is not parameter.empty:
+                _wrong(part, name, f"gives {parameter.name!r} a default, and pluggy then never passes it", "take out the default")
+            if parameter.name not in spec.argnames and parameter.default is parameter.empty:
+                _wrong(
+                    part,
+                    name,
+                    f"takes an argument {parameter.name!r} that the hook does not have",
+                    f"the hook is {hook}({', '.join(spec.argnames)}). {nearest(parameter.name, spec.argnames)}",
+                )
+
+    # --- owners ----------------------------------------------------------------------------------------------------------
+
+    def _settle_owners(self) -> dict[str, Part]:
+        owners: dict[str, Part] = {}
+        for hook in self._specs:
+            if not self.is_single(hook):
+                continue
+            plain = [part for part in self._parts if hook in self._marked[id(part)] and not self._marked[id(part)][hook]["wrapper"]]
+            ours = sorted((p for p in plain if p.choice.kind in _OWNERS), key=lambda p: _OWNERS.index(p.choice.kind))
+            theirs = [part for part in plain if part.choice.kind not in _OWNERS]
+            for part in theirs:
+                if ours and hook not in _replaces(part):
+                    _wrong(
+                        part,
+                        hook,
+                        f"would silently switch off {hook} of {ours[0].choice.label}, which owns it",
+                        f"{_wrapper_form(self._specs[hook])}\nOr, to replace the owner, say replaces = {{{hook!r}}} on the class.",
+                    )
+            claims = theirs or ours
+            if len(claims) > 1 and claims[0].choice.kind == claims[1].choice.kind:
+                both = f"{claims[0].choice.label} and {claims[1].choice.label}"
+                raise UsageError(f"{both} both mean to own the hook {hook!r}. Fix: choose one of them, or make one a wrapper.")
+            if claims:
+                owners[hook] = claims[0]
+                losers = [(id(part.plugin), self._attribute(part, hook)) for part in plain if part is not claims[0]]
+                self._manager.passed_over.update(losers)
+        return owners
+
+    def _attribute(self, part: Part, hook: str) -> str:
+        """The attribute that implements ``hook``: ``specname=`` lets it have another name."""
+        for name in dir(part.plugin):
+            opts = self._manager.parse_hookimpl_opts(part.plugin, name)
+            if opts is not None and (opts.get("specname") or name) == hook:
+                return name
+        return hook
+
+    def _register(self, part: Part) -> None:
+        label, n = part.choice.label, 1
+        while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
+            n += 1
+        try:
+            self._manager.register(part.plugin, name)
+        except ValueError as error:
+            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.") from error
+
+    # --- what explain shows ----------------------------------------------------------------------------------------------
+
+    def owner(self, hook: str) -> Choice | None:
+        """Who owns a single hook; ``None`` for an all-hook and for one that nobody implements."""
+        part = self._owner_of.get(hook)
+        return part.choice if part else None
+
+    def wrappers(self, hook: str) -> list[Choice]:
+        """Who wraps a hook, outermost first."""
+        return [self._choice_of[id(impl.plugin)] for impl in reversed(self._specs[hook].get_hookimpls()) if impl.wrapper]
+
+    def implementers(self, hook: str) -> list[Choice]:
+        """Every implementer in call order: wrappers, outermost first, then the plain ones."""
+        impls = reversed(self._specs[hook].get_hookimpls())
+        return [self._choice_of[id(impl.plugin)] for impl in impls]
+
+    def passed_over(self, hook: str) -> list[Choice]:
+        """Who implements a single hook but is not asked, because another owns it."""
+        return [p.choice for p in self._parts if (id(p.plugin), self._attribute(p, hook)) in self._manager.passed_over]
+
+    # --- freezing --------------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Make every caller as cheap as its meaning allows; refuse any change from now on.
+
+        pluggy's own caller costs 1 to 2 µs a call, ten calls make a step, and a step may be 150 µs. An all-hook that nobody
+        implements becomes ``None``, and so does a single hook whose default does nothing; a single hook with no wrapper becomes
+        its owner's bare function. Everything else stays pluggy's caller, and so does everything while monitoring is on.
+        """
+        if not self._manager.watchers:
+            for name, caller in self._specs.items():
+                setattr(self, name, _frozen(caller, self.is_single(name)))
+        self._manager.frozen = True
+
+    def blame(self, error: BaseException) -> None:
+        """Add a note to ``error`` that names the plugin whose hookimpl raised it; core's own are not named."""
+        impls = {
+            inspect.unwrap(impl.function).__code__: (impl, hook)
+            for hook, caller in self._specs.items()
+            for impl in caller.get_hookimpls()
+            if hasattr(inspect.unwrap(impl.function), "__code__")
+        }
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # The innermost frame that belongs to a hookimpl is the one that raised; those around it only passed it on.
+        for impl, hook in (impls[code] for code in reversed(codes) if code in impls):
+            choice = self._choice_of[id(impl.plugin)]
+            if choice.kind not in ("core", "default"):
+                error.add_note(f"raised in hook {hook!r} of {choice.label}")
+            return
+
+
+def does_nothing(function: _F) -> _F:
+    """Mark a default that does nothing: where it owns a hook and nothing wraps it, the loop need not call it."""
+    function.does_nothing = True  # type: ignore[attr-defined]
+    return function
+
+
+def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any] | None:
+    impls = caller.get_hookimpls()
+    if not impls:
+        return None
+    if not single or len(impls) > 1 or impls[0].wrapper:
+        return caller
+    if getattr(impls[0].function, "does_nothing", False):
+        return None
+    assert caller.spec is not None
+    return _bare(impls[0], caller.spec.argnames)
+
+
+def _bare(impl: HookImpl, argnames: Iterable[str]) -> Callable[..., Any]:
+    """The implementation itself, or the thinnest adapter where it takes fewer arguments than the hook has."""
+    parameters = inspect.signature(impl.function).parameters.values()
+    if {p.name for p in parameters} == set(argnames) and all(
+        p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters
+    ):
+        return impl.function
+    function, wanted = impl.function, impl.argnames
+
+    def adapter(**arguments: Any) -> Any:
+        return function(*[arguments[name] for name in wanted])
+
+    return adapter
+
+
+def _looks_meant(plugin: Any, name: str) -> bool:
+    """Whether an unmarked attribute with a hook's name was meant as one: a method, or a module's own function."""
+    found = inspect.getattr_static(plugin, name, None)
+    return inspect.isroutine(found) and (not inspect.ismodule(plugin) or getattr(found, "__module__", "") == plugin.__name__)
+
+
+def _replaces(part: Part) -> frozenset[str]:
+    return frozenset(getattr(part.plugin, "replaces", ()))
+
+
+def _wrapper_form(caller: HookCaller) -> str:
+    assert caller.spec is not None
+    return (
+        "to do something around it, write\n"
+        "    @hookimpl(wrapper=True)\n"
+        f"    def {caller.name}(self, {', '.join(caller.spec.argnames)}):\n"
+        "        result = yield   # the owner works here\n"
+        "        return result"
+    )
+
+
+def _wrong(part: Part, name: str, what: str, fix: str) -> NoReturn:
+    raise UsageError(f"{part.choice.label}: its hookimpl {name!r} {what}. Fix: {fix}")

@@ -1,0 +1,403 @@
+"""The contract between the loop and its plugins: every hook there is. Read this first.
+
+A plugin is any object with methods marked ``@hookimpl``. There are two kinds of hook:
+
+``@single``
+    Exactly one **owner** answers: the strategy if it implements the hook, else the accelerator, else core's precision or
+    clipping, else ``builtin/defaults.py``. A plugin *wraps* it (``@hookimpl(wrapper=True)``), or says ``replaces = {"hook"}`` on its class.
+``@every``
+    Every implementation is called, last registered first: ``Trainer(plugins=[...])``, chosen plugins in the reverse of the
+    order given, the strategy, the accelerator, core.
+
+A hookimpl may leave out arguments that it does not need. ``run`` is the :class:`geartrain.Run`: plan, module, model,
+optimizers, device, world, step, epoch, stage, metrics. *Default* says what happens when no plugin owns the hook.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from geartrain.plan import Layout, Plan, PlanRequest
+    from geartrain.run import Run, World
+
+hookspec = pluggy.HookspecMarker("geartrain")
+hookimpl = pluggy.HookimplMarker("geartrain")
+
+single = hookspec(firstresult=True)
+every = hookspec
+
+# --- before anything starts ----------------------------------------------------------------------------------------------
+
+
+@single
+def plan_processes(request: PlanRequest) -> Layout:
+    """Say how many processes a node the run needs, and how many devices each of them drives.
+
+    Fired: while planning, in the starting process; starts nothing.
+    Arguments: ``request`` has the accelerator's name, the device indices on each node and the number of nodes.
+    Returns: ``Layout(processes_per_node, devices_per_process)``; ``Layout(None, 1)`` where a launcher decides.
+    Default: one process a device.
+    """
+
+
+@every
+def check_plan(plan: Plan) -> None:
+    """Refuse a combination that cannot work, by raising ``UsageError``.
+
+    Fired: after planning, before anything starts.
+    Arguments: ``plan``, frozen and whole.
+    """
+
+
+@single
+def launch(run: Run, worker: Callable[[int], Any]) -> Any:
+    """Start this node's processes and call ``worker(local_rank)`` in each of them.
+
+    Fired: once a run, in the starting process.
+    Arguments: ``worker`` sets up, runs the stage and tears down.
+    Returns: what ``worker`` returned in rank 0.
+    Default: ``worker(0)`` in this process; refuses a plan of several processes.
+    """
+
+
+# --- set-up, in this order in each process -------------------------------------------------------------------------------
+
+
+@single
+def setup_device(run: Run, local_rank: int) -> torch.device:
+    """Make this process's device ready and say which it is.
+
+    Fired: first in each process.
+    Arguments: ``local_rank`` counts from 0 on this node.
+    Returns: the device; it becomes ``run.device``.
+    Default: the CPU.
+    """
+
+
+@single
+def setup_process_group(run: Run) -> World:
+    """Join the other processes.
+
+    Fired: in each process, after ``setup_device``.
+    Returns: ``World(rank, size, local_rank, local_size, node_rank)``; ``size`` must be the plan's number of processes, or the
+        run ends: a strategy that silently trains alone is an error.
+    Default: a world of one.
+    """
+
+
+@single
+def shard_dataloader(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+    """Give this rank its part of the data.
+
+    Fired: once for each loader, before the model is wrapped.
+    Arguments: ``loader`` as the user made it; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+    Returns: the loader to iterate in this process.
+    Default: the loader itself.
+    """
+
+
+@single
+def wrap_model(run: Run, model: nn.Module) -> nn.Module:
+    """Move the model to the device and wrap it for the strategy.
+
+    Fired: once in each process, after ``setup_process_group`` and before ``configure_optimizers``.
+    Arguments: ``model`` is ``Step(module)``; ``model("training_step", batch, batch_idx)`` calls that method of the module.
+    Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
+    Default: ``model.to(run.device)``.
+    """
+
+
+@single
+def wrap_optimizer(run: Run, optimizer: Optimizer) -> Optimizer:
+    """Wrap one optimizer.
+
+    Fired: once for each optimizer, after ``wrap_model`` and ``configure_optimizers``.
+    Returns: the optimizer to step.
+    Default: the optimizer itself.
+    """
+
+
+@single
+def load_checkpoint(run: Run, path: Path) -> dict[str, Any]:
+    """Read a checkpoint.
+
+    Fired: when one was asked for, in each process, after the optimizers are made.
+    Arguments: ``path`` of the file.
+    Returns: what ``save_checkpoint`` was given.
+    Default: ``torch.load(path, map_location="cpu", weights_only=True)``: a file can hold tensors, never code.
+    """
+
+
+# --- the training step, in the order fired -------------------------------------------------------------------------------
+
+
+@single
+def device_batches(run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
+    """Iterate over a loader with each batch on the device; may prefetch.
+
+    Fired: once an epoch and loader.
+    Arguments: ``loader`` as ``shard_dataloader`` returned it; ``stage`` as there.
+    Returns: an iterator of batches on ``run.device``. Call ``run.to_device(batch)``, which asks the module's
+        ``transfer_batch_to_device`` where it is overridden.
+    Default: each batch when it is asked for.
+    """
+
+
+@single
+def step(run: Run, micro_batches: Sequence[Any]) -> None:
+    """One whole optimizer step: the hooks from ``micro_step`` to ``optimizer_step``.
+
+    Fired: once for each window of ``accumulate_grad_batches`` batches; the last window of an epoch may be shorter.
+    Arguments: ``micro_batches`` on the device, as many as the window holds.
+    Default: ``geartrain.loop.train_step``.
+    """
+
+
+@single
+def micro_step(run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
+    """Surround one micro-batch's forward and backward: no_sync, locks, early communication.
+
+    Fired: once a micro-batch.
+    Arguments: ``first`` and ``last`` in its window; both are true without accumulation.
+    Returns: a context manager.
+    Default: one that does nothing.
+    """
+
+
+@single
+def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
+    """Call one step method of the module. Nothing else calls ``run.model``.
+
+    Fired: once a (micro-)batch in every stage.
+    Arguments: ``method`` is ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``; ``args`` is
+        ``(batch, batch_idx)``, and ``dataloader_idx`` where there are several loaders.
+    Returns: what the method returned.
+    Default: ``run.model(method, *args)`` in training; in evaluation the bare module, because a wrapper's forward may communicate
+        and ranks may have unequal numbers of batches.
+    """
+
+
+@single
+def backward(run: Run, loss: torch.Tensor) -> None:
+    """Compute gradients.
+
+    Fired: once a micro-batch.
+    Arguments: ``loss``, 0-d, already divided by the number of micro-batches in this window.
+    Default: ``loss.backward()``.
+    """
+
+
+@single
+def reduce_gradients(run: Run) -> None:
+    """Make every rank's gradients the mean over ranks.
+
+    Fired: once a step, after the last micro-batch's backward; a strategy that reduced during backward only finishes here.
+    Default: nothing, which is right for one process.
+    """
+
+
+@single
+def clip_gradients(run: Run) -> torch.Tensor | None:
+    """Clip the gradients as the plan's ``gradient_clip_val`` and ``gradient_clip_algorithm`` say.
+
+    Fired: once a step, after reduction and unscaling.
+    Returns: the total norm before clipping (0-d, on the device), or ``None`` where none was computed.
+    Default: nothing; core's clipping owns it where ``gradient_clip_val`` is set: ``torch.nn.utils.clip_grad_norm_`` or
+        ``clip_grad_value_``.
+    """
+
+
+@single
+def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool | None:
+    """Step one optimizer.
+
+    Fired: once a step for each optimizer.
+    Arguments: ``closure`` computes loss and gradients anew, for LBFGS and the like; ``None`` for the others.
+    Returns: ``False`` if the step was skipped; schedulers then wait.
+    Default: ``optimizer.step()`` or ``optimizer.step(closure)``.
+    """
+
+
+# --- collectives, on demand ----------------------------------------------------------------------------------------------
+
+
+@single
+def log_sync(run: Run, values: torch.Tensor) -> torch.Tensor:
+    """Gather logged values from every rank in one collective.
+
+    Fired: when metrics are flushed.
+    Arguments: ``values``, float64 ``[n]`` on the CPU, with the same ``n`` on every rank.
+    Returns: float64 ``[world_size, n]`` on the CPU.
+    Default: ``values[None]``.
+    """
+
+
+@single
+def all_gather(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+    """Gather a tensor from every rank; unequal first dimensions are padded on the way and cut again.
+
+    Fired: by ``self.all_gather`` in the module.
+    Arguments: ``tensor``, of any shape; only the first dimension may differ between ranks.
+    Returns: ``[world_size, *tensor.shape]``, or a list with one tensor a rank where the first dimensions differ.
+    Default: ``tensor[None]``.
+    """
+
+
+@single
+def broadcast(run: Run, obj: Any, src: int) -> Any:
+    """Give every rank the object of rank ``src``.
+
+    Fired: on demand.
+    Arguments: ``obj``, anything that pickles; ``src``, a global rank.
+    Returns: rank ``src``'s object.
+    Default: ``obj``.
+    """
+
+
+@single
+def barrier(run: Run) -> None:
+    """Wait until every rank is here.
+
+    Fired: on demand.
+    Default: nothing.
+    """
+
+
+# --- checkpoints, monitors, loggers --------------------------------------------------------------------------------------
+
+
+@single
+def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint whole or not at all.
+
+    Fired: in every rank when one is due.
+    Arguments: ``state`` holds tensors and plain values; ``path`` of the file.
+    Default: rank 0 writes a temporary file beside ``path`` with ``torch.save`` and renames it.
+    """
+
+
+@every
+def device_stats(run: Run) -> dict[str, float] | None:
+    """Report figures of the device, units in their names (``gpu0_memory_used_mib``).
+
+    Fired: when a monitor asks.
+    Returns: figures by name.
+    """
+
+
+@every
+def log_metrics(run: Run, metrics: Mapping[str, float], step: int) -> None:
+    """Write metrics where the user reads them.
+
+    Fired: on rank 0 when metrics were flushed: every ``log_every_n_steps`` steps and at the end of an epoch.
+    Arguments: ``metrics`` by name; ``step`` counts optimizer steps.
+    """
+
+
+# --- events --------------------------------------------------------------------------------------------------------------
+
+
+@every
+def on_run_start(run: Run) -> None:
+    """The run is set up and its hooks are frozen; the first batch comes next.
+
+    Fired: once a run, in each process; ``run.stage`` says which stage it is.
+    """
+
+
+@every
+def on_epoch_start(run: Run) -> None:
+    """A training epoch starts.
+
+    Fired: before its first batch.
+    """
+
+
+@every
+def on_step_end(run: Run) -> None:
+    """An optimizer step is done; ``run.step`` counts it.
+
+    Fired: once a step. This is the hot path: with no implementation it costs a ``None`` check.
+    """
+
+
+@every
+def on_validation_start(run: Run) -> None:
+    """An evaluation starts.
+
+    Fired: before its first batch; ``run.stage`` is ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
+    """
+
+
+@every
+def on_validation_end(run: Run) -> None:
+    """An evaluation is done and its metrics are in ``run.metrics``.
+
+    Fired: after its last batch, with ``run.stage`` as in ``on_validation_start``.
+    """
+
+
+@every
+def on_epoch_end(run: Run) -> None:
+    """A training epoch is done and its metrics are in ``run.metrics``.
+
+    Fired: after its last batch and validation.
+    """
+
+
+@every
+def on_checkpoint_saved(run: Run, path: Path) -> None:
+    """A checkpoint is whole on disk.
+
+    Fired: on every rank after ``save_checkpoint``.
+    Arguments: ``path`` of the file.
+    """
+
+
+@every
+def on_exception(run: Run, error: BaseException) -> None:
+    """The run failed or was interrupted.
+
+    Fired: before teardown, in each process where Python still can.
+    Arguments: ``error``, which is raised again after teardown.
+    """
+
+
+@every
+def on_run_end(run: Run) -> None:
+    """The run is done and succeeded.
+
+    Fired: once a run, before teardown, in each process.
+    """
+
+
+# --- always, in reverse order of set-up, also after an error -------------------------------------------------------------
+
+
+@single
+def teardown_process_group(run: Run) -> None:
+    """Leave the other processes.
+
+    Fired: last but one in each process, whatever happened before.
+    Default: nothing.
+    """
+
+
+@single
+def teardown_device(run: Run) -> None:
+    """Free what ``setup_device`` took.
+
+    Fired: last in each process, whatever happened before.
+    Default: nothing.
+    """

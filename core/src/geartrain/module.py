@@ -1,0 +1,339 @@
+"""Module and DataModule: what a user subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from geartrain.run import Run
+    from geartrain.trainer import Trainer
+
+
+class Module(nn.Module):
+    """A model with what is needed to train it: ``training_step`` and ``configure_optimizers`` at least.
+
+    Steps, of which a subclass defines those it needs:
+
+    - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under ``"loss"``, or ``None`` to skip.
+    - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; later arguments may be left out.
+    - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one output for each part of the
+      batch: one part, except under dp, which splits it. What they return stands for the step's output.
+    - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's output of the epoch, on
+      this rank (a list of lists where there are several loaders); training outputs are detached.
+    - ``train_dataloader()``, ``val_dataloader()``, ``test_dataloader()``, ``predict_dataloader()``, unless a DataModule or
+      ``Trainer.fit`` brings the data.
+    """
+
+    _run: Run | None = None
+    _trainer: Trainer | None = None
+    automatic_optimization = True
+
+    # --- where the module is ---------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs or last ran this module.
+
+        Raises:
+            RuntimeError: none did.
+        """
+        if self._trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer. Fix: use self.trainer only inside fit, validate, test, predict"
+            )
+        return self._trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, or of the first parameter outside a run."""
+        if self._run is not None:
+            return self._run.device
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self._run.step if self._run else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The running epoch, from 0."""
+        return self._run.epoch if self._run else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._run.world.rank if self._run else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._run.world.local_rank if self._run else 0
+
+    # --- what it can do in a step ----------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Any = "mean",
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Log one number. It stays on its device until the next flush, so logging never makes the GPU wait.
+
+        Args:
+            name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            value: a number or a tensor of one element.
+            prog_bar: show it beside the progress bar.
+            logger: hand it to the loggers.
+            on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.
+            on_epoch: log the reduced value at the end of the epoch; default: everywhere but in ``training_step``.
+            reduce_fx: ``"mean"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
+                ``sync_dist``, over ranks.
+            sync_dist: reduce over ranks; otherwise each rank keeps its own.
+            rank_zero_only: called on rank 0 only.
+            batch_size: the weight of a mean; default: the first dimension of the first tensor in the batch.
+            add_dataloader_idx: append ``/dataloader_idx_N`` where there are several loaders.
+
+        Raises:
+            RuntimeError: outside a run.
+            TrainingError: not a single number, an unknown ``reduce_fx``, or other options than earlier for this name.
+        """
+        if self._run is None:
+            raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
+        self._run.logs.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            rank_zero_only=rank_zero_only,
+            batch_size=batch_size,
+            add_dataloader_idx=add_dataloader_idx,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several numbers with the same options as :meth:`log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def all_gather(self, data: Any) -> Any:
+        """Gather tensors from every rank; nested lists, tuples and dicts come back with the same nesting.
+
+        Returns:
+            Each tensor as ``[world_size, *shape]``, or as a list with one a rank where first dimensions differ.
+        """
+        from geartrain.data import map_tensors
+
+        run = self._run
+        if run is None:
+            raise RuntimeError("self.all_gather works only while a Trainer runs this module")
+        return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
+
+    def optimizers(self) -> Optimizer | list[Optimizer]:
+        """The optimizer, or the list of them where there are several."""
+        found = self._run.optimizers if self._run else []
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """The learning-rate scheduler, the list of them where there are several, or ``None``."""
+        found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
+        return found[0] if len(found) == 1 else found or None
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print`` on rank 0 only."""
+        if self.global_rank == 0:
+            print(*values, **options)
+
+    # --- what a subclass may override ------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Make optimizers and schedulers, in any of Lightning's forms: an optimizer, a list, two lists, a dict with
+        ``"optimizer"`` and ``"lr_scheduler"``, a tuple of such dicts, or ``None``."""
+        raise NotImplementedError
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; override it for batches that ``.to(device)`` cannot move."""
+        from geartrain.data import move
+
+        return move(batch, device)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it is moved."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch after it is moved."""
+        return batch
+
+    def prepare_data(self) -> None:
+        """Download and the like: once a node, before anything else."""
+
+    def setup(self, stage: str) -> None:
+        """Called in each process before loaders are made; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """Called in each process at the end, also after an error."""
+
+    def on_fit_start(self) -> None:
+        """After set-up of ``fit``."""
+
+    def on_fit_end(self) -> None:
+        """At the end of ``fit``."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """After each epoch and its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before each training batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After each training batch's backward; ``outputs`` is what ``training_step`` returned."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before gradients are cleared."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Before each backward."""
+
+    def on_after_backward(self) -> None:
+        """After each backward; gradients may not be reduced over ranks yet."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before each optimizer's step; gradients are reduced and clipped."""
+
+    def on_sanity_check_start(self) -> None:
+        """Before the sanity check."""
+
+    def on_sanity_check_end(self) -> None:
+        """After the sanity check."""
+
+    def on_validation_start(self) -> None:
+        """Before validation."""
+
+    def on_validation_end(self) -> None:
+        """After validation, when its metrics are known."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before validation's first batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After validation's last batch; what is logged here is an epoch's metric."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each validation batch."""
+
+    def on_test_start(self) -> None:
+        """Before testing."""
+
+    def on_test_end(self) -> None:
+        """After testing."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each test batch."""
+
+    def on_predict_start(self) -> None:
+        """Before prediction."""
+
+    def on_predict_end(self) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first batch to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last batch to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each batch to predict."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each batch to predict."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint before it is written: tensors and plain values only."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read what ``on_save_checkpoint`` added."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle of the model must not drag the trainer, its plugins and its data along.
+        return {key: value for key, value in vars(self).items() if key not in ("_run", "_trainer")}
+
+
+class DataModule:
+    """Data apart from the model. A subclass defines the loaders it has: ``train_dataloader``, ``val_dataloader``,
+    ``test_dataloader``, ``predict_dataloader``, each returning a DataLoader or any iterable of batches, or (but for training) a
+    list of DataLoaders."""
+
+    trainer: Trainer | None = None
+
+    def prepare_data(self) -> None:
+        """Download and the like: once a node, before ``setup``."""
+
+    def setup(self, stage: str) -> None:
+        """Called in each process before its loaders are made; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """Called in each process at the end, also after an error."""
+
+    def train_dataloader(self) -> Iterable[Any]:
+        """Batches to train on."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Batches to validate on."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Batches to test on."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Batches to predict."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "trainer"}
+
+
+def overridden(thing: Module | DataModule, name: str) -> bool:
+    """Whether a subclass (or the instance) defines ``name`` anew."""
+    base = Module if isinstance(thing, Module) else DataModule
+    found = getattr(thing, name, None)
+    return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

@@ -1,0 +1,115 @@
+"""What a Trainer was told about the loop, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from geartrain.errors import UsageError, nearest
+
+#: Arguments of Lightning's Trainer that geartrain spells in another way -> what to write.
+RENAMED = {
+    "gpus": "devices=N with accelerator='gpu' (or 'cuda')",
+    "num_gpus": "devices=N with accelerator='gpu'",
+    "tpu_cores": "nothing: no geartrain distribution drives TPUs",
+    "num_processes": "devices=N with accelerator='cpu'",
+    "distributed_backend": "strategy=NAME",
+    "replace_sampler_ddp": "use_distributed_sampler=...",
+    "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
+    "default_root_dir": "output=DIR",
+    "weights_save_path": "output=DIR",
+    "callbacks": "plugins=[...]",
+    "logger": "plugins=[...], and output=DIR for metrics.jsonl",
+    "progress_bar_refresh_rate": "enable_progress_bar=True or False",
+    "auto_lr_find": "nothing yet: set the learning rate",
+    "truncated_bptt_steps": "nothing: split the sequence in training_step",
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
+    "resume_from_checkpoint": "checkpoint=PATH of fit, which reads the weights",
+    "max_time": "nothing yet: max_steps or max_epochs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The loop's options, as :class:`geartrain.Trainer` documents them."""
+
+    max_epochs: int
+    max_steps: int
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    val_check_interval: int | float
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str
+    log_every_n_steps: int
+    enable_progress_bar: bool
+    use_distributed_sampler: bool
+    fast_dev_run: int
+    seed: int | None
+    deterministic: bool | str
+
+    def __post_init__(self) -> None:
+        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+            _check_limit(name, getattr(self, name))
+        _check_limit("val_check_interval", self.val_check_interval, least=1)
+        _check_least("max_epochs", self.max_epochs, -1)
+        _check_least("max_steps", self.max_steps, -1)
+        _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
+        _check_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
+        _check_least("log_every_n_steps", self.log_every_n_steps, 1)
+        _check_least("fast_dev_run", self.fast_dev_run, 0)
+        if self.check_val_every_n_epoch is not None:
+            _check_least("check_val_every_n_epoch", self.check_val_every_n_epoch, 1)
+        elif isinstance(self.val_check_interval, float):
+            raise UsageError(
+                "check_val_every_n_epoch=None counts batches across epochs: val_check_interval must be a whole number of batches."
+            )
+        if self.gradient_clip_algorithm not in ("norm", "value"):
+            raise UsageError(f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: it is 'norm' or 'value'.")
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            raise UsageError(f"gradient_clip_val={self.gradient_clip_val!r} must be above 0; None turns clipping off.")
+        if self.deterministic not in (True, False, "warn"):
+            raise UsageError(f"deterministic={self.deterministic!r}: it is True, False or 'warn'.")
+
+    def limit(self, stage: str) -> int | float | None:
+        """The limit on batches in a stage: a number, a fraction of the loader, or ``None``."""
+        if stage == "sanity_check":
+            steps = self.num_sanity_val_steps
+            return None if steps == -1 else steps
+        limits = {
+            "train": self.limit_train_batches,
+            "validate": self.limit_val_batches,
+            "test": self.limit_test_batches,
+            "predict": self.limit_predict_batches,
+        }
+        return limits[stage]
+
+
+def _check_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}={value!r} must be a whole number, at least {least}.")
+
+
+def _check_limit(name: str, value: Any, least: int = 0) -> None:
+    if value is None:
+        return
+    if isinstance(value, float) and not 0.0 <= value <= 1.0:
+        raise UsageError(f"{name}={value!r}: a fraction lies between 0.0 and 1.0; a number of batches is a whole number.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (isinstance(value, int) and value < least):
+        raise UsageError(f"{name}={value!r} must be a number of batches (at least {least}) or a fraction between 0.0 and 1.0.")
+
+
+def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
+    """Answer an argument that Trainer does not have with the one to use.
+
+    Raises:
+        UsageError: always, where there is one.
+    """
+    for name in unknown:
+        if name in RENAMED:
+            raise UsageError(f"Trainer has no argument {name!r}. Write: {RENAMED[name]}")
+        raise UsageError(f"Trainer has no argument {name!r}. {nearest(name, known)}")

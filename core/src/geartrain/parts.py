@@ -1,0 +1,40 @@
+"""What was chosen, and whose it is: the identity that plans, hook tables and errors show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One chosen accelerator, strategy, precision or plugin."""
+
+    #: What the user types.
+    name: str
+    #: ``"core"``, ``"accelerator"``, ``"strategy"``, ``"precision"``, ``"plugin"`` or ``"default"``.
+    kind: str
+    #: The pip distribution it comes from; ``None`` for an object or a file of the user's own.
+    distribution: str | None
+    version: str | None
+    #: Why it was chosen.
+    reason: str
+
+    @property
+    def label(self) -> str:
+        """How errors name it: ``distribution[name]``."""
+        return f"{self.distribution}[{self.name}]" if self.distribution else self.name
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "distribution": self.distribution, "version": self.version, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A chosen thing and its object: what is registered with the hooks."""
+
+    choice: Choice
+    plugin: Any
+    #: The options it was made with, as the user gave them.
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,241 @@
+"""Arguments -> Plan: which accelerator, devices, strategy, processes, precision, batch sizes and plugins, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from geartrain.devices import parse_devices
+from geartrain.errors import UsageError, nearest
+from geartrain.parts import Choice, Part
+from geartrain.registry import KNOWN, NOT_SHIPPED, Candidate, Registry
+
+if TYPE_CHECKING:
+    from geartrain.hooks import Hooks
+    from geartrain.options import Options
+
+_PRECISIONS = {"32": "32-true", "32-true": "32-true"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a strategy is asked to plan processes for."""
+
+    accelerator: str
+    #: Device indices on each node.
+    devices: tuple[int, ...]
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How processes and devices go together on each node."""
+
+    #: ``None`` where a launcher decides, as horovodrun does.
+    processes_per_node: int | None
+    devices_per_process: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided before anything starts."""
+
+    accelerator: Choice
+    #: Device indices on each node.
+    devices: tuple[int, ...]
+    strategy: Choice
+    layout: Layout
+    num_nodes: int
+    precision: Choice
+    plugins: tuple[Choice, ...]
+    #: What else was installed and why it was not chosen, by label.
+    passed_over: Mapping[str, str]
+    options: Options
+    #: Samples in one batch of the training loader; ``None`` until the loader is known.
+    loader_batch_size: int | None = None
+
+    @property
+    def processes(self) -> int | None:
+        """Processes over all nodes; ``None`` where a launcher decides."""
+        per_node = self.layout.processes_per_node
+        return None if per_node is None else per_node * self.num_nodes
+
+    @property
+    def per_device_batch(self) -> int | None:
+        """Samples that one device sees in one micro-batch, at most."""
+        size, k = self.loader_batch_size, self.layout.devices_per_process
+        return None if size is None else -(-size // k)
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples that one optimizer step sees, over all devices, nodes and accumulated micro-batches."""
+        if self.loader_batch_size is None or self.processes is None:
+            return None
+        return self.loader_batch_size * self.processes * self.options.accumulate_grad_batches
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as ``plan.json`` and ``explain --json`` show it."""
+        return {
+            "accelerator": self.accelerator.as_dict(),
+            "devices": list(self.devices),
+            "strategy": self.strategy.as_dict(),
+            "processes": self.processes,
+            "nodes": self.num_nodes,
+            "precision": self.precision.as_dict(),
+            "batch_size": {"per_device": self.per_device_batch, "global": self.global_batch},
+            "plugins": [choice.as_dict() for choice in self.plugins],
+            "passed_over": dict(self.passed_over),
+            "options": asdict(self.options),
+        }
+
+
+def with_batch_size(plan: Plan, size: int | None) -> Plan:
+    """The same plan, now that the training loader is known."""
+    return replace(plan, loader_batch_size=size)
+
+
+def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ...], devices: tuple[int, ...], **rest: Any) -> Plan:
+    """Ask the strategy for its processes and put the plan together."""
+    request = PlanRequest(parts["accelerator"].choice.name, devices, rest["num_nodes"])
+    layout = hooks.plan_processes(request=request)
+    if not isinstance(layout, Layout):
+        raise UsageError(f"{_owner(hooks, 'plan_processes')}: plan_processes returned {layout!r}. Fix: return geartrain.Layout(...)")
+    return Plan(
+        accelerator=parts["accelerator"].choice,
+        devices=devices,
+        strategy=parts["strategy"].choice,
+        layout=layout,
+        plugins=plugins,
+        **rest,
+    )
+
+
+def _owner(hooks: Hooks, hook: str) -> str:
+    choice = hooks.owner(hook)
+    return choice.label if choice else "geartrain"
+
+
+# --- accelerator ---------------------------------------------------------------------------------------------------------
+
+
+def choose_accelerator(
+    registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
+) -> tuple[Part, dict[str, str]]:
+    """The accelerator, and why the others were passed over.
+
+    Args:
+        given: a name, ``"auto"``, ``"gpu"``, or an object or class of the user's own.
+        options: for its ``__init__``.
+        assume: accelerator name -> device count, for planning for hardware that is not here.
+    """
+    if not isinstance(given, str):
+        return registry.adopt("accelerator", given, "given as an object"), {}
+    name = given.lower()
+    if name in ("auto", "gpu"):
+        return _best_accelerator(registry, name, options, assume)
+    if any(c.name.lower() == name for c in registry.of("strategy")) or ("strategy", name) in KNOWN:
+        raise UsageError(f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})")
+    part = registry.select("accelerator", name, options, f"--accelerator {given}")
+    reason = None if part.choice.name in assume else part.plugin.unavailable()
+    if reason:
+        raise UsageError(f"{part.choice.label} cannot be used here: {reason}")
+    return part, {}
+
+
+def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]) -> tuple[Part, dict[str, str]]:
+    passed: dict[str, str] = {}
+    usable: list[tuple[int, Candidate]] = []
+    for candidate in registry.of("accelerator"):
+        if name == "gpu" and candidate.name not in ("cuda", "mps"):
+            continue
+        # The only place where plugins that were not named are imported: they must be asked.
+        cls = registry.load(candidate) if candidate.name in assume else registry.probe(candidate)
+        if cls is None:
+            passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
+        else:
+            usable.append((getattr(cls, "priority", 0), candidate))
+    if not usable:
+        installed = "; ".join(f"{label} is {why}" for label, why in passed.items())
+        raise UsageError(
+            f"accelerator={name!r}: no usable one is installed. {installed or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}"
+        )
+    usable.sort(key=lambda pair: pair[0], reverse=True)
+    priority, best = usable[0]
+    why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
+    passed.update({c.label: f"available, but its priority {p} is lower than {best.name}'s {priority}" for p, c in usable[1:]})
+    return registry.select("accelerator", best.name, options, why), passed
+
+
+def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
+    """Device indices on each node, as the accelerator's grammar reads ``devices``."""
+    name, plugin = accelerator.choice.name, accelerator.plugin
+    available = assume[name] if name in assume else plugin.device_count()
+    return tuple(parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True)))
+
+
+# --- strategy ------------------------------------------------------------------------------------------------------------
+
+
+def choose_strategy(
+    registry: Registry, given: Any, options: Mapping[str, Any], devices: tuple[int, ...], num_nodes: int
+) -> tuple[Part, dict[str, str]]:
+    """The strategy, and why the others were passed over. ``"auto"`` decides by metadata alone: nothing else is imported."""
+    if not isinstance(given, str):
+        return registry.adopt("strategy", given, "given as an object"), {}
+    if given.lower() != "auto":
+        return registry.select("strategy", given, options, f"--strategy {given}"), {}
+    if len(devices) == 1 and num_nodes == 1:
+        part = registry.select("strategy", "single", options, "'auto': one device needs no other")
+        return part, {
+            c.label: _why_not(c, "one device needs no strategy of several") for c in registry.of("strategy") if c.state != "selected"
+        }
+    preferred = ["ddp", "ddp_spawn", *(name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1)]
+    for name in preferred:
+        if any(c.name == name and c.state == "available" for c in registry.of("strategy")):
+            part = registry.select(
+                "strategy", name, options, f"'auto': the best installed one for {len(devices)} devices on {num_nodes} nodes"
+            )
+            return part, {c.label: _why_not(c, f"{name} is preferred") for c in registry.of("strategy") if c.state != "selected"}
+    raise UsageError(
+        f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes, and none is installed. "
+        "Fix: pip install geartrain-ddp, or devices=1"
+    )
+
+
+def _why_not(candidate: Candidate, reason: str) -> str:
+    return f"{candidate.state}: {candidate.reason}" if candidate.reason else f"{candidate.state}, but {reason}"
+
+
+# --- precision -----------------------------------------------------------------------------------------------------------
+
+
+def choose_precision(given: Any, version: str) -> Choice:
+    """The precision's choice; core has 32-true only, and any other is refused rather than ignored."""
+    name = _PRECISIONS.get(str(given))
+    if name is None:
+        raise UsageError(f"precision={given!r}: this version of geartrain trains in 32-true only. {nearest(str(given), ['32-true'])}")
+    return Choice(name, "precision", "geartrain", version, "asked for" if given != "32-true" else "the default")
+
+
+def check_accelerator_class(part: Part) -> None:
+    """Refuse an accelerator that cannot answer the three questions asked before a run exists."""
+    missing = [name for name in ("priority", "unavailable", "device_count") if not hasattr(part.plugin, name)]
+    if missing or inspect.isclass(part.plugin):
+        raise UsageError(
+            f"{part.choice.label}: an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}."
+        )
+
+
+__all__ = [
+    "NOT_SHIPPED",
+    "Layout",
+    "Plan",
+    "PlanRequest",
+    "choose_accelerator",
+    "choose_devices",
+    "choose_precision",
+    "choose_strategy",
+    "make_plan",
+]

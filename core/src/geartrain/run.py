@@ -1,0 +1,101 @@
+"""Run and World: the state that is handed to every hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from geartrain.hooks import Hooks
+    from geartrain.logs import Logs
+    from geartrain.module import Module
+    from geartrain.optim import Schedule
+    from geartrain.plan import Plan
+    from geartrain.step import ModuleHooks, Step
+    from geartrain.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where this process stands among the others. Every number counts from 0."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as hooks see it."""
+
+    #: What was decided before anything started; frozen.
+    plan: Plan
+    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a frozen all-hook without implementation is ``None``.
+    hooks: Hooks
+    #: The user's module, never wrapped.
+    module: Module
+    trainer: Trainer
+    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: what was asked for.
+    command: str
+    #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
+    stage: str = "train"
+    #: The run's folder, or ``None``.
+    output: Path | None = None
+    #: The wrapped ``Step(module)``; only the ``forward`` hook calls it.
+    model: nn.Module | None = None
+    #: ``Step(module)`` as it was before ``wrap_model``: what evaluation calls.
+    bare: Step = field(init=False)
+    #: What calling each step method comes to: what the default ``forward`` calls.
+    calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Schedule] = field(default_factory=list)
+    device: torch.device = field(init=False)
+    world: World = field(default_factory=World)
+    #: Optimizer steps done.
+    step: int = 0
+    #: Epochs done; while one runs, its number from 0.
+    epoch: int = 0
+    #: Batches done in this epoch, before accumulation.
+    batch_idx: int = 0
+    #: Batches done in earlier epochs.
+    batches_seen: int = 0
+    #: The loader that is iterated now, from 0.
+    dataloader_idx: int = 0
+    #: The batch that is in a step method now; ``None`` between batches.
+    batch: Any = None
+    #: What the newest ``training_step`` returned; ``None`` between epochs.
+    step_output: Any = None
+    #: What this epoch's training steps returned, where ``training_epoch_end`` wants it.
+    outputs: list[Any] = field(default_factory=list)
+    #: Whether the optimizer computes the loss itself, as LBFGS does.
+    closure: bool = False
+    #: The newest value of every logged metric.
+    metrics: dict[str, float] = field(default_factory=dict)
+    logs: Logs = field(init=False)
+    #: The module's own hooks that are overridden, each a bound method or ``None``.
+    on: ModuleHooks = field(init=False)
+    #: Loaders by stage, after ``shard_dataloader``.
+    loaders: dict[str, list[Iterable[Any]]] = field(default_factory=dict)
+    #: Batches of one pass over each loader by stage, after limits; ``None`` where a loader has no length.
+    batches: dict[str, list[int | None]] = field(default_factory=dict)
+    #: Set by anyone, takes effect on all ranks at the next flush.
+    should_stop: bool = False
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""
+        self.logs.log(name, value, **options)
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to ``run.device``, through the module's ``transfer_batch_to_device`` where it is overridden."""
+        from geartrain.data import transfer
+
+        return transfer(self, batch)

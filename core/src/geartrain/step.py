@@ -1,0 +1,133 @@
+"""What the loop knows about the user's module: the Step that is wrapped, its own hooks, and what cannot be run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from geartrain.errors import UsageError, nearest
+from geartrain.module import Module, overridden
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+_IN_STEP = (
+    "on_before_zero_grad",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "training_epoch_end",
+)
+
+#: Methods of Lightning's module that geartrain would never call -> what to do instead.
+_NOT_CALLED = {
+    "optimizer_step": "a plugin's optimizer_step hook",
+    "optimizer_zero_grad": "on_before_zero_grad",
+    "lr_scheduler_step": "a plugin's on_step_end hook",
+    "backward": "a plugin's backward hook",
+    "configure_gradient_clipping": "a plugin's clip_gradients hook",
+    "clip_gradients": "a plugin's clip_gradients hook",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_sharded_model": "__init__",
+    "configure_model": "__init__",
+    "manual_backward": "one loss returned from training_step",
+    "on_train_dataloader": "train_dataloader",
+    "tbptt_split_batch": "splitting the sequence in training_step",
+    "predict_step_end": "predict_step",
+    "predict_epoch_end": "what Trainer.predict returns",
+}
+
+
+class Step(nn.Module):
+    """The module as the strategy wraps it: ``step("training_step", batch, batch_idx)`` calls that method.
+
+    Training must go through the wrapper's ``forward`` (DDP prepares its reducer there); calling ``module.training_step`` past it
+    lets the ranks' weights drift apart with no error. This class is what makes ``training_step`` a ``forward``.
+    """
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
+        self._arity = {name: _arity(module, name) for name in _STEPS if hasattr(module, name)}
+        self._ends = {name for name in self._arity if hasattr(module, f"{name}_end")}
+
+    def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+        """What calling each step method comes to, decided once.
+
+        Training goes through ``model``, which is this Step as the strategy wrapped it. Where nothing wraps it, and in evaluation,
+        a call is the module's own method, without nn.Module's call machinery (1 µs), unless it takes fewer arguments or has a
+        ``*_step_end``.
+        """
+
+        def direct(method: str) -> Callable[..., Any]:
+            full = 2 if method == "training_step" else 3
+            if self._arity[method] >= full and method not in self._ends:
+                own: Callable[..., Any] = getattr(self.module, method)
+                return own
+            return partial(self.forward, method)
+
+        calls = {name: direct(name) for name in self._arity}
+        if model is not self and "training_step" in calls:
+            calls["training_step"] = partial(model, "training_step")
+        return calls
+
+    def forward(self, method: str, *args: Any) -> Any:
+        # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
+        module = self._modules["module"]
+        output = getattr(module, method)(*args[: self._arity[method]])
+        if method in self._ends:
+            output = getattr(module, f"{method}_end")([output])
+        return output
+
+
+def _arity(module: Module, method: str) -> int:
+    parameters = inspect.signature(getattr(module, method)).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+class ModuleHooks:
+    """The module's own hooks: a bound method where the subclass overrides one, else ``None``, which costs nothing to ask."""
+
+    def __init__(self, module: Module) -> None:
+        for name in dir(Module):
+            if name.startswith("on_"):
+                setattr(self, name, getattr(module, name) if overridden(module, name) else None)
+        for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+            setattr(self, name, getattr(module, name, None))
+        #: Whether any is called inside a training step; where none is, the step asks this one alone.
+        self.in_step = any(getattr(self, name) is not None for name in _IN_STEP)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def check_module(module: Any, command: str) -> None:
+    """Refuse a module that cannot be run, before anything starts.
+
+    Raises:
+        UsageError: no Module, a missing step or optimizer, a method that geartrain would never call.
+    """
+    if not isinstance(module, Module):
+        raise UsageError(f"{type(module).__name__} is not a geartrain.Module. Fix: subclass geartrain.Module")
+    name = type(module).__name__
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
+    if not callable(getattr(module, step, None)):
+        own = [n for n in dir(module) if not hasattr(Module, n)]
+        guess = nearest(step, own)
+        raise UsageError(f"{name} has no {step}, which {command} needs. {guess if guess.startswith('Did') else ''}".rstrip())
+    if command == "fit" and not overridden(module, "configure_optimizers"):
+        raise UsageError(f"{name} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
+    for method, instead in _NOT_CALLED.items():
+        if hasattr(type(module), method):
+            raise UsageError(f"{name}.{method} would never be called. Use instead: {instead}")
+    if not module.automatic_optimization:
+        raise UsageError(f"{name}.automatic_optimization is False: this version of geartrain has automatic optimisation only.")

@@ -1,0 +1,356 @@
+"""Trainer: fit, validate, test, predict. Plans when it is made; each call then goes plan -> launch -> worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from geartrain._version import __version__
+from geartrain.builtin.clipping import GradientClipping
+from geartrain.builtin.defaults import Defaults
+from geartrain.builtin.folder import RunFolder
+from geartrain.builtin.progress import ProgressBar
+from geartrain.data import DataSource, loader_batch_size
+from geartrain.errors import UsageError
+from geartrain.hooks import Hooks
+from geartrain.module import DataModule, Module
+from geartrain.options import Options, refuse_unknown
+from geartrain.parts import Choice, Part
+from geartrain.plan import Plan, choose_accelerator, choose_devices, choose_precision, choose_strategy, make_plan, with_batch_size
+from geartrain.registry import Registry, file_plugin, is_file, make
+from geartrain.run import Run
+from geartrain.seeding import seed_everything
+from geartrain.step import check_module
+from geartrain.worker import work
+
+
+class Trainer:
+    """Trains a module. Everything is checked and planned here, before anything starts; ``trainer.plan`` shows it.
+
+    Args:
+        accelerator: ``"auto"``, ``"gpu"``, or an accelerator's name (``geartrain plugins`` lists them), or an object.
+        devices: how many, or which: ``2``, ``[0, 2]``, ``"0,2"``, ``-1``, ``"auto"``; on the cpu a number of processes.
+        strategy: ``"auto"``, a strategy's name, or an object.
+        num_nodes: machines that train together.
+        precision: ``"32-true"``.
+        plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
+        block: names of plugins that must not be chosen.
+        output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
+        max_epochs: epochs to train; -1 for no end; default 1000, or no end where ``max_steps`` is given.
+        max_steps: optimizer steps to train; -1 for no end.
+        limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
+        limit_val_batches: the same for each validation loader; 0 turns validation off.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each loader to predict.
+        val_check_interval: validate after this fraction of an epoch (0.25), or number of batches (100).
+        check_val_every_n_epoch: validate only every n-th epoch; ``None`` counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: validation batches to try before training; -1 for all.
+        accumulate_grad_batches: batches whose gradients are averaged into one optimizer step.
+        gradient_clip_val: the largest gradient norm or value; ``None`` for no clipping.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        log_every_n_steps: steps between flushes of logged metrics.
+        enable_progress_bar: show a progress bar and the closing table.
+        use_distributed_sampler: let a strategy of several processes shard the loaders.
+        fast_dev_run: try one batch (or this many) of everything, write nothing.
+        seed: seeds Python, NumPy and torch, now and again when the run starts.
+        deterministic: ask torch for deterministic algorithms; ``"warn"`` only warns where there is none.
+        accelerator_options: options of the accelerator, by name.
+        strategy_options: options of the strategy, by name.
+        plugin_options: options of named plugins: ``{"csv": {"path": ...}}``.
+        assume: accelerator -> device count, to plan for hardware that is not here; such a trainer can only be explained.
+
+    Raises:
+        UsageError: anything that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str | Any = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        strategy: str | Any = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+        plugins: Any = (),
+        block: Sequence[str] = (),
+        output: str | Path | None = None,
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        val_check_interval: int | float = 1.0,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool = True,
+        use_distributed_sampler: bool = True,
+        fast_dev_run: bool | int = False,
+        seed: int | None = None,
+        deterministic: bool | str = False,
+        accelerator_options: Mapping[str, Any] | None = None,
+        strategy_options: Mapping[str, Any] | None = None,
+        plugin_options: Mapping[str, Mapping[str, Any]] | None = None,
+        assume: Mapping[str, int] | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(unknown, list(Trainer.__init__.__annotations__))
+        tries = int(fast_dev_run)
+        options = Options(
+            max_epochs=1 if tries else max_epochs if max_epochs is not None else (1000 if max_steps == -1 else -1),
+            max_steps=tries or max_steps,
+            limit_train_batches=tries or limit_train_batches,
+            limit_val_batches=tries or limit_val_batches,
+            limit_test_batches=tries or limit_test_batches,
+            limit_predict_batches=tries or limit_predict_batches,
+            val_check_interval=1.0 if tries else val_check_interval,
+            check_val_every_n_epoch=1 if tries else check_val_every_n_epoch,
+            num_sanity_val_steps=0 if tries else num_sanity_val_steps,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            log_every_n_steps=log_every_n_steps,
+            enable_progress_bar=enable_progress_bar,
+            use_distributed_sampler=use_distributed_sampler,
+            fast_dev_run=tries,
+            seed=seed,
+            deterministic=deterministic,
+        )
+        if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+            raise UsageError(f"num_nodes={num_nodes!r} must be a whole number, at least 1.")
+        if seed is not None:
+            seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
+        self.registry, self._assume = Registry(block), dict(assume or {})
+        chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
+        indices = choose_devices(chip, devices, self._assume)
+        scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
+        extra = _plugin_parts(self.registry, plugins, plugin_options or {})
+        self._parts = (*_core_parts(options, output), chip, scheme, *extra)
+        self.hooks = Hooks(self._parts)
+        self.plan = make_plan(
+            self.hooks,
+            {"accelerator": chip, "strategy": scheme},
+            tuple(part.choice for part in extra),
+            indices,
+            num_nodes=num_nodes,
+            precision=choose_precision(precision, __version__),
+            passed_over=passed | also_passed,
+            options=options,
+        )
+        self.output = Path(output) if output is not None and not tries else None
+        self._run: Run | None = None
+        self.datamodule: DataModule | None = None
+
+    # --- the four commands -----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: Module,
+        train_dataloaders: Iterable[Any] | DataModule | None = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        """Train ``model``; its weights, ``trainer.callback_metrics`` and the counters are the trained ones afterwards.
+
+        Args:
+            train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
+            val_dataloaders: the same, or a list of DataLoaders.
+            datamodule: where loaders come from that are not given.
+            checkpoint: weights to start from; optimizer and counters start anew.
+
+        Raises:
+            UsageError: something that cannot work; nothing was started.
+            TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
+                with a note where a plugin's hook raised them.
+        """
+        self._start("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule, checkpoint)
+
+    def validate(
+        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Validate once.
+
+        Args:
+            ckpt_path: weights to read first.
+
+        Returns:
+            One dict a loader, of its metrics by name; names without a loader's suffix are in each.
+        """
+        return self._per_loader("validate", self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path))
+
+    def test(
+        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+    ) -> list[dict[str, float]]:
+        """Test once; arguments and return as for :meth:`validate`."""
+        return self._per_loader("test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path))
+
+    def predict(
+        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+    ) -> list[Any]:
+        """Collect what ``predict_step`` returns.
+
+        Returns:
+            One output a batch, on the CPU; a list of such lists where there are several loaders.
+        """
+        outputs: list[Any] = self._start("predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
+        return outputs
+
+    def check(self, model: Module, command: str = "fit", datamodule: DataModule | None = None, train_loader: Any = None) -> Plan:
+        """Complete the plan for a module and data and let every plugin refuse it; starts nothing."""
+        check_module(model, command)
+        size = loader_batch_size(train_loader)
+        if size is None and datamodule is not None:
+            size = getattr(datamodule, "batch_size", None)
+        self.plan = with_batch_size(self.plan, size if isinstance(size, int) else None)
+        self.hooks.check_plan(plan=self.plan)
+        return self.plan
+
+    def _start(self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any) -> Any:
+        for stage, loaders in list(given.items()):
+            if isinstance(loaders, DataModule):
+                if datamodule is not None:
+                    raise UsageError("two DataModules are given. Fix: give one")
+                given[stage], datamodule = None, loaders
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+        if self._assume:
+            raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise UsageError(f"there is no checkpoint {checkpoint}")
+        self.check(model, command, datamodule, given.get("train"))
+        self.datamodule = datamodule
+        if datamodule is not None:
+            datamodule.trainer = self
+        # Hooks are frozen for one run; the next one gets new callers of the same plugins.
+        hooks = Hooks(self._parts)
+        run = self._run = Run(plan=self.plan, hooks=hooks, module=model, trainer=self, command=command, output=self.output)
+        source = DataSource(given, datamodule)
+        return hooks.launch(run=run, worker=partial(work, run, source, Path(checkpoint) if checkpoint is not None else None))
+
+    def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
+        count = len(self.run.loaders[stage])
+        if count == 1:
+            return [metrics]
+        suffix = "/dataloader_idx_"
+        return [{k: v for k, v in metrics.items() if suffix not in k or k.endswith(f"{suffix}{i}")} for i in range(count)]
+
+    # --- what one asks a trainer -----------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The running or last run.
+
+        Raises:
+            RuntimeError: there was none.
+        """
+        if self._run is None:
+            raise RuntimeError("this trainer has not run anything yet")
+        return self._run
+
+    @property
+    def global_rank(self) -> int:
+        return self._run.world.rank if self._run else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._run.world.local_rank if self._run else 0
+
+    @property
+    def world_size(self) -> int:
+        return self._run.world.size if self._run else self.plan.processes or 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self._run.step if self._run else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The running epoch, from 0; after ``fit``, epochs done."""
+        return self._run.epoch if self._run else 0
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The newest value of every logged metric."""
+        return self._run.metrics if self._run else {}
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The newest value of every metric that loggers were given."""
+        return self._run.logs.logged if self._run else {}
+
+    @property
+    def max_epochs(self) -> int:
+        return self.plan.options.max_epochs
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches in one epoch; infinity where the loader has no length."""
+        total = self.run.batches["train"][0]
+        return float("inf") if total is None else total
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole ``fit``, for schedulers that must know them; infinity where there is no end."""
+        options, batches = self.plan.options, self.num_training_batches
+        steps: int | float = float("inf")
+        if options.max_epochs != -1 and batches != float("inf"):
+            steps = -(-int(batches) // options.accumulate_grad_batches) * options.max_epochs
+        return steps if options.max_steps == -1 else min(steps, options.max_steps)
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to end training; it takes effect on all ranks together, at the next flush or the end of the epoch."""
+        return bool(self._run and self._run.should_stop)
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.run.should_stop = value
+
+
+def _core_parts(options: Options, output: str | Path | None) -> list[Part]:
+    def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
+        return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+
+    parts = [part("defaults", Defaults(), "one process on one device", "default")]
+    if output is not None and not options.fast_dev_run:
+        parts.append(part("folder", RunFolder(Path(output)), f"output={str(output)!r}"))
+    if options.gradient_clip_val is not None:
+        parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
+    if options.enable_progress_bar:
+        parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
+    return parts
+
+
+def _plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+    given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
+    parts, left = [], dict(options)
+    for plugin in given:
+        if not isinstance(plugin, str):
+            parts.append(registry.adopt("plugin", plugin, "given as an object"))
+        elif is_file(plugin):
+            name, found = file_plugin(plugin)
+            own = left.pop(name, {})
+            if isinstance(found, type):
+                found = make(found, plugin, own)
+            elif own:
+                raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
+            parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own))
+        else:
+            parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+    if left:
+        raise UsageError(
+            f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
+        )
+    return parts

@@ -1,0 +1,158 @@
+"""What each process does: set up, run the stage, tear down. The order here is the contract of hookspecs.py."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from geartrain import loop
+from geartrain.data import DataSource, count_batches, describe
+from geartrain.errors import TrainingError
+from geartrain.evaluation import evaluate
+from geartrain.hooks import fire
+from geartrain.logs import Logs
+from geartrain.module import overridden
+from geartrain.optim import needs_closure, read_optimizers
+from geartrain.run import Run
+from geartrain.seeding import determinism, seed_everything
+from geartrain.step import ModuleHooks, Step
+
+#: command -> the stages whose loaders it needs.
+_STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
+
+
+def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int) -> Any:
+    """Set up this process, run the command and tear down, whatever happens.
+
+    Args:
+        source: where loaders come from.
+        checkpoint: whose weights to start from, or ``None``.
+        local_rank: this process on its node, from 0.
+
+    Returns:
+        For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, for ``fit`` ``None``.
+    """
+    options = run.plan.options
+    with determinism(options.deterministic), _always_tear_down(run, source) as undo:
+        undo.append(run.hooks.teardown_device)
+        run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
+        undo.append(run.hooks.teardown_process_group)
+        _join(run)
+        if options.seed is not None:
+            seed_everything(options.seed)
+        _attach(run, source)
+        _set_up_loaders(run, source)
+        _set_up_model(run, checkpoint)
+        run.hooks.freeze()
+        fire(run.hooks.on_run_start, run=run)
+        result = loop.fit(run) if run.command == "fit" else evaluate(run, run.command)
+        fire(run.hooks.on_run_end, run=run)
+    return result
+
+
+def _join(run: Run) -> None:
+    run.world = run.hooks.setup_process_group(run=run)
+    planned = run.plan.processes
+    if planned is not None and run.world.size != planned:
+        owner = run.hooks.owner("setup_process_group")
+        raise TrainingError(
+            f"the plan has {planned} processes, but setup_process_group of {owner.label if owner else 'geartrain'} made a world of "
+            f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or devices=1"
+        )
+
+
+def _attach(run: Run, source: DataSource) -> None:
+    run.logs, run.on, run.bare = Logs(run), ModuleHooks(run.module), Step(run.module)
+    run.module._run, run.module._trainer = run, run.trainer
+    owners = [run.module] if source.datamodule is None else [source.datamodule, run.module]
+    for owner in owners:
+        if run.world.local_rank == 0:
+            owner.prepare_data()
+    run.hooks.barrier(run=run)
+    for owner in owners:
+        owner.setup(run.command)
+
+
+def _set_up_loaders(run: Run, source: DataSource) -> None:
+    for stage in _STAGES[run.command]:
+        limit = run.plan.options.limit(stage)
+        loaders = [] if limit == 0 else source.loaders(stage, run.module)
+        if stage == "validate" and run.command == "fit" and loaders and not hasattr(run.module, "validation_step"):
+            warnings.warn(f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used", stacklevel=2)
+            loaders = []
+        if not loaders and not (stage == "validate" and run.command == "fit"):
+            raise TrainingError(
+                f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
+            )
+        run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
+        run.batches[stage] = [count_batches(loader, limit, stage) for loader in run.loaders[stage]]
+
+
+def _set_up_model(run: Run, checkpoint: Path | None) -> None:
+    asleep = sum(not part.training for part in run.module.modules())
+    if run.command == "fit" and asleep:
+        warnings.warn(
+            f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit", stacklevel=2
+        )
+    run.model = run.hooks.wrap_model(run=run, model=run.bare)
+    run.calls = run.bare.calls(run.model)
+    if run.command == "fit":
+        optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
+        run.closure = needs_closure(optimizers)
+        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
+        if not optimizers:
+            warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
+    if checkpoint is not None:
+        load_weights(run, checkpoint)
+
+
+def load_weights(run: Run, path: Path) -> None:
+    """Read a checkpoint's weights into the module.
+
+    Raises:
+        TrainingError: it is no checkpoint, or belongs to another model.
+    """
+    state = run.hooks.load_checkpoint(run=run, path=path)
+    if not isinstance(state, dict) or "model" not in state:
+        raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
+    try:
+        run.module.load_state_dict(state["model"])
+    except RuntimeError as error:
+        raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
+    if overridden(run.module, "on_load_checkpoint"):
+        run.module.on_load_checkpoint(state)
+
+
+@contextmanager
+def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..., Any]]]:
+    """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo."""
+    undo: list[Callable[..., Any]] = []
+    failure: BaseException | None = None
+    try:
+        yield undo
+    except BaseException as error:
+        failure = error
+        run.hooks.blame(error)
+        _guard(failure, partial(fire, run.hooks.on_exception, run=run, error=error))
+        raise
+    finally:
+        for owner in filter(None, (run.module, source.datamodule)):
+            if run.module._run is run:
+                _guard(failure, partial(owner.teardown, run.command))
+        for teardown in reversed(undo):
+            _guard(failure, partial(teardown, run=run))
+        run.module._run = None
+
+
+def _guard(failure: BaseException | None, action: Callable[[], Any]) -> None:
+    """Run a clean-up; when the run failed already, its own error must stay the one that is raised."""
+    try:
+        action()
+    except Exception as error:
+        if failure is None:
+            raise
+        failure.add_note(f"and then, while tearing down: {type(error).__name__}: {error}")
