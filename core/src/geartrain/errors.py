@@ -19,9 +19,9 @@ class TrainingError(GeartrainError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that ends an error about an unknown ``name``: the nearest known one, else the list of all."""
+    """A sentence for an error about an unknown ``name``: the nearest known one, else the list of all."""
     names = sorted(set(known))
     match = get_close_matches(name.lower(), [n.lower() for n in names], n=1)
     if match:
         return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
-    return f"Known: {', '.join(names)}." if names else ""
+    return f"Known: {', '.join(names)}." if names else "There is none."

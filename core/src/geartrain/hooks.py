@@ -86,7 +86,9 @@ class Hooks:
         self._manager = _Manager()
         self._manager.add_hookspecs(hookspecs)
         self._own_hookspecs()
-        self._specs = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
+        callers = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
+        in_order = [name for name in vars(hookspecs) if name in callers]  # pluggy sorts them by name
+        self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
         self._marked = {id(part): self._check_part(part) for part in self._parts}
         self._owner_of = self._settle_owners()
         for part in self._parts:

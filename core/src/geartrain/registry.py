@@ -137,7 +137,7 @@ class Registry:
 
     # --- load ------------------------------------------------------------------------------------------------------------
 
-    def load(self, candidate: Candidate) -> type:
+    def load(self, candidate: Candidate) -> Any:
         """Import a candidate's class.
 
         Raises:
@@ -156,7 +156,7 @@ class Registry:
             raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a class in its [project.entry-points]")
         return loaded
 
-    def probe(self, candidate: Candidate) -> type | None:
+    def probe(self, candidate: Candidate) -> Any:
         """Import a candidate and, if it is an accelerator, ask whether it can serve here. Sets state and reason.
 
         Returns:
@@ -207,7 +207,7 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
-        known = [name for name in inspect.signature(cls).parameters]
+        known = list(inspect.signature(cls).parameters)
         unknown = next((name for name in options if name not in known), None)
         hint = nearest(unknown, known) if unknown else f"Its options: {', '.join(known)}."
         raise UsageError(f"{label}: {error}. {hint}") from error
@@ -235,7 +235,8 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

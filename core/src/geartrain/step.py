@@ -111,23 +111,22 @@ class ModuleHooks:
 
 
 def check_module(module: Any, command: str) -> None:
-    """Refuse a module that cannot be run, before anything starts.
+    """Refuse a module, or its class, that cannot be run, before anything starts.
 
     Raises:
         UsageError: no Module, a missing step or optimizer, a method that geartrain would never call.
     """
-    if not isinstance(module, Module):
-        raise UsageError(f"{type(module).__name__} is not a geartrain.Module. Fix: subclass geartrain.Module")
-    name = type(module).__name__
+    cls = module if inspect.isclass(module) else type(module)
+    if not issubclass(cls, Module):
+        raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module")
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
     if not callable(getattr(module, step, None)):
-        own = [n for n in dir(module) if not hasattr(Module, n)]
-        guess = nearest(step, own)
-        raise UsageError(f"{name} has no {step}, which {command} needs. {guess if guess.startswith('Did') else ''}".rstrip())
-    if command == "fit" and not overridden(module, "configure_optimizers"):
-        raise UsageError(f"{name} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
+        guess = nearest(step, [name for name in dir(cls) if not hasattr(Module, name)])
+        raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. {guess if guess.startswith('Did') else ''}".rstrip())
+    if command == "fit" and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers:
+        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
     for method, instead in _NOT_CALLED.items():
-        if hasattr(type(module), method):
-            raise UsageError(f"{name}.{method} would never be called. Use instead: {instead}")
+        if hasattr(cls, method):
+            raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
     if not module.automatic_optimization:
-        raise UsageError(f"{name}.automatic_optimization is False: this version of geartrain has automatic optimisation only.")
+        raise UsageError(f"{cls.__name__}.automatic_optimization is False: this version of geartrain has automatic optimisation only.")

@@ -27,7 +27,9 @@ from geartrain.worker import work
 
 
 class Trainer:
-    """Trains a module. Everything is checked and planned here, before anything starts; ``trainer.plan`` shows it.
+    """Trains a module.
+
+    Everything is checked and planned when it is made, before anything starts; ``trainer.plan`` shows it.
 
     Args:
         accelerator: ``"auto"``, ``"gpu"``, or an accelerator's name (``geartrain plugins`` lists them), or an object.
@@ -202,13 +204,17 @@ class Trainer:
         outputs: list[Any] = self._start("predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         return outputs
 
-    def check(self, model: Module, command: str = "fit", datamodule: DataModule | None = None, train_loader: Any = None) -> Plan:
-        """Complete the plan for a module and data and let every plugin refuse it; starts nothing."""
+    def check(self, model: Module | type[Module], command: str = "fit", batch_size: int | None = None) -> Plan:
+        """Complete the plan for a module (or its class) and let every plugin refuse it; starts nothing.
+
+        Args:
+            batch_size: samples in one batch of the training loader, where it is known.
+
+        Raises:
+            UsageError: a module or a plan that cannot work.
+        """
         check_module(model, command)
-        size = loader_batch_size(train_loader)
-        if size is None and datamodule is not None:
-            size = getattr(datamodule, "batch_size", None)
-        self.plan = with_batch_size(self.plan, size if isinstance(size, int) else None)
+        self.plan = with_batch_size(self.plan, batch_size)
         self.hooks.check_plan(plan=self.plan)
         return self.plan
 
@@ -224,7 +230,8 @@ class Trainer:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
         if checkpoint is not None and not Path(checkpoint).is_file():
             raise UsageError(f"there is no checkpoint {checkpoint}")
-        self.check(model, command, datamodule, given.get("train"))
+        size = loader_batch_size(given.get("train"))
+        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self

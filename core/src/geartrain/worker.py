@@ -15,7 +15,7 @@ from geartrain.errors import TrainingError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
 from geartrain.logs import Logs
-from geartrain.module import overridden
+from geartrain.module import DataModule, Module, overridden
 from geartrain.optim import needs_closure, read_optimizers
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
@@ -49,7 +49,11 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         _set_up_model(run, checkpoint)
         run.hooks.freeze()
         fire(run.hooks.on_run_start, run=run)
-        result = loop.fit(run) if run.command == "fit" else evaluate(run, run.command)
+        result = None
+        if run.command == "fit":
+            loop.fit(run)
+        else:
+            result = evaluate(run, run.command)
         fire(run.hooks.on_run_end, run=run)
     return result
 
@@ -68,7 +72,7 @@ def _join(run: Run) -> None:
 def _attach(run: Run, source: DataSource) -> None:
     run.logs, run.on, run.bare = Logs(run), ModuleHooks(run.module), Step(run.module)
     run.module._run, run.module._trainer = run, run.trainer
-    owners = [run.module] if source.datamodule is None else [source.datamodule, run.module]
+    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [source.datamodule, run.module]
     for owner in owners:
         if run.world.local_rank == 0:
             owner.prepare_data()
@@ -140,8 +144,9 @@ def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..
         _guard(failure, partial(fire, run.hooks.on_exception, run=run, error=error))
         raise
     finally:
-        for owner in filter(None, (run.module, source.datamodule)):
-            if run.module._run is run:
+        owners: tuple[Module | DataModule | None, ...] = (run.module, source.datamodule)
+        for owner in owners:
+            if owner is not None and run.module._run is run:
                 _guard(failure, partial(owner.teardown, run.command))
         for teardown in reversed(undo):
             _guard(failure, partial(teardown, run=run))

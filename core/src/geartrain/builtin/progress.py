@@ -98,12 +98,13 @@ class ProgressBar:
             self._bar = None
 
     def _table(self, run: Run) -> None:
-        table = Table(title=f"{run.command}: {run.step} steps, {run.epoch} epochs, {time.monotonic() - self._started:.1f} s")
-        table.add_column("metric")
-        table.add_column("value", justify="right")
+        table = Table("metric", "value")
         for name, value in sorted(run.metrics.items()):
             table.add_row(name, f"{value:.6g}")
-        Console().print(table)
+        console = Console()
+        console.print(f"{run.command}: {run.step} steps, {run.epoch} epochs, {time.monotonic() - self._started:.1f} s", highlight=False)
+        if run.metrics:
+            console.print(table)
 
 
 def _epoch(run: Run) -> str:

@@ -1,0 +1,98 @@
+"""The command line: ``geartrain fit|validate|test|predict|plugins|explain``, and ``geartrain.cli`` for one's own script.
+
+The folder is not called ``cli`` because ``geartrain.cli`` is the function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from geartrain._version import __version__
+from geartrain.errors import GeartrainError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from geartrain.trainer import Trainer
+
+#: command -> (the module that has it, what it does).
+_COMMANDS = {
+    "fit": ("run", "train a module"),
+    "validate": ("run", "validate a module"),
+    "test": ("run", "test a module"),
+    "predict": ("run", "predict with a module"),
+    "explain": ("explain", "show the plan and who answers each hook; starts nothing"),
+    "plugins": ("plugins", "list what is installed, and why what cannot be used"),
+}
+
+_USAGE = """\
+usage: geartrain COMMAND TARGET [options]
+
+{commands}
+
+TARGET is file.py, file.py:Class or package.module:Class.
+geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 done, 1 the run failed, 2 wrong usage.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE.format(commands="\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())))
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"geartrain {__version__}")
+        return 0
+    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], arguments[1:]))
+
+
+def _command(name: str) -> Callable[[str, list[str]], Any]:
+    if name not in _COMMANDS:
+        raise UsageError(f"there is no command {name!r}. {nearest(name, _COMMANDS)}")
+    # Imported when asked for: `geartrain plugins` must not pay for torch.
+    command: Callable[[str, list[str]], Any] = import_module(f"geartrain.commands.{_COMMANDS[name][0]}").command
+    return command
+
+
+def _guarded(name: str, action: Callable[[], Any]) -> int:
+    """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback."""
+    try:
+        action()
+    except GeartrainError as error:
+        print("\n".join([f"geartrain {name}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print(f"geartrain {name}: interrupted", file=sys.stderr)
+        return 1
+    return 0
+
+
+def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None) -> Trainer:
+    """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
+
+    Args:
+        model: the ``Module`` subclass to make and run.
+        data: the ``DataModule`` subclass, unless the module brings its data.
+        argv: arguments, default ``sys.argv[1:]``; the first may be a command (``python train.py test --checkpoint ...``).
+
+    Returns:
+        The trainer, after the run.
+
+    Raises:
+        SystemExit: with 1 or 2, as the command line exits.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments.pop(0) if arguments and arguments[0] in _COMMANDS and arguments[0] != "plugins" else "fit"
+    done: list[Any] = []
+    module = import_module(f"geartrain.commands.{_COMMANDS[name][0]}")
+    code = _guarded(name, lambda: done.append(module.command(name, arguments, target=(model, data))))
+    if code:
+        raise SystemExit(code)
+    trainer: Trainer = done[0]
+    return trainer

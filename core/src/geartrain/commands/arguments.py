@@ -1,0 +1,279 @@
+"""Options of the commands that plan or run: from the command line and config files to typed values.
+
+Two passes. The first reads names only (target, strategy, accelerator, plugins), so that just what was chosen is imported. The
+second is jsonargparse's, with the typed options of the Trainer, of the target's classes and of the chosen plugins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from geartrain.commands.target import Target, find_target
+from geartrain.errors import UsageError, nearest
+from geartrain.options import RENAMED
+from geartrain.registry import Registry, file_plugin, is_file
+from geartrain.trainer import Trainer
+
+#: Options that may be given several times -> the key that holds their list.
+_REPEATED = {"plugin": "plugins", "block": "block", "assume": "assume"}
+#: Trainer's arguments that the command line spells in another way.
+_SPELT_OTHERWISE = {"accelerator", "strategy", "plugins", "block", "accelerator_options", "strategy_options", "plugin_options", "assume"}
+
+
+@dataclass
+class Names:
+    """What the first pass read."""
+
+    chosen: dict[str, str] = field(default_factory=dict)
+    repeated: dict[str, list[str]] = field(default_factory=lambda: {key: [] for key in _REPEATED.values()})
+    config: dict[str, Any] = field(default_factory=dict)
+    #: What is left for the second pass.
+    rest: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Request:
+    """What the second pass made of it."""
+
+    trainer: Trainer
+    parser: ArgumentParser
+    values: Namespace
+    target: Target
+
+    def make_model(self) -> Any:
+        """The module, and the DataModule or ``None``; made after the trainer, which seeds."""
+        made = self.parser.instantiate_classes(self.values)
+        return made.model, made.get("data")
+
+
+def read(command: str, argv: list[str], target: Target | None) -> Request:
+    """Read the arguments of one command and make its trainer.
+
+    Raises:
+        UsageError: anything wrong with them.
+    """
+    if target is None:
+        if argv and argv[0] in ("-h", "--help"):
+            target = None
+        elif not argv or argv[0].startswith("-"):
+            raise UsageError(f"TARGET comes first: geartrain {command} file.py [options]")
+        else:
+            target = find_target(argv[0])
+            argv = argv[1:]
+    names = first_pass(argv)
+    registry = Registry(names.repeated["block"])
+    parser, groups = build_parser(command, target, names, registry)
+    values = _parse(parser, names)
+    assert target is not None  # without one, --help was asked for and has exited
+    trainer = Trainer(**_trainer_arguments(names, values, groups))
+    return Request(trainer, parser, values, target)
+
+
+# --- first pass: names ---------------------------------------------------------------------------------------------------
+
+
+def first_pass(argv: list[str]) -> Names:
+    """Normalise spelling and pick out the names that decide what is imported."""
+    names = Names()
+    tokens = _normalise(argv)
+    configs: list[str] = []
+    while tokens:
+        token = tokens.pop(0)
+        key, has_value, value = token.partition("=")
+        key = key.removeprefix("--") if token.startswith("--") else ""
+        if key in {*_REPEATED, "strategy", "accelerator", "config"}:
+            if not has_value:
+                if not tokens or tokens[0].startswith("--"):
+                    raise UsageError(f"--{key} needs a value")
+                value = tokens.pop(0)
+            if key == "config":
+                configs.append(value)
+            elif key in _REPEATED:
+                names.repeated[_REPEATED[key]].append(value)
+            else:
+                names.chosen[key] = value
+        else:
+            names.rest.append(token)
+    for path in configs:
+        _merge(names.config, _read_config(path))
+    for key in ("strategy", "accelerator"):
+        if key in names.config:
+            names.chosen.setdefault(key, str(names.config.pop(key)))
+    for key in _REPEATED.values():
+        listed = names.config.pop(key, [])
+        names.repeated[key] = [*(listed if isinstance(listed, list) else [listed]), *names.repeated[key]]
+    return names
+
+
+def _normalise(argv: list[str]) -> list[str]:
+    """``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a bare flag -> ``=true``."""
+    flags = {name for name, p in inspect.signature(Trainer).parameters.items() if "bool" in str(p.annotation)} | {"json"}
+    tokens = []
+    for i, token in enumerate(argv):
+        if not token.startswith("--"):
+            tokens.append(token)
+            continue
+        name, has_value, value = token.partition("=")
+        name = "--" + name[2:].replace("-", "_")
+        name = re.sub(r"^--(strategy|accelerator)\.", r"--\1_options.", name)
+        bare = not has_value and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
+        tokens.append(f"{name}=true" if bare and name[2:] in flags else name + has_value + value)
+    return tokens
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
+    config: dict[str, Any] = {}
+    for key, value in loaded.items():
+        key = str(key).replace("-", "_")
+        key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
+        if key in ("strategy", "accelerator") and isinstance(value, dict):  # strategy: {name: bagua, algorithm: bytegrad}
+            options = dict(value)
+            config[key] = options.pop("name", "auto")
+            _merge(config, {f"{key}_options": options})
+        elif "." in key:
+            group, _, option = key.partition(".")
+            _merge(config, {group: {option: value}})
+        else:
+            _merge(config, {"plugins" if key == "plugin" else key: value})
+    return config
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+# --- second pass: values -------------------------------------------------------------------------------------------------
+
+
+def build_parser(command: str, target: Target | None, names: Names, registry: Registry) -> tuple[ArgumentParser, dict[str, str]]:
+    """The parser with every option there is, and the plugins' groups: key in the values -> plugin's name."""
+    parser = _Parser(prog=f"geartrain {command}" + (" TARGET" if target is None else ""), exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name")
+    parser.add_argument("--strategy", type=str, default="auto", help="auto or a strategy's name")
+    parser.add_argument("--plugins", type=list[str], default=[], help="a plugin's name or file; may be given several times")
+    parser.add_argument("--block", type=list[str], default=[], help="a plugin's name that must not be chosen")
+    parser.add_argument("--config", action="config", help="a YAML file of options")
+    if command == "explain":
+        parser.add_argument("--json", type=bool, default=False, help="print the plan and the hooks as JSON")
+        parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that is not here")
+    else:
+        parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
+    parser.add_class_arguments(Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False)
+    if target is not None:
+        parser.add_class_arguments(target[0], "model", fail_untyped=False)
+        if target[1] is not None:
+            parser.add_class_arguments(target[1], "data", fail_untyped=False)
+    return parser, _add_chosen(parser, names, registry)
+
+
+def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dict[str, str]:
+    for kind in ("accelerator", "strategy"):
+        name = names.chosen.get(kind, "auto")
+        if name.lower() not in ("auto", "gpu") and any(c.name.lower() == name.lower() for c in registry.of(kind)):
+            parser.add_class_arguments(registry.load(registry.find(kind, name)), f"{kind}_options", instantiate=False, fail_untyped=False)
+    groups: dict[str, str] = {}
+    for plugin in names.repeated["plugins"]:
+        if is_file(plugin):
+            name, found = file_plugin(plugin)
+        else:
+            name, found = plugin, registry.load(registry.find("plugin", plugin))
+        key = name.replace("-", "_")
+        if inspect.isclass(found) and key not in groups:
+            if key in parser.get_defaults():
+                raise UsageError(f"plugin {name!r} has the name of an option (--{key}). Fix: rename the plugin")
+            parser.add_class_arguments(found, key, instantiate=False, fail_untyped=False)
+            groups[key] = name
+    return groups
+
+
+class _Parser(ArgumentParser):
+    """jsonargparse's parser, whose help shows options as they are typed."""
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        text = re.sub(r"--(strategy|accelerator)_options\.", r"--\1.", super().format_help(*args, **kwargs))
+        text = re.sub(r"--plugins \[ITEM,\.\.\.\](, --plugins\+ \[ITEM,\.\.\.\])?", "--plugin NAME_OR_FILE", text)
+        return re.sub(r"--(block|assume) \[ITEM,\.\.\.\](, --\1\+ \[ITEM,\.\.\.\])?", r"--\1 NAME", text)
+
+
+def _parse(parser: ArgumentParser, names: Names) -> Namespace:
+    config = dict(names.config)
+    config.update(names.chosen)
+    known = {action.dest for action in parser._actions}
+    config.update({key: value for key, value in names.repeated.items() if key in known and value})
+    left = [key for key, value in names.repeated.items() if key not in known and value]
+    if left:
+        raise UsageError(f"--{left[0]} belongs to geartrain explain")
+    try:
+        values: Namespace = parser.parse_args([f"--config={json.dumps(config)}", *names.rest])
+    except ArgumentError as error:
+        raise UsageError(_readable(str(error), parser, names)) from error
+    return values
+
+
+def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
+    """jsonargparse's message, in the spelling that was typed and with the nearest option."""
+    unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(r"does not accept (?:nested key|option) '(\S+)'", message)
+    if unknown:
+        return _unknown_option(unknown[1].partition("=")[0], parser, names)
+    message = re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)
+    return re.sub(r"(strategy|accelerator)_options\.", r"\1.", message)
+
+
+def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
+    if name in RENAMED:
+        return f"there is no option --{name}. Write: {RENAMED[name]}"
+    typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
+    options = [option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--" and option[-1] != "+"]
+    group = name.partition(".")[0]
+    if "." in name and not any(option.startswith(f"{group}.") for option in options):
+        kind = group.removesuffix("_options")
+        chosen = names.chosen.get(kind, "auto")
+        if group == kind:
+            return f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
+        if chosen in ("auto", "gpu"):
+            return f"--{typed}: options need a {kind} chosen by name. Fix: --{kind} NAME"
+        return f"--{typed}: {kind} {chosen!r} takes no options."
+    near = [re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option) for option in options if ("." in option) == ("." in name)]
+    hint = nearest(typed, [*near, "plugin"])
+    return f"there is no option --{typed}. {hint if hint.startswith('Did') else 'See --help.'}"
+
+
+def _trainer_arguments(names: Names, values: Namespace, groups: Mapping[str, str]) -> dict[str, Any]:
+    known = [name for name in inspect.signature(Trainer).parameters if name not in {*_SPELT_OTHERWISE, "unknown"}]
+    arguments = {name: values[name] for name in known}
+    arguments |= {"accelerator": values.accelerator, "strategy": values.strategy, "plugins": values.plugins, "block": values.block}
+    for kind in ("accelerator", "strategy"):
+        arguments[f"{kind}_options"] = _plain(values.get(f"{kind}_options"))
+    arguments["plugin_options"] = {name: _plain(values.get(key)) for key, name in groups.items()}
+    arguments["assume"] = dict(map(_assumption, values.get("assume") or []))
+    return arguments
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    return values.as_dict() if isinstance(values, Namespace) else {}
+
+
+def _assumption(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not count.isdigit() or int(count) < 1:
+        raise UsageError(f"--assume {text}: it is ACCELERATOR=COUNT, as in --assume cuda=8")
+    return name.lower(), int(count)

@@ -1,0 +1,74 @@
+"""``geartrain explain TARGET``: the plan, and who answers each hook. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from geartrain.commands.arguments import read
+from geartrain.commands.target import Target
+from geartrain.hooks import Hooks
+from geartrain.parts import Choice
+from geartrain.plan import Plan
+from geartrain.trainer import Trainer
+
+
+def command(name: str, argv: list[str], target: Target | None = None) -> Trainer:
+    """Print the plan and the hook table. Neither module nor data is made: the batch size is the data's ``batch_size`` option."""
+    request = read(name, argv, target)
+    trainer, values = request.trainer, request.values
+    sizes = [group.get("batch_size") for group in (values.get("data"), values.get("model")) if group is not None]
+    plan = trainer.check(request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None))
+    if values.json:
+        hooks = {hook: [choice.name for choice in trainer.hooks.implementers(hook)] for hook in trainer.hooks.names}
+        print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
+    else:
+        console = Console()
+        _print_plan(console, plan)
+        _print_hooks(console, trainer.hooks)
+    return trainer
+
+
+def _print_plan(console: Console, plan: Plan) -> None:
+    table = Table("what", "chosen", "why", title="plan")
+    for kind, choice in (("accelerator", plan.accelerator), ("strategy", plan.strategy), ("precision", plan.precision)):
+        table.add_row(kind, _label(choice), choice.reason)
+    table.add_row("devices", str(list(plan.devices)), f"on each of {plan.num_nodes} node(s)")
+    processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
+    table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
+    table.add_row("batch size", *_batch_size(plan))
+    for choice in plan.plugins:
+        table.add_row("plugin", _label(choice), choice.reason)
+    for label, reason in plan.passed_over.items():
+        table.add_row("passed over", label, reason)
+    console.print(table)
+
+
+def _batch_size(plan: Plan) -> tuple[str, str]:
+    if plan.per_device_batch is None:
+        return "known when the loaders are made", "the data has no batch_size option"
+    parts = f"per device {plan.per_device_batch} × devices {len(plan.devices)} × nodes {plan.num_nodes}"
+    return f"global {plan.global_batch}", f"{parts} × accumulation {plan.options.accumulate_grad_batches}"
+
+
+def _label(choice: Choice) -> str:
+    return f"{choice.name} ({choice.distribution} {choice.version})" if choice.distribution else choice.name
+
+
+def _print_hooks(console: Console, hooks: Hooks) -> None:
+    table = Table(title="hooks")
+    table.add_column("hook", no_wrap=True)
+    for column in ("answered by, in call order", "wrapped by, outermost first", "passed over"):
+        table.add_column(column)
+    for hook in hooks.names:
+        owner, wrappers = hooks.owner(hook), hooks.wrappers(hook)
+        plain = hooks.implementers(hook)[len(wrappers) :]
+        over = [f"{choice.name}: {owner.name} owns it" for choice in hooks.passed_over(hook)] if owner else []
+        table.add_row(hook, _names(plain), _names(wrappers), ", ".join(over))
+    console.print(table)
+
+
+def _names(choices: list[Choice]) -> str:
+    return ", ".join(choice.name for choice in choices)

@@ -1,0 +1,38 @@
+"""``geartrain plugins``: what is installed, what is usable here, and why not. Reads metadata alone unless --probe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from geartrain.errors import UsageError
+from geartrain.registry import Registry
+
+
+def command(name: str, argv: list[str]) -> None:
+    """Print one row for each installed plugin."""
+    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
+    parser.add_argument("--json", action="store_true", help="a list of {name, kind, state, reason, distribution, version}")
+    parser.add_argument("--probe", action="store_true", help="import each plugin and ask accelerators whether they can serve here")
+    parser.add_argument("--block", action="append", default=[], metavar="NAME", help="a plugin's name that must not be chosen")
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from error
+    if unknown:
+        raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
+    registry = Registry(options.block)
+    if options.probe:
+        for candidate in registry.candidates:
+            registry.probe(candidate)
+    rows = [candidate.as_dict() for candidate in registry.candidates]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "kind", "state", "reason", "distribution", "version")
+    for row in rows:
+        table.add_row(row["name"], row["kind"], row["state"], row["reason"], row["distribution"], row["version"])
+    Console().print(table)

@@ -1,0 +1,66 @@
+"""TARGET -> the Module class to run and the DataModule class, if there is one."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from geartrain.errors import UsageError, nearest
+from geartrain.module import DataModule, Module
+from geartrain.registry import load_file
+
+Target = tuple[type[Module], type[DataModule] | None]
+
+
+def find_target(target: str) -> Target:
+    """Import what TARGET names.
+
+    Args:
+        target: ``file.py``, ``file.py:Class`` or ``package.module:Class``.
+
+    Raises:
+        UsageError: no such file, module or class, or several to choose from.
+    """
+    place, _, wanted = target.partition(":")
+    if place.endswith(".py"):
+        module = load_file(Path(place))
+    elif "/" in place or Path(place).is_dir():
+        raise UsageError(f"TARGET {target!r} is not a Python file. Fix: file.py, file.py:Class or package.module:Class")
+    else:
+        module = _import(place)
+    models = _own_classes(module, Module)
+    if wanted:
+        found = getattr(module, wanted, None)
+        if not (inspect.isclass(found) and issubclass(found, Module)):
+            raise UsageError(f"{place} has no Module {wanted!r}. {nearest(wanted, models)}")
+        models = {wanted: found}
+    if not models:
+        raise UsageError(
+            f"{place} has no subclass of geartrain.Module. Fix: class {place.split('/')[-1][:-3].title()}(geartrain.Module): ..."
+        )
+    if len(models) > 1:
+        raise UsageError(f"{place} has several Modules. Fix: name one: {' or '.join(f'{place}:{name}' for name in models)}")
+    data = _own_classes(module, DataModule)
+    if len(data) > 1:
+        raise UsageError(f"{place} has several DataModules ({', '.join(data)}). Fix: keep one in the file")
+    return next(iter(models.values())), next(iter(data.values()), None)
+
+
+def _import(name: str) -> ModuleType:
+    # `python -m` and `python file.py` both look here first; a console script does not.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
+        raise UsageError(f"TARGET {name!r} could not be imported: {error}{hint}") from error
+
+
+def _own_classes(module: ModuleType, base: type) -> dict[str, type]:
+    """The subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
+    found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__}
+    return {n: c for n, c in found.items() if not any(other is not c and issubclass(other, c) for other in found.values())}

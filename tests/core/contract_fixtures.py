@@ -1,0 +1,133 @@
+"""What the tests of the contract share: parts for ``Hooks``, and distributions that are installed for one test."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import geartrain.lazy_names
+import geartrain.registry
+from geartrain.builtin.defaults import Defaults
+from geartrain.hooks import Hooks
+from geartrain.parts import Choice, Part
+
+GROUPS = ("accelerators", "strategies", "plugins")
+
+
+def part(plugin, kind="plugin", name=None, distribution=None):
+    """A part as the registry makes it; its label is ``name``, or ``distribution[name]``."""
+    name = name or getattr(plugin, "__name__", type(plugin).__name__)
+    return Part(Choice(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin)
+
+
+def defaults():
+    return part(Defaults(), "default", "defaults", "geartrain")
+
+
+def strategy(plugin, name="strat"):
+    return part(plugin, "strategy", name, "geartrain-strat")
+
+
+def accelerator(plugin, name="chip"):
+    return part(plugin, "accelerator", name, "geartrain-chip")
+
+
+def hooks_of(*parts):
+    """Hooks of core's defaults and these parts; whatever is no part is a plugin."""
+    return Hooks([defaults(), *(p if isinstance(p, Part) else part(p) for p in parts)])
+
+
+def accelerator_source(cls="Chip", priority=10, unavailable=None, count=4):
+    return f"""
+class {cls}:
+    priority = {priority}
+    def __init__(self, flag: bool = False):
+        self.flag = flag
+    @staticmethod
+    def unavailable():
+        return {unavailable!r}
+    @staticmethod
+    def device_count():
+        return {count}
+"""
+
+
+def strategy_source(cls="Strategy", layout="Layout(len(request.devices), 1)"):
+    return f"""
+from geartrain import Layout, hookimpl
+class {cls}:
+    def __init__(self, bucket_mb: int = 25):
+        self.bucket_mb = bucket_mb
+    @hookimpl
+    def plan_processes(self, request):
+        return {layout}
+"""
+
+
+class Dists:
+    """Distributions that exist for one test: real ``*.dist-info`` folders and modules on ``sys.path``."""
+
+    def __init__(self, folder, monkeypatch):
+        self._folder, self._monkeypatch = folder, monkeypatch
+        self.names = {"geartrain"}
+
+    def add(self, distribution, source="", *, version="1.0", module=None, **groups):
+        """Install a distribution with one module.
+
+        Args:
+            groups: ``accelerators``, ``strategies`` or ``plugins``: entry point's name -> what follows ``module:``, or
+                the whole value where it begins with ``=``.
+
+        Returns:
+            The module's name.
+        """
+        module = module or distribution.replace("-", "_")
+        home = self._folder / distribution
+        info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        lines = []
+        for group in GROUPS:
+            entries = groups.get(group, {})
+            lines += [f"[geartrain.{group}]", *(f"{name} = {_value(module, value)}" for name, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        (home / f"{module}.py").write_text(source)
+        self._monkeypatch.syspath_prepend(home)
+        self.names.add(distribution)
+        return module
+
+    def accelerator(self, name, **facts):
+        """Install ``geartrain-<name>``, an accelerator of that name."""
+        return self.add(f"geartrain-{name}", accelerator_source(**facts), accelerators={name: facts.get("cls", "Chip")})
+
+    def strategy(self, name, **facts):
+        """Install ``geartrain-<name>``, a strategy of that name."""
+        return self.add(f"geartrain-{name}", strategy_source(**facts), strategies={name: facts.get("cls", "Strategy")})
+
+
+def _value(module, value):
+    return value[1:].strip() if value.startswith("=") else f"{module}:{value}"
+
+
+@pytest.fixture
+def dists(tmp_path, monkeypatch):
+    """Core and nothing else is installed, until the test adds something: what this machine really has does not count."""
+    made = Dists(tmp_path / "site", monkeypatch)
+    for module in (geartrain.registry, geartrain.lazy_names):
+        real = module.entry_points
+
+        def only_ours(real=real, **wanted):
+            return [ep for ep in real(**wanted) if ep.dist is not None and ep.dist.name in made.names]
+
+        monkeypatch.setattr(module, "entry_points", only_ours)
+    monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
+    before = set(sys.modules)
+    yield made
+    for name in set(sys.modules) - before:
+        if _lies_in(sys.modules[name], tmp_path):
+            del sys.modules[name]
+
+
+def _lies_in(module, folder: Path):
+    file = getattr(module, "__file__", None)
+    return file is not None and folder in Path(file).parents

@@ -1,0 +1,166 @@
+"""Tiny modules, data and plugins that the tests of core share."""
+
+import copy
+import threading
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+from geartrain import hookimpl
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+DEADLINE = 30
+
+
+def trainer(**options):
+    """One epoch on the CPU, with nothing drawn and no sanity check, unless said otherwise."""
+    return gt.Trainer(**{"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1, "num_sanity_val_steps": 0, **options})
+
+
+def fit(module=None, train=None, val=None, **options):
+    """Train (a new ``Net`` on 6 batches, if nothing else is given); returns the trainer."""
+    one = trainer(**options)
+    one.fit(Net() if module is None else module, loader() if train is None else train, val)
+    return one
+
+
+def samples(n=24, dtype=torch.float32):
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, generator=random, dtype=dtype)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+
+
+def loader(n=24, batch_size=4, dtype=torch.float32, **options):
+    return DataLoader(samples(n, dtype), batch_size=batch_size, **options)
+
+
+class Stream:
+    """Batches with no length, as those of an iterable dataset."""
+
+    def __init__(self, batches):
+        self.batches = list(batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Net(gt.Module):
+    """A regression on three numbers; ``optimizer`` makes its optimizer of its parameters."""
+
+    def __init__(self, optimizer=SGD, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype))
+        self.make_optimizer = optimizer
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+class EvalNet(Net):
+    """One that can be evaluated too; it keeps ``(stage, batch_idx, dataloader_idx)`` of each evaluation step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append((self.trainer.run.stage, batch_idx, dataloader_idx))
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(("test", batch_idx, dataloader_idx))
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self(batch[0])
+
+
+class Logging(Net):
+    """One whose steps are functions of ``(module, batch, batch_idx)`` that log what a test wants logged."""
+
+    def __init__(self, train=None, validate=None):
+        super().__init__()
+        self.in_train, self.in_validate = train, validate
+
+    def training_step(self, batch, batch_idx):
+        if self.in_train is not None:
+            self.in_train(self, batch, batch_idx)
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        if self.in_validate is not None:
+            self.in_validate(self, batch, batch_idx)
+
+
+class Loggers:
+    """A logger that keeps what it was given: ``(step, metrics)``."""
+
+    def __init__(self):
+        self.lines = []
+
+    @hookimpl
+    def log_metrics(self, metrics, step):
+        self.lines.append((step, dict(metrics)))
+
+
+def weights(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_equal(a, b):
+    """Bitwise equal weights."""
+    a, b = (x if isinstance(x, dict) else x.state_dict() for x in (a, b))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def differ(a, b):
+    a, b = (x if isinstance(x, dict) else x.state_dict() for x in (a, b))
+    return any(not torch.equal(a[name], b[name]) for name in a)
+
+
+def by_hand(module, batches, optimizer=SGD, epochs=1, before_step=None):
+    """The loop as one writes it in plain PyTorch, on a copy of the module."""
+    module = copy.deepcopy(module)
+    stepper = optimizer(module.parameters())
+    for _ in range(epochs):
+        for batch in batches:
+            stepper.zero_grad()
+            module.loss(batch).backward()
+            if before_step is not None:
+                before_step(module)
+            stepper.step()
+    return module
+
+
+def together(functions):
+    """Call each function in a thread of its own; their results, or the exceptions they raised."""
+    results = [None] * len(functions)
+
+    def call(i):
+        try:
+            results[i] = functions[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
