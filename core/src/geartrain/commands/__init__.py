@@ -67,6 +67,11 @@ def _guarded(name: str, action: Callable[[], Any]) -> int:
     except GeartrainError as error:
         print("\n".join([f"geartrain {name}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"geartrain {name}: torch is not installed. Fix: pip install torch (a build for your hardware)", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"geartrain {name}: interrupted", file=sys.stderr)
         return 1

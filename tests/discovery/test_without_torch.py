@@ -1,0 +1,64 @@
+"""The registry and `geartrain plugins` need no torch. The tox environment `discovery` has none; elsewhere it must stay unimported."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+without_torch = pytest.mark.skipif(
+    os.environ.get("GEARTRAIN_TEST_WITHOUT_TORCH") != "1", reason="needs an environment without torch: tox run -e discovery"
+)
+
+
+def python(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def command(*arguments):
+    return python("import sys; from geartrain.commands import main; sys.exit(main(sys.argv[1:]))", *arguments)
+
+
+@without_torch
+def test_this_environment_has_no_torch():
+    assert importlib.util.find_spec("torch") is None
+
+
+def test_listing_plugins_works():
+    result = command("plugins", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {(row["kind"], row["name"]): row for row in json.loads(result.stdout)}
+    assert rows["accelerator", "cpu"]["distribution"] == rows["strategy", "single"]["distribution"] == "geartrain"
+    assert rows["accelerator", "cpu"]["state"] == "available"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import geartrain",
+        "import geartrain.registry; geartrain.registry.Registry()",
+        "import geartrain.devices",
+        "import geartrain.hookspecs",
+        "import geartrain.run",
+        "from geartrain.commands import main; main(['plugins'])",
+        "from geartrain.commands import main; main(['--help'])",
+    ],
+)
+def test_no_torch_is_imported_by(statement):
+    result = python(f"import sys; {statement}; print('torch' in sys.modules)")
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
+
+
+def test_an_unknown_name_is_answered_without_torch():
+    result = python("from geartrain.registry import Registry; Registry().find('strategy', 'ddp')")
+    assert "pip install geartrain-ddp" in result.stderr
+
+
+@without_torch
+def test_training_without_torch_says_what_is_missing(tmp_path):
+    result = command("fit", "model.py")
+    assert result.returncode == 2
+    assert "torch is not installed" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,17 @@
+"""The example that README's first command trains."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_digits_reach_their_accuracy(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "examples/digits.py", "--max-epochs", "20", "--seed", "1", "--output", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr
+    assert "val_acc" in result.stdout  # the closing table
+    assert json.loads((out / "summary.json").read_text())["metrics"]["val_acc"] >= 0.97
