@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain.devices import parse_devices
 from geartrain.errors import UsageError, nearest
 from geartrain.parts import Choice, Part
-from geartrain.registry import KNOWN, NOT_SHIPPED, Candidate, Registry
+from geartrain.registry import KNOWN, Candidate, Registry
 
 if TYPE_CHECKING:
     from geartrain.hooks import Hooks
@@ -131,17 +130,28 @@ def choose_accelerator(
         assume: accelerator name -> device count, for planning for hardware that is not here.
     """
     if not isinstance(given, str):
-        return registry.adopt("accelerator", given, "given as an object"), {}
+        part = registry.adopt("accelerator", given, "given as an object")
+        _check_usable(part, assume)
+        return part, {}
     name = given.lower()
     if name in ("auto", "gpu"):
         return _best_accelerator(registry, name, options, assume)
     if any(c.name.lower() == name for c in registry.of("strategy")) or ("strategy", name) in KNOWN:
         raise UsageError(f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})")
     part = registry.select("accelerator", name, options, f"--accelerator {given}")
+    _check_usable(part, assume)
+    return part, {}
+
+
+def _check_usable(part: Part, assume: Mapping[str, int]) -> None:
+    missing = [name for name in ("priority", "unavailable", "device_count") if not hasattr(part.plugin, name)]
+    if missing:
+        raise UsageError(
+            f"{part.choice.label}: an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}"
+        )
     reason = None if part.choice.name in assume else part.plugin.unavailable()
     if reason:
         raise UsageError(f"{part.choice.label} cannot be used here: {reason}")
-    return part, {}
 
 
 def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]) -> tuple[Part, dict[str, str]]:
@@ -217,25 +227,3 @@ def choose_precision(given: Any, version: str) -> Choice:
     if name is None:
         raise UsageError(f"precision={given!r}: this version of geartrain trains in 32-true only. {nearest(str(given), ['32-true'])}")
     return Choice(name, "precision", "geartrain", version, "asked for" if given != "32-true" else "the default")
-
-
-def check_accelerator_class(part: Part) -> None:
-    """Refuse an accelerator that cannot answer the three questions asked before a run exists."""
-    missing = [name for name in ("priority", "unavailable", "device_count") if not hasattr(part.plugin, name)]
-    if missing or inspect.isclass(part.plugin):
-        raise UsageError(
-            f"{part.choice.label}: an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}."
-        )
-
-
-__all__ = [
-    "NOT_SHIPPED",
-    "Layout",
-    "Plan",
-    "PlanRequest",
-    "choose_accelerator",
-    "choose_devices",
-    "choose_precision",
-    "choose_strategy",
-    "make_plan",
-]
