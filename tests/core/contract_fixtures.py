@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import geartrain.lazy_names
 import geartrain.registry
+from geartrain import hookimpl
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks import Hooks
 from geartrain.parts import Choice, Part
@@ -37,12 +39,39 @@ def hooks_of(*parts):
     return Hooks([defaults(), *(p if isinstance(p, Part) else part(p) for p in parts)])
 
 
+def owns(result, hook="all_gather"):
+    """An object whose plain hookimpl of ``hook`` returns ``result``."""
+
+    @hookimpl
+    def function(self):
+        return result
+
+    return type(f"Owns{hook.title()}", (), {hook: function})()
+
+
+def gather(hooks):
+    return hooks.all_gather(run=None, tensor=[1])
+
+
+class Doubles:
+    @hookimpl(wrapper=True)
+    def all_gather(self):
+        return (yield) * 2
+
+
+def specs(**functions):
+    """A module of hookspecs."""
+    module = ModuleType("specs")
+    vars(module).update(functions)
+    return module
+
+
 def accelerator_source(cls="Chip", priority=10, unavailable=None, count=4):
     return f"""
 class {cls}:
     priority = {priority}
-    def __init__(self, flag: bool = False):
-        self.flag = flag
+    def __init__(self, pinned: bool = False):
+        self.pinned = pinned
     @staticmethod
     def unavailable():
         return {unavailable!r}
@@ -71,7 +100,7 @@ class Dists:
         self._folder, self._monkeypatch = folder, monkeypatch
         self.names = {"geartrain"}
 
-    def add(self, distribution, source="", *, version="1.0", module=None, **groups):
+    def add(self, distribution, source="", *, version="1.0", **groups):
         """Install a distribution with one module.
 
         Args:
@@ -81,7 +110,7 @@ class Dists:
         Returns:
             The module's name.
         """
-        module = module or distribution.replace("-", "_")
+        module = "fake_" + distribution.replace("-", "_")  # never the name of a real plugin, which may be loaded
         home = self._folder / distribution
         info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)

@@ -116,6 +116,116 @@ class Loggers:
         self.lines.append((step, dict(metrics)))
 
 
+class Recorder:
+    """Wraps every hook of a step and keeps who was called when."""
+
+    def __init__(self):
+        self.calls = []
+
+    def note(self, *what):
+        self.calls.append(" ".join(map(str, what)))
+
+    @hookimpl(wrapper=True)
+    def step(self, micro_batches):
+        self.note("step", len(micro_batches))
+        yield
+        self.note("step done")
+
+    @hookimpl(wrapper=True)
+    def micro_step(self, first, last):
+        inner = yield
+        self.note("micro_step", *(word for word, is_so in (("first", first), ("last", last)) if is_so))
+        return inner
+
+    @hookimpl(wrapper=True)
+    def forward(self, method, args):
+        self.note("forward", method, args[1])
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def backward(self, loss):
+        assert loss.ndim == 0
+        self.note("backward")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def reduce_gradients(self):
+        self.note("reduce_gradients")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self):
+        self.note("clip_gradients")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, run, optimizer, closure):
+        assert closure is None
+        self.note("optimizer_step", run.optimizers.index(optimizer))
+        return (yield)
+
+    @hookimpl
+    def on_step_end(self, run):
+        self.note("on_step_end", run.step)
+
+
+class Noting(torch.optim.lr_scheduler.LambdaLR):
+    """A scheduler that notes when it steps."""
+
+    def __init__(self, optimizer, note):
+        self.note = lambda what: None
+        super().__init__(optimizer, lambda step: 1.0)
+        self.note = note
+
+    def step(self, *arguments):
+        self.note("scheduler")
+        super().step(*arguments)
+
+
+class Own(EvalNet):
+    """Keeps the order of the module's own hooks."""
+
+    def __init__(self, note, **options):
+        super().__init__(**options)
+        self.note = note
+        for name in dir(Net):
+            if name.startswith("on_") and not name.endswith(("checkpoint", "transfer")):
+                setattr(self, name, partial(self._own, name))
+
+    def _own(self, name, *arguments):
+        self.note(name)
+
+    def training_step(self, batch, batch_idx):
+        self.note("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.note("validation_step")
+
+
+class Pretend:
+    """A strategy whose one process says that it is rank 0 of two; the other one would log what this one logs."""
+
+    planned = gt.Layout(2, 1)
+    world = gt.World(rank=0, size=2, local_rank=0, local_size=2, node_rank=0)
+
+    @hookimpl
+    def plan_processes(self):
+        return self.planned
+
+    @hookimpl
+    def launch(self, worker):
+        return worker(0)
+
+    @hookimpl
+    def setup_process_group(self):
+        return self.world
+
+    @hookimpl
+    def log_sync(self, values):
+        return values.expand(2, -1)
+
+
 def weights(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 

@@ -8,8 +8,13 @@ from typing import Any
 
 from geartrain.errors import UsageError
 
+#: More devices or processes on one node than any machine has: a slip of the keyboard.
+_MOST = 65_536
+
 _FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "auto"'
 _COUNT_FORMS = 'a number of processes (2, "2") or "auto"'
+#: More devices or processes on one node than any machine has: a slip of the keyboard.
+_MOST = 65_536
 
 
 def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bool = True) -> list[int]:
@@ -31,11 +36,11 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
     value = devices.strip() if isinstance(devices, str) else devices
     if isinstance(value, str):
         value = _parse_string(value, devices, accelerator, indexed)
-    if value == "auto":
+    if isinstance(value, str):  # "auto" is the only string left
         value = -1 if indexed else 1
     elif isinstance(value, int) and value == -1 and not indexed:
         raise UsageError(f"devices={devices!r} (all of them) means nothing on {accelerator}. Fix: {_COUNT_FORMS}")
-    if isinstance(value, bool) or not isinstance(value, int | Sequence):
+    if isinstance(value, bool | bytes | bytearray) or not isinstance(value, int | Sequence):
         raise _malformed(devices, accelerator, indexed)
     if isinstance(value, int):
         return _count(value, devices, accelerator, available, indexed)
@@ -47,11 +52,11 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
 def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> Any:
     if text == "auto":
         return text
-    if re.fullmatch(r"[+-]?\d+", text):
+    if re.fullmatch(r"[+-]?\d{1,9}", text, re.ASCII):
         return int(text)
     if text == "":
         return []
-    if re.fullmatch(r"\d+\s*(,\s*\d+\s*)*,?", text):
+    if re.fullmatch(r"\d{1,9}\s*(,\s*\d{1,9}\s*)*,?", text, re.ASCII):
         return [int(part) for part in text.split(",") if part.strip()]
     raise _malformed(devices, accelerator, indexed)
 
@@ -59,7 +64,7 @@ def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> A
 def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
     if count == 0:
         raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}")
-    if count < -1:
+    if count < -1 or count > _MOST:
         raise _malformed(devices, accelerator, indexed)
     if not indexed:
         return list(range(count))

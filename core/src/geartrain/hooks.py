@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import pluggy
@@ -71,6 +72,15 @@ class _Manager(pluggy.PluginManager):
         return stop
 
 
+@dataclass(frozen=True, slots=True)
+class _Impl:
+    """One marked attribute of a plugin."""
+
+    attribute: str
+    hook: str
+    wrapper: bool
+
+
 class Hooks:
     """Every hook's caller, as an attribute: ``hooks.barrier(run=run)``.
 
@@ -89,7 +99,7 @@ class Hooks:
         callers = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
         in_order = [name for name in vars(hookspecs) if name in callers]  # pluggy sorts them by name
         self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
-        self._marked = {id(part): self._check_part(part) for part in self._parts}
+        self._impls = {id(part): self._check_part(part) for part in self._parts}
         self._owner_of = self._settle_owners()
         for part in self._parts:
             self._register(part)
@@ -119,23 +129,24 @@ class Hooks:
     def _own_hookspecs(self) -> None:
         for part in self._parts:
             module = getattr(part.plugin, "hookspecs", None)
-            if module is None:
+            if module is None or module is hookspecs:  # a plugin file may have imported core's
                 continue
-            known = set(vars(self._manager.hook))
-            taken = sorted(known & {name for name in dir(module) if hasattr(getattr(module, name), f"{_PROJECT}_spec")})
-            if taken:
-                raise UsageError(f"{part.choice.label}: its hookspecs redefine {', '.join(taken)}. Fix: give them other names.")
+            brought = {name for name in dir(module) if hasattr(getattr(module, name), f"{_PROJECT}_spec")}
+            taken = sorted(name for name in brought if hasattr(Hooks, name) or hasattr(self._manager.hook, name))
+            if taken or not brought:
+                what = f"redefine {', '.join(taken)}" if taken else "have nothing marked with @hookspec"
+                raise UsageError(f"{part.choice.label}: its hookspecs {what}. Fix: mark hooks of its own, with names of their own")
             self._manager.add_hookspecs(module)
 
-    def _check_part(self, part: Part) -> dict[str, dict[str, Any]]:
-        """Check every hookimpl of a part; hook -> its options as marked."""
-        marked: dict[str, dict[str, Any]] = {}
+    def _check_part(self, part: Part) -> list[_Impl]:
+        """Check every hookimpl of a part."""
+        impls = []
         for name in dir(part.plugin):
             opts = self._manager.parse_hookimpl_opts(part.plugin, name)
             if opts is not None:
-                hook = opts.get("specname") or name
-                self._check_hookimpl(part, name, hook, opts)
-                marked[hook] = dict(opts)
+                impl = _Impl(name, opts.get("specname") or name, bool(opts["wrapper"]))
+                self._check_hookimpl(part, impl, opts)
+                impls.append(impl)
             elif name in self._specs and _looks_meant(part.plugin, name):
                 _wrong(
                     part,
@@ -144,13 +155,14 @@ class Hooks:
                     "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
                 )
         for hook in sorted(_replaces(part)):
-            if hook not in marked:
+            if hook not in {impl.hook for impl in impls}:
                 _wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
             if hook in self._specs and not self.is_single(hook):
                 _wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
-        return marked
+        return impls
 
-    def _check_hookimpl(self, part: Part, name: str, hook: str, opts: Any) -> None:
+    def _check_hookimpl(self, part: Part, impl: _Impl, opts: Any) -> None:
+        name, hook = impl.attribute, impl.hook
         if hook not in self._specs:
             if opts["optionalhook"]:
                 return
@@ -160,7 +172,7 @@ class Hooks:
         if opts["hookwrapper"]:
             _wrong(part, name, "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield")
         function = getattr(part.plugin, name)
-        if opts["wrapper"] and not inspect.isgeneratorfunction(inspect.unwrap(function)):
+        if opts["wrapper"] and not inspect.isgeneratorfunction(function):
             _wrong(part, name, "is marked wrapper=True but does not yield", _wrapper_form(self._specs[hook]))
         spec = self._specs[hook].spec
         assert spec is not None
@@ -191,10 +203,8 @@ class Hooks:
 
     def _settle_owners(self) -> dict[str, Part]:
         owners: dict[str, Part] = {}
-        for hook in self._specs:
-            if not self.is_single(hook):
-                continue
-            plain = [part for part in self._parts if hook in self._marked[id(part)] and not self._marked[id(part)][hook]["wrapper"]]
+        for hook in filter(self.is_single, self._specs):
+            plain = [part for part in self._parts if self._plain(part, hook)]
             ours = sorted((p for p in plain if p.choice.kind in _OWNERS), key=lambda p: _OWNERS.index(p.choice.kind))
             theirs = [part for part in plain if part.choice.kind not in _OWNERS]
             for part in theirs:
@@ -211,17 +221,13 @@ class Hooks:
                 raise UsageError(f"{both} both mean to own the hook {hook!r}. Fix: choose one of them, or make one a wrapper.")
             if claims:
                 owners[hook] = claims[0]
-                losers = [(id(part.plugin), self._attribute(part, hook)) for part in plain if part is not claims[0]]
+                losers = [(id(part.plugin), name) for part in plain if part is not claims[0] for name in self._plain(part, hook)]
                 self._manager.passed_over.update(losers)
         return owners
 
-    def _attribute(self, part: Part, hook: str) -> str:
-        """The attribute that implements ``hook``: ``specname=`` lets it have another name."""
-        for name in dir(part.plugin):
-            opts = self._manager.parse_hookimpl_opts(part.plugin, name)
-            if opts is not None and (opts.get("specname") or name) == hook:
-                return name
-        return hook
+    def _plain(self, part: Part, hook: str) -> list[str]:
+        """The attributes of a part that implement ``hook`` and are no wrappers; ``specname=`` lets them have other names."""
+        return [impl.attribute for impl in self._impls[id(part)] if impl.hook == hook and not impl.wrapper]
 
     def _register(self, part: Part) -> None:
         label, n = part.choice.label, 1
@@ -250,7 +256,8 @@ class Hooks:
 
     def passed_over(self, hook: str) -> list[Choice]:
         """Who implements a single hook but is not asked, because another owns it."""
-        return [p.choice for p in self._parts if (id(p.plugin), self._attribute(p, hook)) in self._manager.passed_over]
+        over = self._manager.passed_over
+        return [part.choice for part in self._parts if any((id(part.plugin), name) in over for name in self._plain(part, hook))]
 
     # --- freezing --------------------------------------------------------------------------------------------------------
 
@@ -268,15 +275,17 @@ class Hooks:
 
     def blame(self, error: BaseException) -> None:
         """Add a note to ``error`` that names the plugin whose hookimpl raised it; core's own are not named."""
-        impls = {
-            inspect.unwrap(impl.function).__code__: (impl, hook)
-            for hook, caller in self._specs.items()
-            for impl in caller.get_hookimpls()
-            if hasattr(inspect.unwrap(impl.function), "__code__")
-        }
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        impls: dict[Any, list[tuple[HookImpl, str]]] = {}
+        for hook, caller in self._specs.items():
+            for impl in caller.get_hookimpls():
+                impls.setdefault(getattr(inspect.unwrap(impl.function), "__code__", None), []).append((impl, hook))
         # The innermost frame that belongs to a hookimpl is the one that raised; those around it only passed it on.
-        for impl, hook in (impls[code] for code in reversed(codes) if code in impls):
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if frame.f_code not in impls:
+                continue
+            # Two plugins may have inherited one function: then the frame's own object tells whose call it was.
+            bound = [found for found in impls[frame.f_code] if any(found[0].plugin is value for value in frame.f_locals.values())]
+            impl, hook = (bound or impls[frame.f_code])[0]
             choice = self._choice_of[id(impl.plugin)]
             if choice.kind not in ("core", "default"):
                 error.add_note(f"raised in hook {hook!r} of {choice.label}")

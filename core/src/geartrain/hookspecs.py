@@ -123,6 +123,7 @@ def wrap_optimizer(run: Run, optimizer: Optimizer) -> Optimizer:
     """Wrap one optimizer.
 
     Fired: once for each optimizer, after ``wrap_model`` and ``configure_optimizers``.
+    Arguments: ``optimizer`` as ``configure_optimizers`` returned it.
     Returns: the optimizer to step.
     Default: the optimizer itself.
     """
@@ -223,7 +224,8 @@ def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
     """Step one optimizer.
 
     Fired: once a step for each optimizer.
-    Arguments: ``closure`` computes loss and gradients anew, for LBFGS and the like; ``None`` for the others.
+    Arguments: ``optimizer`` as ``wrap_optimizer`` returned it; ``closure`` computes loss and gradients anew, for LBFGS and the
+        like; ``None`` for the others.
     Returns: ``False`` if the step was skipped; schedulers then wait.
     Default: ``optimizer.step()`` or ``optimizer.step(closure)``.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from importlib_metadata import entry_points
+from importlib_metadata import EntryPoint, entry_points
 
 from geartrain.registry import GROUPS, KNOWN
 
@@ -22,7 +22,7 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
     """
     installed = entry_points(group=GROUPS[kind])
     for entry_point in installed:
-        if entry_point.attr == attribute:
+        if _attribute(entry_point) == attribute:
             return entry_point.load()
     if attribute in homes:
         # A helper of the plugin's module that is no entry point itself, as find_usable_cuda_devices is.
@@ -31,10 +31,18 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
                 return getattr(__import__(entry_point.module, fromlist=[attribute]), attribute)
         distribution = KNOWN[kind, homes[attribute]]
         raise ImportError(f"{module}.{attribute} is not installed. Fix: pip install {distribution}", name=distribution)
-    have = ", ".join(sorted(entry_point.attr for entry_point in installed))
+    have = ", ".join(names(kind))
     raise AttributeError(f"{module} has no {attribute!r}. Installed: {have}")
 
 
 def names(kind: str) -> list[str]:
     """The class names that are installed."""
-    return sorted(entry_point.attr for entry_point in entry_points(group=GROUPS[kind]))
+    return sorted(filter(None, map(_attribute, entry_points(group=GROUPS[kind]))))
+
+
+def _attribute(entry_point: EntryPoint) -> str:
+    """The class that an entry point names; empty where its value is malformed, which is its author's business."""
+    try:
+        return str(entry_point.attr or "")
+    except (AttributeError, ValueError):
+        return ""

@@ -113,7 +113,12 @@ class Logs:
             sync_dist,
             rank_zero_only,
         )
-        if add_dataloader_idx and run.stage != "train" and len(run.loaders.get(run.stage, ())) > 1:
+        if (
+            add_dataloader_idx
+            and run.batch is not None
+            and run.stage != "train"
+            and len(run.loaders.get("validate" if run.stage == "sanity_check" else run.stage, ())) > 1
+        ):
             name = f"{name}/dataloader_idx_{run.dataloader_idx}"
         metric = self._metrics.get(name)
         if metric is None:
@@ -197,7 +202,7 @@ class Logs:
         if run.world.size == 1:
             self.stop = run.should_stop
             return {}  # nothing to agree on; the values are this rank's
-        keys = {name: reduce_fx for name, (reduce_fx, _, _) in mine.items()}
+        keys = {name: self._metrics[name].spec for name in mine}
         digest = zlib.crc32(repr(sorted(keys.items())).encode())
         header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(keys), run.should_stop], dtype=torch.float64))
         self.stop = bool(header[:, 2].any())
@@ -209,22 +214,24 @@ class Logs:
         vector = [number for name in keys for number in (mine[name][1:] if name in mine else nothing)]
         table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
         return {
-            name: _value(reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
-            for i, (name, reduce_fx) in enumerate(keys.items())
+            name: _value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
+            for i, (name, spec) in enumerate(keys.items())
         }
 
-    def _agree(self, keys: dict[str, str]) -> dict[str, str]:
+    def _agree(self, keys: dict[str, _Spec]) -> dict[str, _Spec]:
         """The keys to sync when ranks differ: a rank without any takes the others'; any other difference is an error."""
         run = self._run
         by_rank = [run.hooks.broadcast(run=run, obj=keys, src=rank) for rank in range(run.world.size)]
         first = next(i for i, theirs in enumerate(by_rank) if theirs)
         for rank, theirs in enumerate(by_rank):
-            odd = sorted({*theirs.items()} ^ {*by_rank[first].items()})
+            odd = sorted(name for name, _ in {*theirs.items()} ^ {*by_rank[first].items()})
             if theirs and odd:
                 raise TrainingError(
-                    f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
+                    f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0]!r} is not the same on both. "
                     "Fix: log the same names on every rank, or rank_zero_only=True"
                 )
+        for name, spec in by_rank[first].items():
+            self._metrics.setdefault(name, _Metric(name, spec))
         return dict(by_rank[first])
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
@@ -233,7 +240,7 @@ class Logs:
         for name, value in values.items():
             spec = self._metrics[name].spec if name in self._metrics else None
             both = spec is not None and spec.on_step and spec.on_epoch
-            key = name + suffix if both else name
+            key = _with_suffix(name, suffix) if both else name
             run.metrics[name] = run.metrics[key] = shown[key] = value
             if spec is not None and spec.prog_bar:
                 self.prog_bar[name] = value
@@ -269,6 +276,11 @@ def _value(reduce_fx: str, totals: list[float], weights: list[float]) -> float:
     for total in seen[1:]:
         combined = _combine(reduce_fx, combined, total)
     return combined / sum(weights) if reduce_fx == "mean" else combined
+
+
+def _with_suffix(name: str, suffix: str) -> str:
+    metric, index, loader = name.partition("/dataloader_idx_")
+    return metric + suffix + index + loader
 
 
 def _scalar(name: str, value: Any) -> Any:

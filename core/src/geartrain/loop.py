@@ -115,8 +115,9 @@ def train_epoch(run: Run) -> None:
                 break
     finally:
         run.step_output = run.batch = None
-        if (close := getattr(device_batches, "close", None)) is not None:
-            close()  # a prefetching iterator holds batches and streams
+        close = getattr(device_batches, "close", None)
+        if close is not None and device_batches is not run.loaders["train"][0]:
+            close()  # a prefetching iterator holds batches and streams; a generator of the user's own goes on in the next epoch
     if run.batch_idx == 0:
         raise TrainingError("the training loader gave no batch. Fix: look at its dataset, batch_size and drop_last")
     run.batches_seen += run.batch_idx

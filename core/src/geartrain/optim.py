@@ -65,26 +65,26 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
 def _from_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[Schedule]]:
     optimizers, schedules = [], []
     for one in dicts:
-        unknown = set(one) - {"optimizer", "lr_scheduler"}
+        unknown = set(one) - {"optimizer", "lr_scheduler", "monitor"}
         if unknown or not isinstance(one.get("optimizer"), Optimizer):
             what = f"has {', '.join(sorted(map(repr, unknown)))}" if unknown else "has no optimizer under 'optimizer'"
             raise UsageError(
-                f"configure_optimizers: a dict {what}. It takes 'optimizer' and 'lr_scheduler'; every optimizer steps each time."
+                f"configure_optimizers: a dict {what}. It takes 'optimizer', 'lr_scheduler' and 'monitor'; every optimizer steps each time."
             )
         optimizers.append(one["optimizer"])
         if one.get("lr_scheduler") is not None:
-            schedules.append(_schedule(one["lr_scheduler"]))
+            schedules.append(_schedule(one["lr_scheduler"], one.get("monitor")))
     return optimizers, schedules
 
 
-def _schedule(given: Any) -> Schedule:
+def _schedule(given: Any, monitor: str | None = None) -> Schedule:
     if isinstance(given, Mapping):
         for key in given:
             if key not in _CONFIG_KEYS:
                 raise UsageError(f"configure_optimizers: a scheduler's dict has {key!r}. {nearest(key, _CONFIG_KEYS)}")
-        schedule = Schedule(**given)
+        schedule = Schedule(**{"scheduler": None, "monitor": monitor, **given})
     else:
-        schedule = Schedule(given)
+        schedule = Schedule(given, monitor=monitor)
     if not callable(getattr(schedule.scheduler, "step", None)):
         raise UsageError(f"configure_optimizers: {schedule.scheduler!r} is not a scheduler.")
     if schedule.interval not in ("epoch", "step") or schedule.frequency < 1:
@@ -113,10 +113,15 @@ def needs_closure(optimizers: Sequence[Optimizer]) -> bool:
     Raises:
         UsageError: it does, and is not the only one: the others would step on gradients of another point.
     """
-    needing = [o for o in optimizers if inspect.signature(o.step).parameters["closure"].default is inspect.Parameter.empty]
+    needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
     if needing and len(optimizers) > 1:
         raise UsageError(f"{type(needing[0]).__name__} needs a closure and must be the only optimizer.")
     return bool(needing)
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def step_schedules(run: Run, interval: str, count: int) -> None:

@@ -56,6 +56,8 @@ class Options:
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
             _check_limit(name, getattr(self, name))
         _check_limit("val_check_interval", self.val_check_interval, least=1)
+        if not self.val_check_interval:
+            raise UsageError(f"val_check_interval={self.val_check_interval!r}: a fraction of an epoch above 0.0, or a number of batches.")
         _check_least("max_epochs", self.max_epochs, -1)
         _check_least("max_steps", self.max_steps, -1)
         _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
@@ -70,8 +72,13 @@ class Options:
             )
         if self.gradient_clip_algorithm not in ("norm", "value"):
             raise UsageError(f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: it is 'norm' or 'value'.")
-        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
-            raise UsageError(f"gradient_clip_val={self.gradient_clip_val!r} must be above 0; None turns clipping off.")
+        clip = self.gradient_clip_val
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+            raise UsageError(f"gradient_clip_val={clip!r} must be a number above 0; None turns clipping off.")
+        if self.seed is not None:
+            _check_least("seed", self.seed, 0)
+            if self.seed >= 2**32:
+                raise UsageError(f"seed={self.seed!r} must be below 2**32, which is NumPy's range.")
         if self.deterministic not in (True, False, "warn"):
             raise UsageError(f"deterministic={self.deterministic!r}: it is True, False or 'warn'.")
 

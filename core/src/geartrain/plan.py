@@ -36,6 +36,11 @@ class Layout:
     processes_per_node: int | None
     devices_per_process: int = 1
 
+    def is_whole(self) -> bool:
+        """Whether both are whole numbers above 0, as far as they are given."""
+        numbers = [self.devices_per_process, 1 if self.processes_per_node is None else self.processes_per_node]
+        return all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,8 +104,11 @@ def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ..
     """Ask the strategy for its processes and put the plan together."""
     request = PlanRequest(parts["accelerator"].choice.name, devices, rest["num_nodes"])
     layout = hooks.plan_processes(request=request)
-    if not isinstance(layout, Layout):
-        raise UsageError(f"{_owner(hooks, 'plan_processes')}: plan_processes returned {layout!r}. Fix: return geartrain.Layout(...)")
+    if not isinstance(layout, Layout) or not layout.is_whole():
+        raise UsageError(
+            f"{_owner(hooks, 'plan_processes')}: plan_processes returned {layout!r}. "
+            "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
+        )
     return Plan(
         accelerator=parts["accelerator"].choice,
         devices=devices,
@@ -129,6 +137,8 @@ def choose_accelerator(
         options: for its ``__init__``.
         assume: accelerator name -> device count, for planning for hardware that is not here.
     """
+    for assumed in assume:
+        registry.find("accelerator", assumed)
     if not isinstance(given, str):
         part = registry.adopt("accelerator", given, "given as an object")
         _check_usable(part, assume)
@@ -136,7 +146,8 @@ def choose_accelerator(
     name = given.lower()
     if name in ("auto", "gpu"):
         return _best_accelerator(registry, name, options, assume)
-    if any(c.name.lower() == name for c in registry.of("strategy")) or ("strategy", name) in KNOWN:
+    strategies = {c.name.lower() for c in registry.of("strategy")} | {known for kind, known in KNOWN if kind == "strategy"}
+    if name in strategies and not any(c.name.lower() == name for c in registry.of("accelerator")):
         raise UsageError(f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})")
     part = registry.select("accelerator", name, options, f"--accelerator {given}")
     _check_usable(part, assume)

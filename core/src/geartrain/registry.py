@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,10 @@ class Registry:
             return f"there is no {kind} {name!r}: no geartrain distribution provides it. Installed: {', '.join(installed)}."
         other = next((c for c in self.candidates if c.name.lower() == name.lower()), None)
         if other:
-            return f"{name!r} is not a {kind} but a {other.kind}. Fix: --{other.kind} {other.name}"
+            return f"{name!r} is no {kind} but belongs to --{other.kind}. Fix: --{other.kind} {other.name}"
+        elsewhere = next((k for k, n in [*KNOWN, *NOT_SHIPPED] if n == name.lower()), None)
+        if elsewhere:
+            return f"{name!r} is no {kind} but belongs to --{elsewhere}. Fix: --{elsewhere} {name.lower()}"
         known = installed + [n for k, n in KNOWN if k == kind]
         return f"there is no {kind} {name!r}. {nearest(name, known)}"
 
@@ -169,7 +173,9 @@ class Registry:
             reason = cls.unavailable() if candidate.kind == "accelerator" else None
         except UsageError:
             return None
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
             candidate.state, candidate.reason = "failed", f"{type(error).__name__}: {error}"
             return None
         if reason:
@@ -245,7 +251,9 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise UsageError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+        where = f"{path}:{lines[-1]}" if lines else str(path)
+        raise UsageError(f"{path} could not be imported: {type(error).__name__}: {error} ({where})") from error
     return module
 
 
@@ -286,4 +294,5 @@ def file_plugin(spec: str) -> tuple[str, Any]:
 
 
 def _has_hookimpls(thing: Any) -> bool:
-    return any(hasattr(inspect.getattr_static(thing, name, None), "geartrain_impl") for name in dir(thing))
+    found = (getattr(thing, name, None) for name in dir(thing))
+    return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -102,7 +103,9 @@ class Trainer:
         assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, list(Trainer.__init__.__annotations__))
+        refuse_unknown(unknown, [name for name in inspect.signature(Trainer).parameters if name != "unknown"])
+        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
+            raise UsageError(f"fast_dev_run={fast_dev_run!r} must be True, False or a number of batches.")
         tries = int(fast_dev_run)
         options = Options(
             max_epochs=1 if tries else max_epochs if max_epochs is not None else (1000 if max_steps == -1 else -1),
@@ -356,6 +359,10 @@ def _plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mappin
             parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own))
         else:
             parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+    labels = [part.choice.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
     if left:
         raise UsageError(
             f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"

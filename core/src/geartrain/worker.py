@@ -125,7 +125,7 @@ def load_weights(run: Run, path: Path) -> None:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     try:
         run.module.load_state_dict(state["model"])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
     if overridden(run.module, "on_load_checkpoint"):
         run.module.on_load_checkpoint(state)
@@ -135,29 +135,29 @@ def load_weights(run: Run, path: Path) -> None:
 def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..., Any]]]:
     """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo."""
     undo: list[Callable[..., Any]] = []
-    failure: BaseException | None = None
+    failures: list[BaseException] = []
     try:
         yield undo
     except BaseException as error:
-        failure = error
+        failures.append(error)
         run.hooks.blame(error)
-        _guard(failure, partial(fire, run.hooks.on_exception, run=run, error=error))
-        raise
-    finally:
-        owners: tuple[Module | DataModule | None, ...] = (run.module, source.datamodule)
-        for owner in owners:
-            if owner is not None and run.module._run is run:
-                _guard(failure, partial(owner.teardown, run.command))
-        for teardown in reversed(undo):
-            _guard(failure, partial(teardown, run=run))
-        run.module._run = None
+        _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
+    owners: tuple[Module | DataModule | None, ...] = (run.module, source.datamodule)
+    for owner in owners:
+        if owner is not None and run.module._run is run:
+            _guard(failures, partial(owner.teardown, run.command))
+    for teardown in reversed(undo):
+        _guard(failures, partial(teardown, run=run))
+    run.module._run = None
+    if failures:
+        raise failures[0]
 
 
-def _guard(failure: BaseException | None, action: Callable[[], Any]) -> None:
-    """Run a clean-up; when the run failed already, its own error must stay the one that is raised."""
+def _guard(failures: list[BaseException], action: Callable[[], Any]) -> None:
+    """Run a clean-up, whatever the others did; the first error stays the one that is raised, later ones are noted on it."""
     try:
         action()
     except Exception as error:
-        if failure is None:
-            raise
-        failure.add_note(f"and then, while tearing down: {type(error).__name__}: {error}")
+        failures.append(error)
+        if failures[0] is not error:
+            failures[0].add_note(f"and then, while tearing down: {type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,8 +49,8 @@ class RunFolder:
     @hookimpl
     def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         if self._metrics is not None:
-            json.dump({"step": step, "epoch": run.epoch, "stage": run.stage, **metrics}, self._metrics)
-            self._metrics.write("\n")
+            line = {"step": step, "epoch": run.epoch, "stage": run.stage, **_writable(metrics)}
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()
 
     @hookimpl
@@ -78,8 +79,20 @@ class RunFolder:
         self._metrics = None
         self._last |= run.metrics
         seconds = round(time.monotonic() - self._started, 3)
-        summary = {**outcome, "command": run.command, "seconds": seconds, "steps": run.step, "epochs": run.epoch, "metrics": self._last}
+        summary = {
+            **outcome,
+            "command": run.command,
+            "seconds": seconds,
+            "steps": run.step,
+            "epochs": run.epoch,
+            "metrics": _writable(self._last),
+        }
         _write_json(self.path / "summary.json", summary)
+
+
+def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN and no infinity: they are written as strings, ``"nan"`` and ``"inf"``."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Request:
 
     def make_model(self) -> Any:
         """The module, and the DataModule or ``None``; made after the trainer, which seeds."""
-        made = self.parser.instantiate_classes(self.values)
+        made = self.parser.instantiate(self.values)
         return made.model, made.get("data")
 
 
@@ -138,8 +138,7 @@ def _read_config(path: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
     config: dict[str, Any] = {}
-    for key, value in loaded.items():
-        key = str(key).replace("-", "_")
+    for key, value in _underscored(loaded).items():
         key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
         if key in ("strategy", "accelerator") and isinstance(value, dict):  # strategy: {name: bagua, algorithm: bytegrad}
             options = dict(value)
@@ -151,6 +150,14 @@ def _read_config(path: str) -> dict[str, Any]:
         else:
             _merge(config, {"plugins" if key == "plugin" else key: value})
     return config
+
+
+def _underscored(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Options and those of groups as Python spells them; deeper keys are the user's own."""
+    return {
+        str(key).replace("-", "_"): {str(k).replace("-", "_"): v for k, v in value.items()} if isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -209,7 +216,9 @@ class _Parser(ArgumentParser):
     """jsonargparse's parser, whose help shows options as they are typed."""
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        text = re.sub(r"--(strategy|accelerator)_options\.", r"--\1.", super().format_help(*args, **kwargs))
+        text = re.sub(r" \[--(strategy|accelerator)_options CONFIG\]", "", super().format_help(*args, **kwargs))
+        text = re.sub(r"(?m)^  --(strategy|accelerator)_options CONFIG\n.*\n", "", text)
+        text = re.sub(r"--(strategy|accelerator)_options\.", r"--\1.", text)
         text = re.sub(r"--plugins \[ITEM,\.\.\.\](, --plugins\+ \[ITEM,\.\.\.\])?", "--plugin NAME_OR_FILE", text)
         return re.sub(r"--(block|assume) \[ITEM,\.\.\.\](, --\1\+ \[ITEM,\.\.\.\])?", r"--\1 NAME", text)
 
@@ -218,6 +227,8 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     config = dict(names.config)
     config.update(names.chosen)
     known = {action.dest for action in parser._actions}
+    for key in {"checkpoint", "json", "assume"} - known:  # of another command, whose --print-config wrote the file
+        config.pop(key, None)
     config.update({key: value for key, value in names.repeated.items() if key in known and value})
     left = [key for key, value in names.repeated.items() if key not in known and value]
     if left:
@@ -231,7 +242,10 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
 
 def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
     """jsonargparse's message, in the spelling that was typed and with the nearest option."""
-    unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(r"does not accept (?:nested key|option) '(\S+)'", message)
+    grouped = re.search(r"Group '(\S+)' does not accept (?:nested key|option) '(\S+)'", message)
+    unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(r"Option '(\S+)' is not accepted", message)
+    if grouped:
+        return _unknown_option(f"{grouped[1]}.{grouped[2]}", parser, names)
     if unknown:
         return _unknown_option(unknown[1].partition("=")[0], parser, names)
     message = re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)
@@ -247,10 +261,12 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
     if "." in name and not any(option.startswith(f"{group}.") for option in options):
         kind = group.removesuffix("_options")
         chosen = names.chosen.get(kind, "auto")
+        if any(is_file(plugin) and file_plugin(plugin)[0] == group for plugin in names.repeated["plugins"]):
+            return f"--{typed}: {group}.py is a file of functions and takes no options. Fix: a class with a typed __init__"
         if group == kind:
             return f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
         if chosen in ("auto", "gpu"):
-            return f"--{typed}: options need a {kind} chosen by name. Fix: --{kind} NAME"
+            return f"--{typed}: its {kind} must be chosen by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
     near = [re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option) for option in options if ("." in option) == ("." in name)]
     hint = nearest(typed, [*near, "plugin"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 
 from geartrain.errors import UsageError
 from geartrain.registry import Registry
@@ -23,8 +25,9 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
     registry = Registry(options.block)
     if options.probe:
-        for candidate in registry.candidates:
-            registry.probe(candidate)
+        with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is imported is no part of our answer
+            for candidate in registry.candidates:
+                registry.probe(candidate)
     rows = [candidate.as_dict() for candidate in registry.candidates]
     if options.json:
         print(json.dumps(rows, indent=2))

@@ -63,4 +63,7 @@ def _import(name: str) -> ModuleType:
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:
     """The subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
     found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__}
-    return {n: c for n, c in found.items() if not any(other is not c and issubclass(other, c) for other in found.values())}
+    first = {c: n for n, c in reversed(found.items())}  # `Model = Mine` is no second class
+    return {
+        n: c for n, c in found.items() if first[c] == n and not any(other is not c and issubclass(other, c) for other in found.values())
+    }

@@ -1,0 +1,290 @@
+"""Write the reference pages from the docstrings of what they describe, so that neither can forget the other.
+
+python docs/make_reference.py          rewrite docs/hooks.md and the generated parts of docs/options.md
+python docs/make_reference.py --check  exit with 1, and name the pages, where that would change one
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from geartrain import DataModule, Module, Trainer, hookspecs
+from geartrain.options import RENAMED
+from geartrain.step import _NOT_CALLED
+
+DOCS = Path(__file__).parent
+
+#: Trainer's arguments that the command line spells in another way -> how.
+SPELT = {
+    "plugins": "--plugin NAME_OR_FILE",
+    "block": "--block NAME",
+    "accelerator_options": "--accelerator.OPTION",
+    "strategy_options": "--strategy.OPTION",
+    "plugin_options": "--NAME.OPTION",
+    "assume": "--assume NAME=COUNT",
+}
+
+#: Trainer's arguments whose annotation says less than there is to say -> their types.
+TYPES = {
+    "plugins": "str, object or a list of them",
+    "accelerator_options": "mapping, None",
+    "strategy_options": "mapping, None",
+    "plugin_options": "mapping of mappings, None",
+    "assume": "mapping, None",
+}
+
+#: Sections of the table of the module's own hooks: heading -> what the names in it begin with, first match wins.
+MODULE_SECTIONS = {
+    "The model": ("configure_", "prepare_", "setup", "teardown"),
+    "Batches": ("transfer_", "on_before_batch_transfer", "on_after_batch_transfer"),
+    "Training": ("on_fit", "on_train", "on_before", "on_after"),
+    "Evaluation": ("on_sanity", "on_validation", "on_test", "on_predict"),
+    "Checkpoints": ("on_save", "on_load"),
+}
+
+HOOKS_INTRO = """\
+# The hooks
+
+<!-- Written by docs/make_reference.py from core/src/geartrain/hookspecs.py. Change that file, not this one. -->
+
+Every hook there is. [How a run flows](how-a-run-flows.md) shows in which order they are called, and
+[Write a plugin](write-a-plugin.md) how to use them.
+
+- A **single** hook has exactly one owner, and plugins may wrap it. The owner is the strategy if it implements the hook, else the
+  accelerator, else core, whose default is named below.
+- **Every** means that each implementation is called: the plugins first, the last given one first of all, then the strategy, the
+  accelerator and core.
+
+A hookimpl takes the arguments it needs, by name, and leaves out the others.
+"""
+
+
+# --- docstrings ----------------------------------------------------------------------------------------------------------
+
+
+def markdown(text: str) -> str:
+    """A docstring's text as Markdown: ``x`` and :class:`geartrain.x` -> `x`, lines joined."""
+    text = re.sub(r":[a-z]+:`~?([^`]+)`", r"`\1`", text)
+    return " ".join(text.replace("``", "`").split())
+
+
+def sentence(thing: Any) -> str:
+    """The first paragraph of a docstring."""
+    return markdown((inspect.getdoc(thing) or "").partition("\n\n")[0])
+
+
+def fields(docstring: str) -> tuple[str, dict[str, str]]:
+    """The text before the first ``Name: ...`` field, and the fields."""
+    about, found, name = [], {}, ""
+    for line in inspect.cleandoc(docstring).splitlines():
+        match = re.match(r"([A-Z][a-z]+): ?(.*)", line)
+        if match:
+            name = match[1]
+            found[name] = match[2]
+        elif name and (line.startswith(" ") or not line):
+            found[name] += "\n" + line
+        else:
+            about.append(line)
+    return markdown("\n".join(about)), {key: markdown(text) for key, text in found.items()}
+
+
+def arguments(thing: Any) -> dict[str, str]:
+    """What a docstring says under ``Args:``, by name."""
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(thing) or "", re.S | re.M)
+    found: dict[str, str] = {}
+    for line in inspect.cleandoc("\n" + section[1]).splitlines() if section else []:
+        if not line.startswith(" ") and (match := re.match(r"(\w+): (.*)", line)):
+            found[match[1]] = match[2]
+        elif found:
+            found[next(reversed(found))] += "\n" + line
+    return {name: markdown(text) for name, text in found.items()}
+
+
+def signature(name: str, function: Callable[..., Any]) -> str:
+    """A hook's signature as it stands in the source."""
+    found = inspect.signature(function)
+    return f"{name}({', '.join(f'{p.name}: {p.annotation}' for p in found.parameters.values())}) -> {found.return_annotation}"
+
+
+def call(name: str, function: Callable[..., Any]) -> str:
+    """A signature without types: what one writes."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    return f"`{name}({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})`"
+
+
+def code_words(text: str) -> str:
+    """``text`` with the words in it that are code marked as such."""
+    return re.sub(r"\S*(?:_|=|\w\(|\w\.\w)\S*?(?=[,:;]?(?:\s|$))", lambda word: f"`{word[0]}`", text)
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- hooks.md ------------------------------------------------------------------------------------------------------------
+
+
+def hooks() -> dict[str, dict[str, Any]]:
+    """Section of hookspecs.py -> hook's name -> its function, in the order of the source."""
+    sections: dict[str, dict[str, Any]] = {}
+    source = inspect.getsource(hookspecs)
+    for match in re.finditer(r"^# --- (?P<title>.+?) -+$|^@(?:single|every)\ndef (?P<hook>\w+)\(", source, re.M):
+        if match["title"]:
+            sections[match["title"]] = {}
+        else:
+            sections[next(reversed(sections))][match["hook"]] = getattr(hookspecs, match["hook"])
+    return sections
+
+
+def hooks_page() -> str:
+    parts = [HOOKS_INTRO]
+    for title, members in hooks().items():
+        heading = title[0].upper() + title[1:]
+        parts.append(f"- [{heading}](#{anchor(heading)}): " + ", ".join(f"[`{name}`](#{name})" for name in members))
+    for title, members in hooks().items():
+        parts.append(f"\n## {title[0].upper()}{title[1:]}\n")
+        parts += [hook_section(name, function) for name, function in members.items()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def hook_section(name: str, function: Any) -> str:
+    about, found = fields(function.__doc__)
+    kind = "single" if function.geartrain_spec["firstresult"] else "every"
+    lines = [f"### {name}\n", f"`{signature(name, function)}` · {kind}\n", f"{about}\n"]
+    lines += [f"- **{key}:** {text}" for key, text in found.items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+# --- options.md ----------------------------------------------------------------------------------------------------------
+
+
+def trainer_table() -> str:
+    texts = arguments(Trainer)
+    rows = []
+    for parameter in inspect.signature(Trainer).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            option = SPELT.get(parameter.name, f"--{parameter.name.replace('_', '-')}")
+            kind = TYPES.get(parameter.name) or str(parameter.annotation).replace(" | ", ", ").replace("Any", "object")
+            rows.append((f"`{parameter.name}`", f"`{option}`", kind, f"`{parameter.default!r}`", texts[parameter.name]))
+    return table(("argument", "option", "type", "default", "what it does"), rows)
+
+
+def trainer_methods() -> str:
+    methods = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict", "check")}
+    return table(("method", "what it does"), [(call(name, method), sentence(method)) for name, method in methods.items()])
+
+
+def trainer_attributes() -> str:
+    named = ((name, thing) for name, thing in vars(Trainer).items() if isinstance(thing, property) and thing.__doc__)
+    return table(("attribute", "what it is"), [(f"`{name}`", sentence(thing)) for name, thing in named])
+
+
+def module_steps() -> str:
+    items = re.findall(r"^- (.*?)(?=^- |\Z)", inspect.getdoc(Module) or "", re.S | re.M)
+    return "\n".join(f"- {markdown(item)}" for item in items)
+
+
+def module_table() -> str:
+    methods = {name: thing for name, thing in vars(Module).items() if inspect.isfunction(thing)}
+    parts, left = [], dict(methods)
+    for heading, prefixes in MODULE_SECTIONS.items():
+        if heading == "Training":  # on_before_batch_transfer and its like are in "Batches"
+            left = {name: thing for name, thing in left.items() if not name.endswith("_batch_transfer")}
+        names = [name for name in left if name.startswith(prefixes)]
+        rows = [(call(name, left[name]), sentence(left[name])) for name in names]
+        parts.append(f"### {heading}\n\n" + table(("method", "when it is called, and for what"), rows))
+        left = {name: thing for name, thing in left.items() if name not in names}
+    return "\n\n".join(parts)
+
+
+def datamodule_table() -> str:
+    methods = {name: thing for name, thing in vars(DataModule).items() if inspect.isfunction(thing) and not name.startswith("_")}
+    return table(("method", "what it is for"), [(call(name, method), sentence(method)) for name, method in methods.items()])
+
+
+def log_table() -> str:
+    defaults = inspect.signature(Module.log).parameters
+    rows = []
+    for name, text in arguments(Module.log).items():
+        default = defaults[name].default
+        rows.append((f"`{name}`", "" if default is inspect.Parameter.empty else f"`{default!r}`", text))
+    return table(("argument", "default", "what it does"), rows)
+
+
+def renamed_table() -> str:
+    return table(("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in RENAMED.items()])
+
+
+def not_called_table() -> str:
+    return table(("method", "what to use instead"), [(f"`{name}`", code_words(instead)) for name, instead in _NOT_CALLED.items()])
+
+
+GENERATED = {
+    "trainer": trainer_table,
+    "methods": trainer_methods,
+    "attributes": trainer_attributes,
+    "steps": module_steps,
+    "module": module_table,
+    "datamodule": datamodule_table,
+    "log": log_table,
+    "renamed": renamed_table,
+    "not-called": not_called_table,
+}
+
+
+def options_page(now: str) -> str:
+    """The page with its generated parts made anew; what is written by hand between them stays.
+
+    Raises:
+        ValueError: a part that is made here has no place on the page.
+    """
+    for name, make in GENERATED.items():
+        begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
+        before, found, rest = now.partition(begin)
+        if not found or end not in rest:
+            raise ValueError(f"docs/options.md has no {begin} ... {end}")
+        now = f"{before}{begin}\n\n{make()}\n\n{end}{rest.partition(end)[2]}"
+    return now
+
+
+# --- both ----------------------------------------------------------------------------------------------------------------
+
+
+def pages() -> dict[Path, str]:
+    """Each generated page as it should be."""
+    options = DOCS / "options.md"
+    return {DOCS / "hooks.md": hooks_page(), options: options_page(options.read_text(encoding="utf-8"))}
+
+
+def stale() -> list[Path]:
+    """The generated pages that are not as they should be."""
+    return [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a page is stale")
+    if parser.parse_args().check:
+        old = stale()
+        for path in old:
+            print(f"{path} is stale. Fix: python docs/make_reference.py", file=sys.stderr)
+        return 1 if old else 0
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

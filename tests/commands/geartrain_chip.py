@@ -1,0 +1,50 @@
+"""What the distribution ``geartrain-chip`` of these tests has in it: one plugin of each kind, which say what options they got."""
+
+from geartrain import Layout, hookimpl
+
+
+class Chip:
+    """An accelerator with four devices, which are the cpu."""
+
+    priority = -1
+
+    def __init__(self, turbo: bool = False):
+        self.turbo = turbo
+
+    @staticmethod
+    def unavailable():
+        return None
+
+    @staticmethod
+    def device_count():
+        return 4
+
+    @hookimpl
+    def teardown_device(self):
+        print("turbo", self.turbo)
+
+
+class Scaled:
+    """A strategy of one process, however many devices it drives."""
+
+    def __init__(self, scale: float = 1.0, in_units: str = "ms"):
+        self.words = f"scale {scale} {in_units}"
+
+    @hookimpl
+    def plan_processes(self, request):
+        return Layout(1, len(request.devices))
+
+    @hookimpl
+    def barrier(self):
+        print(self.words)
+
+
+class Bell:
+    """A plugin."""
+
+    def __init__(self, sound: str = "ding", times: int = 1):
+        self.words = sound * times
+
+    @hookimpl
+    def on_run_start(self):
+        print(self.words)

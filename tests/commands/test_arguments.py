@@ -1,0 +1,186 @@
+"""Options on the command line: spelling, types, choices and the options of what is chosen."""
+
+import shutil
+
+import pytest
+
+FUNCTIONS = """
+from geartrain import hookimpl
+
+@hookimpl
+def on_step_end(run):
+    print("function", run.step)
+"""
+
+
+pytestmark = pytest.mark.usefixtures("chip")
+
+# --- spelling ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ["--max-epochs 7", "--max_epochs 7", "--max-epochs=7", "--max_epochs=7", "--seed 1 --max-epochs 7"])
+def test_dashes_and_underscores_mean_the_same(plan, words):
+    assert plan(words)["options"]["max_epochs"] == 7
+
+
+@pytest.mark.parametrize("words", ["--data.batch-size 8", "--data.batch_size=8"])
+def test_dashes_and_underscores_in_the_target_s_options(plan, words):
+    assert plan(words)["batch_size"] == {"per_device": 8, "global": 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--deterministic", ("deterministic", True)),
+        ("--deterministic --seed 1", ("deterministic", True)),
+        ("--deterministic=warn", ("deterministic", "warn")),
+        ("--deterministic false", ("deterministic", False)),
+        ("--fast-dev-run", ("fast_dev_run", 1)),
+        ("--fast-dev-run 3", ("fast_dev_run", 3)),
+        ("--enable-progress-bar false", ("enable_progress_bar", False)),
+        ("--enable-progress-bar --seed 1", ("enable_progress_bar", True)),
+        ("--limit-train-batches 0.5", ("limit_train_batches", 0.5)),
+        ("--limit-train-batches 2", ("limit_train_batches", 2)),
+        ("--max-steps -1", ("max_steps", -1)),
+        ("--gradient-clip-val 1", ("gradient_clip_val", 1.0)),
+        ("--check-val-every-n-epoch null --val-check-interval 3", ("check_val_every_n_epoch", None)),
+    ],
+)
+def test_values_and_bare_flags(plan, words, expected):
+    name, value = expected
+    found = plan(words)["options"][name]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(("words", "asked"), [("--max-epoch 7", "--max_epoch"), ("--max 7", "--max"), ("--model.hid 2", "--model.hid")])
+def test_an_abbreviation_is_an_unknown_option(refused, words, asked):
+    """With abbreviations on, a new option of ours could change the meaning of what a script says."""
+    assert f"there is no option {asked}." in refused(f"explain net.py {words}")
+
+
+def test_names_of_what_is_chosen_are_the_same_in_capitals(plan):
+    facts = plan("--strategy SCALED --accelerator Chip --plugin Bell")
+    assert [facts["strategy"]["name"], facts["accelerator"]["name"], facts["plugins"][0]["name"]] == ["scaled", "chip", "bell"]
+
+
+@pytest.mark.parametrize(("words", "found"), [("3", [0, 1, 2]), ("-1", [0, 1, 2, 3]), ("1,3", [1, 3]), ("2,", [2])])
+def test_devices_in_each_form(plan, words, found):
+    facts = plan(f"--accelerator chip --strategy scaled --devices {words}")
+    assert facts["devices"] == found
+    assert facts["processes"] == 1
+
+
+# --- options of what is chosen -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--strategy scaled --strategy.scale 0.5 --strategy.in-units s",
+        "--strategy=scaled --strategy.scale=0.5 --strategy.in_units=s",
+        "--strategy.scale 0.5 --strategy.in_units s --strategy scaled",
+    ],
+)
+def test_strategy_options(fit, words):
+    assert "scale 0.5 s" in fit(words)
+
+
+def test_accelerator_options(fit):
+    assert "turbo True" in fit("--accelerator chip --accelerator.turbo true --devices 1")
+    assert "turbo False" in fit("--accelerator chip --devices 1")
+
+
+@pytest.mark.parametrize(
+    "words", ["--plugin bell --bell.times 2", "--plugin=bell --bell.times=2", "--plugin door-bell --door-bell.times=2"]
+)
+def test_options_of_an_installed_plugin(fit, words):
+    assert "dingding\n" in fit(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--plugin my_hooks.py --my_hooks.every 3",
+        "--plugin my_hooks.py --my-hooks.every 3",
+        "--plugin my-hooks.py --my-hooks.every 3",
+        "--plugin my_hooks.py:Steps --Steps.every 3",
+        "--plugin ./my_hooks.py --my_hooks.every 3",
+    ],
+)
+def test_options_of_a_plugin_in_a_file(fit, folder, words):
+    shutil.copy(folder / "my_hooks.py", folder / "my-hooks.py")
+    assert [line for line in fit(words).splitlines() if "step" in line] == ["step 3"]
+
+
+def test_several_plugins_each_with_its_options(fit, write):
+    """All-hooks call the last one given first."""
+    write("functions.py", FUNCTIONS)
+    printed = fit("--plugin bell --plugin my_hooks.py --plugin functions.py --my_hooks.word plop --bell.sound dong --max-steps 2")
+    assert [line for line in printed.splitlines() if "made" not in line] == ["dong", "function 1", "plop 1", "function 2", "plop 2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--strategy.scale 2", ["--strategy.scale", "--strategy NAME"]),
+        ("--strategy single --strategy.scale 2", ["--strategy.scale", "'single' takes no options"]),
+        ("--strategy scaled --strategy.scal 2", ["--strategy.scal.", "'strategy.scale'"]),
+        ("--strategy scaled --strategy.scale half", ["--strategy.scale", "float", "half"]),
+        ("--bell.times 2", ["--bell.times", "--plugin bell"]),
+        ("--plugin bell --bell.time 2", ["--bell.time.", "'bell.times'"]),
+        ("--plugin bell --bell.times often", ["--bell.times", "int", "often"]),
+        ("--plugin functions.py --functions.every 2", ["--functions.every", "takes no options"]),
+    ],
+)
+def test_an_option_that_nobody_claims_is_an_error(refused, write, words, expected):
+    write("functions.py", FUNCTIONS)
+    error = refused(f"fit net.py {words}")
+    assert all(word in error for word in expected), error
+
+
+@pytest.mark.parametrize("words", ["--plugin bell --plugin bell --bell.times 2", "--plugin my_hooks.py --plugin my_hooks.py"])
+def test_one_plugin_given_twice_is_an_error(refused, words):
+    """Two of them would do everything twice, the second without the options."""
+    assert "twice" in refused(f"fit net.py --max-epochs 1 {words}")
+
+
+@pytest.mark.parametrize("name", ["seed", "model", "data", "strategy"])
+def test_a_plugin_s_file_cannot_have_an_option_s_name(refused, folder, name):
+    shutil.copy(folder / "my_hooks.py", folder / f"{name}.py")
+    error = refused(f"fit net.py --plugin {name}.py")
+    assert f"--{name}" in error
+    assert "rename" in error
+
+
+# --- help ----------------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_every_option_as_it_is_typed(command):
+    done = command("fit net.py --strategy scaled --accelerator chip --plugin my_hooks.py --help")
+    assert done.code == 0
+    for option in ("--max_epochs", "--strategy.scale", "--accelerator.turbo", "--my_hooks.every", "--model.hidden", "--data.batch_size"):
+        assert option in done.out
+    for words in ("units in the hidden layer", "samples in one batch", "--plugin NAME_OR_FILE", "--block NAME", "--config"):
+        assert words in done.out
+    assert "_options" not in done.out
+    assert "the module is made" not in done.out
+
+
+@pytest.mark.parametrize("line", ["fit --help", "explain -h", "predict --help"])
+def test_help_without_a_target_shows_the_trainer_s_options(command, line):
+    done = command(line)
+    assert done.code == 0
+    assert f"usage: geartrain {line.split()[0]}" in done.out
+    assert "--max_epochs" in done.out
+    assert "--model" not in done.out
+
+
+def test_every_argument_of_the_trainer_has_an_option(command):
+    import inspect
+
+    from geartrain import Trainer
+
+    shown = command("fit net.py --help").out
+    spelt_otherwise = {"plugins": "--plugin ", "accelerator_options": "--accelerator ", "strategy_options": "--strategy "}
+    for name in set(inspect.signature(Trainer).parameters) - {"unknown", "plugin_options", "assume"}:
+        assert spelt_otherwise.get(name, f"--{name} ") in shown

@@ -1,0 +1,99 @@
+"""``gt.cli``: the options of ``geartrain fit`` for one's own script, ``net.py`` here."""
+
+import json
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain.commands.target import find_target
+
+SEEDED = ["--max-epochs", "2", "--seed", "3", "--enable-progress-bar", "false", "--model.hidden", "6", "--data.batch-size", "8"]
+
+
+def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
+    """Bitwise the same weights, and from them the same metrics."""
+    assert command(" ".join(["fit net.py --output by_command", *SEEDED])).code == 0
+    script = python("net.py", *SEEDED, "--output", "by_script")
+    assert script.returncode == 0, script.stderr
+    a, b = (torch.load(folder / run / "last.ckpt", weights_only=True)["model"] for run in ("by_command", "by_script"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    tested = python("net.py", "test", "--checkpoint", "by_command/last.ckpt", "--model.hidden", "6", "--output", "tested")
+    assert tested.returncode == 0, tested.stderr
+    of = {run: json.loads((folder / run / "summary.json").read_text()) for run in ("by_command", "tested")}
+    assert of["tested"]["command"] == "test"
+    assert of["tested"]["metrics"]["val_loss"] == pytest.approx(of["by_command"]["metrics"]["val_loss"], rel=1e-6)
+
+
+def test_a_script_exits_as_the_command_does(python):
+    wrong = python("net.py", "--max-epoch", "2")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    assert wrong.stderr.startswith("geartrain fit: ")
+    assert "max_epochs" in wrong.stderr
+
+
+@pytest.fixture
+def cli(folder):
+    """``cli("--seed", "1")``: what a script calls, in this process."""
+    return lambda *argv: gt.cli(*find_target("net.py"), argv=argv)
+
+
+def test_cli_gives_the_trainer_after_the_run(cli):
+    trainer = cli(*SEEDED)
+    assert isinstance(trainer, gt.Trainer)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 2)
+    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
+
+
+@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
+def test_the_first_argument_may_be_a_command(cli, name):
+    assert cli(name, "--fast-dev-run", "--enable-progress-bar", "false").run.command == name
+
+
+def test_explain_of_a_script_starts_nothing(cli, capsys):
+    cli("explain", "--json", "--max-epochs", "2", "--data.batch-size", "8")
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["options"]["max_epochs"] == 2
+    assert json.loads(printed)["batch_size"]["per_device"] == 8
+
+
+def test_options_are_those_of_the_command(cli, command, capsys):
+    def options(text):
+        return {word.strip("[],") for word in text.split() if word.startswith(("--", "[--"))}
+
+    with pytest.raises(SystemExit) as end:
+        cli("--help")
+    assert not end.value.code
+    of_script = options(capsys.readouterr().out)
+    assert {"--model.hidden", "--data.batch_size", "--strategy"} <= of_script
+    assert of_script == options(command("fit net.py --help").out)
+
+
+def test_wrong_usage_exits_with_2(cli, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli("--strategy", "sngle")
+    assert end.value.code == 2
+    assert "'single'" in capsys.readouterr().err
+
+
+def test_a_failed_run_exits_with_1(capsys):
+    class NoGrad(gt.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_idx):
+            return self.w.detach().sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return [torch.zeros(1)]
+
+    with pytest.raises(SystemExit) as end:
+        gt.cli(NoGrad, argv=["--max-epochs", "1"])
+    assert end.value.code == 1
+    assert "needs no grad" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""``geartrain fit``, ``validate``, ``test`` and ``predict``: what they do, what they leave behind, how they end."""
+
+import json
+
+import pytest
+import torch
+
+FAST = "--fast-dev-run --enable-progress-bar false"
+
+
+@pytest.fixture
+def left(folder):
+    """``left("out", "summary.json")``: a JSON file that a run left behind."""
+    return lambda run, name: json.loads((folder / run / name).read_text())
+
+
+@pytest.fixture
+def weights(folder):
+    """``weights("out")``: the weights that a run left behind."""
+    return lambda run: torch.load(folder / run / "last.ckpt", weights_only=True)["model"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- what they do --------------------------------------------------------------------------------------------------------
+
+
+def test_fit_trains_and_leaves_its_folder(command, folder, left):
+    done = command("fit net.py --max-epochs 3 --seed 1 --output out --log-every-n-steps 4")
+    assert done.code == 0
+    assert {path.name for path in (folder / "out").iterdir()} == {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt"}
+    summary = left("out", "summary.json")
+    assert (summary["status"], summary["command"], summary["steps"], summary["epochs"]) == ("done", "fit", 12, 3)
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["val_loss"] for line in lines if "val_loss" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert losses[-1] == summary["metrics"]["val_loss"]
+    assert [line["step"] for line in lines if "train_loss" in line] == [4, 8, 12]
+    assert left("out", "plan.json")["batch_size"] == {"per_device": 4, "global": 4}
+    assert "val_loss" in done.out
+
+
+def test_options_of_the_target_reach_it(fit, weights):
+    fit("--model.hidden 7 --output out")
+    assert weights("out")["layers.0.weight"].shape == (7, 3)
+
+
+def test_the_file_s_data_module_is_used(fit, left):
+    fit("--data.samples 12 --data.batch-size 6 --output out")
+    assert left("out", "summary.json")["steps"] == 2
+
+
+def test_a_module_may_bring_its_own_data(fit, write, left):
+    write("alone.py", "from net import Data, Net\nclass Alone(Net):\n    def train_dataloader(self): return Data(8).train_dataloader()\n")
+    fit("--output out", target="alone.py")
+    assert left("out", "summary.json")["steps"] == 2
+
+
+@pytest.mark.parametrize("verb", ["test", "validate"])
+def test_a_checkpoint_gives_the_metrics_that_it_was_saved_with(command, fit, left, verb):
+    fit("--seed 1 --output out --max-epochs 2")
+    trained = left("out", "summary.json")["metrics"]["val_loss"]
+    assert command(f"{verb} net.py --checkpoint out/last.ckpt --output again").code == 0
+    assert left("again", "summary.json")["metrics"]["val_loss"] == trained
+    assert command(f"{verb} net.py --seed 1 --output untrained").code == 0
+    assert left("untrained", "summary.json")["metrics"]["val_loss"] != trained
+
+
+def test_the_closing_table_shows_the_metrics(command, fit, left):
+    fit("--seed 1 --output out")
+    shown = command("test net.py --checkpoint out/last.ckpt").out
+    assert f"{left('out', 'summary.json')['metrics']['val_loss']:.6g}" in shown
+
+
+def test_predict_passes_over_every_batch(command, fit, left):
+    fit("--output out")
+    done = command("predict net.py --checkpoint out/last.ckpt --data.samples 10 --output predicted")
+    assert done.code == 0
+    assert [line for line in done.out.splitlines() if "predicted" in line] == ["predicted [4, 1]", "predicted [4, 1]", "predicted [2, 1]"]
+    assert left("predicted", "summary.json")["command"] == "predict"
+
+
+def test_predictions_are_kept_where_output_says(command):
+    done = command("predict net.py --data.samples 10 --output kept")
+    assert done.code == 0, done.err
+    kept = torch.load("kept/predictions.pt", weights_only=True)
+    assert [tuple(batch.shape) for batch in kept] == [(4, 1), (4, 1), (2, 1)]
+
+
+def test_predict_asks_where_to_keep_them_before_anything_is_made(command):
+    done = command("predict net.py")
+    assert done.code == 2
+    assert "--output" in done.err
+    assert "the module is made" not in done.out
+
+
+def test_fit_starts_from_a_checkpoint(fit, weights):
+    fit("--seed 1 --output out")
+    fit("--checkpoint out/last.ckpt --model.lr 0 --output same")
+    assert same(weights("same"), weights("out"))
+
+
+def test_fast_dev_run_tries_everything_and_writes_nothing(command, folder):
+    done = command("fit net.py --fast-dev-run --output out --max-epochs 9")
+    assert "fit: 1 steps, 1 epochs" in done.out
+    assert "val_loss" in done.out
+    assert "fit: 3 steps, 1 epochs" in command("fit net.py --fast-dev-run 3").out
+    assert not (folder / "out").exists()
+
+
+# --- repeatable ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_seed_gives_bitwise_equal_weights(fit, weights):
+    """Initial weights, dropout and the order of the samples all come from it."""
+    for run, seed in (("a", 5), ("b", 5), ("c", 6)):
+        torch.seed()  # whatever came before must not matter
+        fit(f"--seed {seed} --max-epochs 2 --output {run}")
+    assert same(weights("a"), weights("b"))
+    assert not same(weights("a"), weights("c"))
+
+
+def test_plugins_that_only_look_change_no_weight(fit, weights):
+    fit("--seed 5 --output a")
+    fit("--seed 5 --output b --plugin my_hooks.py --log-every-n-steps 1")
+    assert same(weights("a"), weights("b"))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(fit, refused, weights):
+    fit("--seed 1 --output out")
+    before = weights("out")
+    assert "holds a run already" in refused("fit net.py --seed 2 --output out")
+    assert same(weights("out"), before)
+
+
+# --- how they fail -------------------------------------------------------------------------------------------------------
+
+FAILING = {
+    "training_step": "    def training_step(self, batch, batch_idx): return 1 / 0\n",
+    "validation_step": "    def validation_step(self, batch, batch_idx): return 1 / 0\n",
+    "__init__": "    def __init__(self, lr: float = 0.1): 1 / 0\n",
+    "configure_optimizers": "    def configure_optimizers(self): 1 / 0\n",
+}
+MINE = "from net import Data as Base, Net\nclass Mine(Net):\n{0}    pass\nclass Data(Base):\n    pass\n{1}"
+
+
+@pytest.mark.parametrize("where", FAILING)
+def test_an_error_of_the_user_s_own_code_comes_as_it_is(command, write, where):
+    write("mine.py", MINE.format(FAILING[where], ""))
+    with pytest.raises(ZeroDivisionError) as raised:
+        command(f"fit mine.py {FAST}")
+    assert raised.traceback[-1].name == where
+    assert not getattr(raised.value, "__notes__", [])
+
+
+#: What the console script ``geartrain`` does.
+COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
+
+
+def test_it_exits_with_1_and_the_user_s_traceback(python, write, left):
+    write("mine.py", MINE.format(FAILING["training_step"], ""))
+    done = python("-c", COMMAND, "fit", "mine.py", "--output", "out")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert 'mine.py", line 3, in training_step' in done.stderr
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    summary = left("out", "summary.json")
+    assert (summary["status"], summary["error"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_an_error_of_a_plugin_names_the_plugin(command, write):
+    write("angry.py", "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n    raise ValueError('enough')\n")
+    with pytest.raises(ValueError, match="enough") as raised:
+        command(f"fit net.py {FAST} --plugin angry.py")
+    assert "raised in hook 'on_step_end' of angry" in raised.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [
+        ("", "    def train_dataloader(self): return []\n", ["loader to train is empty"]),
+        ("", "    def train_dataloader(self): return iter(())\n", ["no batch"]),
+        ("    def training_step(self, batch, batch_idx): return super().training_step(batch, batch_idx).detach()\n", "", ["needs no grad"]),
+        ("    def training_step(self, batch, batch_idx): return 'low'\n", "", ["training_step returned str"]),
+        ("    def training_step(self, batch, batch_idx): return self.layers(batch[0])\n", "", ["one number", "[4, 1]"]),
+        ("    def training_step(self, batch, batch_idx): self.log('x', batch[0])\n", "", ["self.log('x')", "one number"]),
+    ],
+    ids=["empty loader", "empty iterator", "no grad", "no loss", "no scalar", "log of a batch"],
+)
+def test_what_geartrain_can_explain_is_one_message_and_exits_with_1(command, write, module, data, words):
+    write("mine.py", MINE.format(module, data))
+    done = command("fit mine.py --max-epochs 1 --num-sanity-val-steps 0")
+    assert done.code == 1
+    assert done.err.startswith("geartrain fit: ")
+    assert "Traceback" not in done.err
+    assert all(word in done.err for word in words), done.err
+
+
+def test_no_data_at_all(command, write):
+    write("mine.py", "from net import Net\nclass Mine(Net): ...\n")
+    for verb, method in (("fit", "train_dataloader"), ("test", "test_dataloader"), ("predict", "predict_dataloader")):
+        done = command(f"{verb} mine.py --output {verb}")
+        assert done.code == 1
+        assert method in done.err
+
+
+@pytest.mark.parametrize(("name", "code"), [("nope.ckpt", 2), ("net.py", 1)])
+def test_a_file_that_is_no_checkpoint(command, name, code):
+    done = command(f"test net.py --checkpoint {name}")
+    assert done.code == code
+    assert name in done.err
+    assert "checkpoint" in done.err
+
+
+def test_a_checkpoint_of_another_model(command, fit):
+    fit("--output out")
+    done = command("test net.py --checkpoint out/last.ckpt --model.hidden 9")
+    assert done.code == 1
+    assert "out/last.ckpt does not fit Net" in done.err
+
+
+def test_an_interrupt_is_no_traceback(command, write, left):
+    write("mine.py", MINE.format("    def training_step(self, batch, batch_idx): raise KeyboardInterrupt\n", ""))
+    done = command("fit mine.py --max-epochs 1 --output out")
+    assert done.code == 1
+    assert done.err.rstrip().endswith("interrupted")
+    assert left("out", "summary.json")["status"] == "interrupted"

@@ -1,0 +1,122 @@
+"""What cannot be meant: one message that says what to do, exit code 2, nothing started."""
+
+import pytest
+
+#: Options after ``fit net.py`` -> words of the error.
+OPTIONS = [
+    # a name
+    ("--strategy sngle", ["'sngle'", "'single'"]),
+    ("--strategy ddp", ["'ddp'", "not installed", "pip install geartrain-ddp"]),
+    ("--strategy deepspeed", ["'deepspeed'", "no geartrain distribution provides it"]),
+    ("--strategy cpu", ["'cpu'", "--accelerator cpu"]),
+    ("--accelerator cppu", ["'cppu'", "'cpu'"]),
+    ("--accelerator mps", ["'mps'", "not installed", "pip install geartrain-mps"]),
+    ("--accelerator tpu", ["'tpu'", "no geartrain distribution provides it"]),
+    ("--accelerator gpu", ["'gpu'", "pip install geartrain-cuda"]),
+    ("--accelerator ddp", ["is a strategy", "--strategy ddp"]),
+    ("--plugin wandb", ["'wandb'", "not installed", "pip install geartrain-wandb"]),
+    ("--plugin no_such.py", ["no file no_such.py"]),
+    ("--plugin my_hook.py", ["no file my_hook.py", "'my_hooks.py'"]),
+    ("--plugin my_hooks.py:Step", ["'Step'", "'Steps'"]),
+    ("--plugin net.py", ["net.py", "@hookimpl"]),
+    ("--block nobody", ["nobody"]),
+    ("--strategy single --block single", ["geartrain[single]", "blocked", "--block"]),
+    # an option
+    ("--max-epoch 3", ["--max_epoch.", "'max_epochs'"]),
+    ("--gpus 2", ["--gpus", "devices"]),
+    ("--num-processes 2", ["--num_processes", "devices"]),
+    ("--callbacks x", ["--callbacks", "plugins"]),
+    ("--modle.lr 2", ["--modle.lr"]),
+    ("--model.learning-rate 2", ["--model.learning_rate"]),
+    ("--data.batchsize 2", ["--data.batchsize", "'data.batch_size'"]),
+    ("--no-such-thing-at-all", ["--no_such_thing_at_all", "--help"]),
+    ("--json", ["--json"]),
+    ("surplus", ["surplus"]),
+    # a value
+    ("--max-epochs", ["--max_epochs"]),
+    ("--strategy", ["--strategy needs a value"]),
+    ("--plugin --seed 1", ["--plugin needs a value"]),
+    ("--max-epochs many", ["--max_epochs", "many"]),
+    ("--max-epochs 1.5", ["--max_epochs", "1.5"]),
+    ("--max-epochs -2", ["max_epochs=-2"]),
+    ("--model.hidden many", ["--model.hidden", "many"]),
+    ("--limit-train-batches 1.5", ["limit_train_batches=1.5", "fraction"]),
+    ("--limit-train-batches -1", ["limit_train_batches=-1"]),
+    ("--accumulate-grad-batches 0", ["accumulate_grad_batches=0"]),
+    ("--log-every-n-steps 0", ["log_every_n_steps=0"]),
+    ("--gradient-clip-val 0", ["gradient_clip_val=0"]),
+    ("--gradient-clip-algorithm nrom", ["gradient_clip_algorithm='nrom'", "'norm'"]),
+    ("--deterministic maybe", ["deterministic='maybe'"]),
+    ("--precision 16-mixed", ["16-mixed", "32-true"]),
+    ("--num-nodes 0", ["num_nodes=0"]),
+    ("--seed many", ["--seed", "many"]),
+    ("--seed -1", ["seed"]),
+    # devices
+    ("--devices 0", ["devices=0", "zero"]),
+    ("--devices -2", ["devices=-2"]),
+    ("--devices two", ["devices='two'"]),
+    ("--devices 0,1", ["devices='0,1'", "number of processes"]),
+    ("--devices 2 --strategy single", ["geartrain[single]", "one device"]),
+    ("--devices 2", ["2 devices", "pip install geartrain-ddp"]),
+    ("--num-nodes 2", ["2 node", "pip install geartrain-ddp"]),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), OPTIONS, ids=[words for words, _ in OPTIONS])
+def test_options(refused, folder, words, expected):
+    error = refused(f"fit net.py --output out {words}")
+    assert all(word in error for word in expected), error
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ("5", ["asked for 5", "[0, 1, 2, 3]", "chip"]),
+        ("4,", ["asked for 4", "[0, 1, 2, 3]", "chip"]),
+        ("0,7", ["asked for 7", "[0, 1, 2, 3]", "chip"]),
+        ("1,1", ["unique"]),
+        ("-3", ["-3"]),
+    ],
+)
+def test_devices_out_of_range(refused, devices, expected):
+    error = refused(f"fit net.py --accelerator chip --strategy scaled --devices {devices}")
+    assert all(word in error for word in expected), error
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fti net.py", ["'fti'", "'fit'"]),
+        ("train net.py", ["'train'"]),
+        ("fit", ["TARGET", "geartrain fit file.py"]),
+        ("fit --max-epochs 3 net.py", ["TARGET"]),
+        ("validate --seed 1", ["TARGET", "geartrain validate file.py"]),
+        ("fit nett.py", ["nett.py", "'net.py'"]),
+        ("fit net.py:Nett", ["'Nett'", "'Net'"]),
+    ],
+)
+def test_commands_and_targets(refused, line, expected):
+    error = refused(line)
+    assert all(word in error for word in expected), error
+
+
+def test_nothing_at_all_shows_the_usage(command):
+    done = command("")
+    assert done.code == 2
+    assert "usage: geartrain COMMAND TARGET" in done.out
+
+
+@pytest.mark.parametrize("line", ["--help", "-h"])
+def test_help(command, line):
+    done = command(line)
+    assert done.code == 0
+    for name in ("fit", "validate", "test", "predict", "explain", "plugins"):
+        assert f"  {name} " in done.out
+
+
+def test_version(command):
+    import geartrain
+
+    assert command("--version").out.split() == ["geartrain", geartrain.__version__]

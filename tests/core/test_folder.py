@@ -1,0 +1,335 @@
+"""The run's folder, and checkpoints: written whole, read safely, refused where they do not fit."""
+
+import json
+import pickle
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain import GeartrainError, TrainingError, UsageError, hookimpl
+
+from .models import EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Logs(EvalNet):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        self.log("hidden", 2.0, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+# --- what is in it -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_plan_metrics_summary_and_checkpoint(tmp_path):
+    folder = tmp_path / "new" / "run"
+    one = fit(Logs(), val=loader(), output=str(folder), max_epochs=2, log_every_n_steps=4)
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
+
+    plan = read(folder / "plan.json")
+    assert plan == json.loads(json.dumps(one.plan.as_dict()))
+    assert {"accelerator", "devices", "strategy", "processes", "nodes", "precision", "batch_size", "plugins"} <= plan.keys()
+    assert plan["accelerator"]["name"] == "cpu"
+    assert plan["batch_size"] == {"per_device": 4, "global": 4}
+
+    metrics = lines(folder / "metrics.jsonl")
+    assert metrics[0] == {"step": 4, "epoch": 0, "stage": "train", "loss": 1.0}
+    assert [line["step"] for line in metrics] == [4, 6, 6, 8, 12, 12]
+    assert [line["stage"] for line in metrics if "val_loss" in line] == ["validate", "validate"]
+    assert not any("hidden" in line for line in metrics)
+
+    summary = read(folder / "summary.json")
+    assert {name: summary[name] for name in ("status", "command", "steps", "epochs")} == {
+        "status": "done",
+        "command": "fit",
+        "steps": 12,
+        "epochs": 2,
+    }
+    assert summary["metrics"] == one.callback_metrics
+    assert 0 <= summary["seconds"] < 60
+
+
+def test_metrics_are_on_disk_while_the_run_goes_on(tmp_path):
+    class Reads:
+        seen = ()
+
+        @hookimpl
+        def on_step_end(self, run):
+            self.seen = (*self.seen, len(lines(run.output / "metrics.jsonl")))
+
+    reads = Reads()
+    fit(Logs(), output=tmp_path, log_every_n_steps=2, plugins=[reads])
+    assert reads.seen == (0, 0, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ZeroDivisionError("by hand"), "failed"), (KeyboardInterrupt(), "interrupted")], ids=["error", "Ctrl-C"]
+)
+def test_the_summary_of_a_run_that_did_not_finish(tmp_path, error, status):
+    class Fails(Logs):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 8:
+                raise error
+
+    with pytest.raises(type(error)):
+        fit(Fails(), val=loader(), output=tmp_path, max_epochs=2)
+    summary = read(tmp_path / "summary.json")
+    assert (summary["status"], summary["steps"], summary["epochs"]) == (status, 8, 1)
+    assert type(error).__name__ in summary["error"]
+    assert set(summary["metrics"]) == {"loss", "hidden", "val_loss"}
+    assert set(torch.load(tmp_path / "last.ckpt", weights_only=True)) >= {"model", "step"}  # the first epoch's
+
+
+def test_several_commands_of_one_trainer_share_the_folder(tmp_path):
+    net, one = Logs(), trainer(output=tmp_path)
+    one.fit(net, loader())
+    one.test(net, loader())
+    assert [line["stage"] for line in lines(tmp_path / "metrics.jsonl")] == ["train", "test"]
+    summary = read(tmp_path / "summary.json")
+    assert (summary["status"], summary["command"]) == ("done", "test")
+    assert set(summary["metrics"]) == {"loss", "hidden", "test_loss"}
+
+
+def test_only_rank_0_writes(tmp_path):
+    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    fit(strategy=strategy(), devices=2, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_output_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(EvalNet(), val=loader())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    fit(output=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="holds a run already"):
+        trainer(output=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="not a folder"):
+        trainer(output=tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_with_other_files_is_used(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    fit(output=tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "plan.json").exists()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trained module and its checkpoint."""
+    folder, net = tmp_path_factory.mktemp("trained"), EvalNet()
+    fit(net, output=folder, max_epochs=2)
+    return net, folder / "last.ckpt"
+
+
+def test_the_checkpoint_holds_the_trained_weights(trained):
+    net, path = trained
+    state = torch.load(path, weights_only=True)
+    assert_equal(state["model"], net)
+    assert (state["step"], state["epoch"]) == (12, 2)
+
+
+def test_fit_starts_from_a_checkpoint(trained):
+    net, path = trained
+    expected, other = by_hand(net, loader()), EvalNet()
+    assert differ(net, other)
+    one = trainer()
+    one.fit(other, loader(), checkpoint=path)
+    assert_equal(other, expected)
+    assert (one.global_step, one.current_epoch) == (6, 1)  # counters start anew
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_reads_a_checkpoint(trained, command):
+    net, path = trained
+    other, one = EvalNet(), trainer()
+    result = getattr(one, command)(other, loader(), ckpt_path=str(path))
+    assert_equal(net, other)
+    expected = getattr(one, command)(net, loader())
+    assert all(map(torch.equal, result, expected)) if command == "predict" else result == expected
+
+
+def test_the_modules_own_state_goes_through_a_checkpoint(tmp_path):
+    class Own(EvalNet):
+        found = None
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = {"tensor": torch.arange(3), "epoch": self.current_epoch}
+
+        def on_load_checkpoint(self, checkpoint):
+            self.found = checkpoint["mine"]
+
+    fit(Own(), output=tmp_path, max_epochs=2)
+    other = Own()
+    trainer().test(other, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert other.found["tensor"].tolist() == [0, 1, 2]
+    assert other.found["epoch"] == 1
+
+
+def test_on_checkpoint_saved_finds_a_whole_file(tmp_path):
+    class Saved:
+        steps = ()
+
+        @hookimpl
+        def on_checkpoint_saved(self, run, path):
+            assert path == tmp_path / "last.ckpt"
+            state = torch.load(path, weights_only=True)
+            assert_equal(state["model"], run.module)
+            self.steps = (*self.steps, state["step"])
+
+    saved = Saved()
+    fit(output=tmp_path, plugins=[saved], max_epochs=3)
+    assert saved.steps == (6, 12, 18)
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_that_is_not_there(command, tmp_path):
+    option = {"checkpoint" if command == "fit" else "ckpt_path": tmp_path / "none.ckpt"}
+    with pytest.raises(UsageError, match=r"no checkpoint.*none\.ckpt"):
+        getattr(trainer(), command)(EvalNet(), loader(), **option)
+
+
+class Code:
+    """What a malicious file would hold: unpickling it runs code."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def write_text(path):
+    path.write_text("no checkpoint")
+
+
+def write_half(path):
+    torch.save({"model": Net().state_dict()}, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_text,
+        write_half,
+        lambda path: path.write_bytes(b""),
+        lambda path: torch.save([1, 2], path),
+        lambda path: torch.save({"state_dict": Net().state_dict()}, path),
+        lambda path: torch.save({"model": 3}, path),
+        lambda path: torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, path),
+        lambda path: torch.save({"model": {**Net().state_dict(), "layers.0.bias": torch.ones(7)}}, path),
+        lambda path: torch.save({"model": {**Net().state_dict(), "more": torch.ones(7)}}, path),
+    ],
+    ids=["text", "half a file", "empty", "list", "Lightning's", "number as model", "other model", "other shape", "more weights"],
+)
+def test_a_checkpoint_that_does_not_fit_or_is_none(write, tmp_path):
+    path, net = tmp_path / "some.ckpt", EvalNet()
+    write(path)
+    with pytest.raises(TrainingError, match=r"some\.ckpt"):
+        trainer().fit(net, loader(), checkpoint=path)
+
+
+def test_a_checkpoint_of_another_model_names_both_and_changes_nothing(tmp_path):
+    path, net = tmp_path / "other.ckpt", EvalNet()
+    torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, path)
+    before = weights(net)
+    with pytest.raises(TrainingError, match=r"(?s)other\.ckpt does not fit EvalNet.*layers\.0\.weight"):
+        trainer().test(net, loader(), ckpt_path=path)
+    assert_equal(net, before)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))], ids=["torch", "pickle"])
+def test_code_in_a_checkpoint_is_never_run(save, tmp_path):
+    path, harm = tmp_path / "bad.ckpt", tmp_path / "harm"
+    save({"model": Net().state_dict(), "more": Code(harm)}, path)
+    with pytest.raises(TrainingError, match=r"bad\.ckpt"):
+        trainer().fit(Net(), loader(), checkpoint=path)
+    assert not harm.exists()
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint_and_no_other_file(tmp_path, monkeypatch):
+    save, calls = torch.save, []
+
+    def half(state, path, *args, **options):
+        calls.append(path)
+        save(state, path, *args, **options)
+        if len(calls) == 2:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        fit(output=tmp_path, max_epochs=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6  # the first epoch's, whole
+    assert read(tmp_path / "summary.json")["status"] == "failed"
+
+
+def test_the_checkpoint_is_never_written_in_place(tmp_path, monkeypatch):
+    save = torch.save
+
+    def watch(state, path, *args, **options):
+        assert path != tmp_path / "last.ckpt"
+        save(state, path, *args, **options)
+
+    monkeypatch.setattr(torch, "save", watch)
+    fit(output=tmp_path, max_epochs=2)
+    assert (tmp_path / "last.ckpt").exists()
+
+
+def test_metrics_that_are_no_numbers_can_be_read_back(tmp_path):
+    def strict(path):
+        def refuse(constant):
+            raise AssertionError(f"{path.name} holds {constant}, which is no JSON")
+
+        return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+    fit(Logging(lambda self, batch, batch_idx: self.log_dict({"nan": float("nan"), "inf": float("inf")})), output=tmp_path)
+    (line,) = strict(tmp_path / "metrics.jsonl")
+    assert {"nan", "inf"} <= line.keys()
+
+
+def test_a_plugin_may_replace_how_checkpoints_are_written_and_read(tmp_path):
+    class Memory:
+        replaces = frozenset({"save_checkpoint", "load_checkpoint"})
+
+        def __init__(self):
+            self.states = {}
+
+        @hookimpl
+        def save_checkpoint(self, state, path):
+            path.write_text("elsewhere")
+            self.states[path] = {"model": {name: tensor.clone() for name, tensor in state["model"].items()}}
+
+        @hookimpl
+        def load_checkpoint(self, path):
+            return self.states[path]
+
+    memory, net, other = Memory(), EvalNet(), EvalNet()
+    fit(net, output=tmp_path, plugins=[memory])
+    trainer(plugins=[memory]).test(other, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(net, other)
+    with pytest.raises(GeartrainError, match="could not be read"):
+        trainer().test(other, loader(), ckpt_path=tmp_path / "last.ckpt")

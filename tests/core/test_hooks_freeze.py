@@ -1,0 +1,156 @@
+"""What freezing leaves of the callers, and whom an error that surfaces is blamed on."""
+
+import pytest
+from pluggy import HookCaller
+
+from geartrain import UsageError, hookimpl, hookspec
+from geartrain.builtin.defaults import Defaults
+from geartrain.hooks import Hooks, fire
+
+from .contract_fixtures import Doubles, gather, hooks_of, owns, part, specs, strategy
+
+# --- freezing ------------------------------------------------------------------------------------------------------------
+
+
+def test_owner_without_a_wrapper_freezes_to_its_bare_function():
+    owner = Defaults()
+    hooks = Hooks([part(owner, "default")])
+    hooks.freeze()
+    assert hooks.forward == owner.forward
+    assert hooks.backward == owner.backward
+
+
+def test_wrapped_owner_and_answered_all_hook_stay_pluggys_callers():
+    hooks = hooks_of(strategy(owns(1)), Doubles(), owns(1, "on_epoch_end"))
+    hooks.freeze()
+    assert isinstance(hooks.all_gather, HookCaller)
+    assert isinstance(hooks.on_epoch_end, HookCaller)
+
+
+def test_nothing_to_call_freezes_to_none():
+    hooks = hooks_of()
+    hooks.freeze()
+    assert hooks.on_step_end is None
+    assert hooks.micro_step is hooks.reduce_gradients is hooks.clip_gradients is None
+    assert hooks.barrier is not None
+
+
+def test_does_nothing_counts_only_while_nobody_owns_or_wraps_the_hook():
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def clip_gradients(self):
+            return (yield)
+
+    hooks = hooks_of(strategy(owns("reduced", "reduce_gradients")), Wraps())
+    hooks.freeze()
+    assert hooks.reduce_gradients(run=None) == "reduced"
+    assert hooks.clip_gradients(run=None) is None
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda manager: manager.register(Doubles()),
+        lambda manager: manager.unregister(name="geartrain[defaults]"),
+        lambda manager: manager.add_hookspecs(specs(reduce_bucket=hookspec(lambda run: None))),
+        lambda manager: manager.add_hookcall_monitoring(print, print),
+        lambda manager: manager.enable_tracing(),
+    ],
+)
+def test_frozen_hooks_refuse_changes(late):
+    hooks = hooks_of()
+    hooks.freeze()
+    with pytest.raises(UsageError, match="frozen"):
+        late(hooks.manager)
+
+
+def watch(hooks):
+    seen = []
+    stop = hooks.manager.add_hookcall_monitoring(lambda name, *_: seen.append(name), lambda *_: None)
+    return seen, stop
+
+
+def test_monitor_set_before_the_freeze_hears_every_call_after_it():
+    hooks = hooks_of()
+    seen, _ = watch(hooks)
+    hooks.freeze()
+    assert all(isinstance(getattr(hooks, name), HookCaller) for name in hooks.names)
+    hooks.barrier(run=None)
+    hooks.reduce_gradients(run=None)
+    fire(hooks.on_step_end, run=None)
+    assert seen == ["barrier", "reduce_gradients", "on_step_end"]
+
+
+def test_monitor_taken_off_before_the_freeze_costs_nothing():
+    hooks = hooks_of()
+    _, stop = watch(hooks)
+    stop()
+    hooks.freeze()
+    assert hooks.on_step_end is None
+
+
+# --- blame ---------------------------------------------------------------------------------------------------------------
+
+
+class Fails:
+    @hookimpl
+    def on_step_end(self):
+        raise RuntimeError("broken")
+
+
+def blamed(hooks, call):
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        call()
+    hooks.blame(caught.value)
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_blame_names_the_plugin_and_the_hook(frozen):
+    hooks = hooks_of(part(Fails(), name="fails", distribution="acme"), owns(1, "on_step_end"))
+    if frozen:
+        hooks.freeze()
+    (note,) = blamed(hooks, lambda: hooks.on_step_end(run=None))
+    assert "acme[fails]" in note
+    assert "'on_step_end'" in note
+
+
+def test_blame_names_who_raised_not_who_wrapped():
+    class Strategy:
+        @hookimpl
+        def all_gather(self):
+            raise RuntimeError("broken")
+
+    hooks = hooks_of(strategy(Strategy(), "ddp"), Doubles())
+    (note,) = blamed(hooks, lambda: gather(hooks))
+    assert "geartrain-strat[ddp]" in note
+
+
+def test_blame_names_the_heir_that_raised():
+    class Base:
+        broken = False
+
+        @hookimpl
+        def on_step_end(self):
+            if self.broken:
+                raise RuntimeError("broken")
+
+    class One(Base):
+        broken = True
+
+    class Two(Base): ...
+
+    for plugins in ([One(), Two()], [Two(), One()]):
+        hooks = hooks_of(*plugins)
+        (note,) = blamed(hooks, lambda hooks=hooks: hooks.on_step_end(run=None))
+        assert "One" in note
+
+
+def test_blame_says_nothing_of_core_and_of_the_users_own_code():
+    hooks = hooks_of(part(Fails(), "core", "folder"))
+    assert blamed(hooks, lambda: hooks.on_step_end(run=None)) == []
+
+    def users():
+        raise RuntimeError("broken")
+
+    assert blamed(hooks, users) == []

@@ -1,0 +1,241 @@
+"""A frozen hook means exactly what pluggy's own caller means: same result, same calls, same exception."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pluggy import HookCaller
+
+from geartrain import hookimpl
+from geartrain.hooks import Hooks, does_nothing
+
+from .contract_fixtures import part
+
+SINGLE = {
+    "forward": ("run", "method", "args"),
+    "micro_step": ("run", "first", "last"),
+    "optimizer_step": ("run", "optimizer", "closure"),
+    "backward": ("run", "loss"),
+    "barrier": ("run",),
+    "plan_processes": ("request",),
+}
+EVERY = {
+    "log_metrics": ("run", "metrics", "step"),
+    "on_exception": ("run", "error"),
+    "on_step_end": ("run",),
+    "check_plan": ("plan",),
+}
+ARGUMENTS = SINGLE | EVERY
+
+#: How the hookimpl is written: the line above its ``def``, and what its parameters begin with.
+FORMS = {
+    "method": ("", "self"),
+    "static": ("@staticmethod", ""),
+    "class": ("@classmethod", "cls"),
+    "positional": ("", "self"),
+    "own_default": ("", "self"),
+}
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One hookimpl: which arguments it takes, in which order, and what it does with them."""
+
+    takes: tuple[str, ...]
+    form: str = "method"
+    #: ``"value"``, ``"none"``, ``"raise"`` or ``"stop"`` (StopIteration, which generators treat apart).
+    does: str = "value"
+    #: A wrapper's deed before its yield: ``""``, ``"raise"`` or ``"return"`` (it never yields).
+    before: str | None = None
+    #: A wrapper's deed with the result: ``"pass"``, ``"change"``, ``"none"``, ``"raise"`` or ``"yield"`` (a second time).
+    after: str = "pass"
+    #: A wrapper's deed with an exception: ``"pass"``, ``"swallow"``, ``"other"`` or ``"from"``.
+    fails: str = "pass"
+
+    @property
+    def wrapper(self):
+        return self.before is not None
+
+
+class Deeds:
+    """What the hookimpls do, recorded. Every value and exception is one object, so that identity can be compared."""
+
+    def __init__(self):
+        self.trace, self._made = [], {}
+
+    def _one(self, key, make):
+        return self._made.setdefault(key, make())
+
+    def note(self, label, when, what):
+        self.trace.append((label, when, what))
+
+    def error(self, label, kind=ValueError):
+        return self._one((label, kind), lambda: kind(label))
+
+    def plain(self, label, impl, received):
+        self.note(label, "called", received)
+        if impl.does in ("raise", "stop"):
+            raise self.error(label, StopIteration if impl.does == "stop" else ValueError)
+        return None if impl.does == "none" else self._one((label, "value"), lambda: [label])
+
+    def around(self, label, impl, received):
+        self.note(label, "before", received)
+        if impl.before == "raise":
+            raise self.error(label)
+        if impl.before == "return":
+            return "never yielded"
+        try:
+            result = yield
+        except Exception as error:
+            self.note(label, "error", (type(error), str(error)))
+            if impl.fails == "swallow":
+                return self._one((label, "value"), lambda: [label])
+            if impl.fails == "other":
+                raise self.error(label, KeyError) from None
+            if impl.fails == "from":
+                raise self.error(label, KeyError) from error
+            raise
+        self.note(label, "after", result)
+        if impl.after == "raise":
+            raise self.error(label)
+        if impl.after == "yield":
+            yield
+        return {"change": (label, result), "none": None}.get(impl.after, result)
+
+
+def plugin(label, hook, impl, deeds):
+    """An object whose hookimpl is real code with just the parameters that ``impl`` takes."""
+    above, first = FORMS[impl.form]
+    parameters = [*filter(None, [first]), *impl.takes]
+    if impl.form == "positional":
+        parameters.append("/")
+    if impl.form == "own_default":
+        parameters.append("mine='own'")
+    received = "dict(" + ", ".join(f"{name}={name}" for name in impl.takes) + ")"
+    body = "return (yield from deeds.around(label, impl, {}))" if impl.wrapper else "return deeds.plain(label, impl, {})"
+    source = f"""
+class Plugin:
+    {above}
+    @hookimpl(wrapper={impl.wrapper})
+    def {hook}({", ".join(parameters)}):
+        {body.format(received)}
+"""
+    space = {"hookimpl": hookimpl, "deeds": deeds, "label": label, "impl": impl}
+    exec(source, space)
+    return space["Plugin"]()
+
+
+def takes(hook):
+    """Any subset of the hook's arguments in any order."""
+    return st.permutations(ARGUMENTS[hook]).flatmap(lambda names: st.integers(0, len(names)).map(lambda n: tuple(names[:n])))
+
+
+def plains(hook):
+    return st.builds(Impl, takes(hook), st.sampled_from(sorted(FORMS)), st.sampled_from(["value", "none", "raise", "stop"]))
+
+
+def wrappers(hook):
+    return st.builds(
+        Impl,
+        takes(hook),
+        st.sampled_from(sorted(FORMS)),
+        before=st.sampled_from(["", "", "", "raise", "return"]),
+        after=st.sampled_from(["pass", "change", "none", "raise", "yield"]),
+        fails=st.sampled_from(["pass", "swallow", "other", "from"]),
+    )
+
+
+def singles(hook):
+    """At most one owner, any number of wrappers around it, in any order of registration."""
+    owner = st.lists(plains(hook), max_size=1)
+    both = st.tuples(owner, st.lists(wrappers(hook), max_size=3)).flatmap(lambda two: st.permutations([*two[0], *two[1]]))
+    return st.tuples(st.just(hook), both)
+
+
+def every(hook):
+    return st.tuples(st.just(hook), st.lists(st.one_of(plains(hook), wrappers(hook)), max_size=5))
+
+
+def which(error):
+    """A hookimpl's exception is one object; pluggy makes a new RuntimeError where a wrapper misbehaves."""
+    return (RuntimeError, str(error)) if type(error) is RuntimeError else error
+
+
+def outcome(caller, deeds, arguments):
+    """What one call comes to: the result or the exception (the object itself where a hookimpl raised it), and the trace."""
+    deeds.trace.clear()
+    try:
+        result = caller(**arguments)
+    except BaseException as error:
+        return ("raised", which(error), which(error.__cause__), error.__suppress_context__), list(deeds.trace)
+    return ("returned", result), list(deeds.trace)
+
+
+def assert_same(hook, impls):
+    deeds = Deeds()
+    kind = "strategy" if hook in SINGLE else "plugin"
+    parts = [part(plugin(f"p{n}", hook, impl, deeds), "plugin" if impl.wrapper else kind, f"p{n}") for n, impl in enumerate(impls)]
+    hooks = Hooks(parts)
+    arguments = {name: object() for name in ARGUMENTS[hook]}
+    pluggys = getattr(hooks.manager.hook, hook)
+    assert isinstance(pluggys, HookCaller)
+    expected = outcome(pluggys, deeds, arguments)
+    hooks.freeze()
+    frozen = getattr(hooks, hook)
+    if not impls:
+        assert frozen is None
+        assert expected == (("returned", None if hook in SINGLE else []), [])
+        return
+    for _ in range(2):
+        assert outcome(frozen, deeds, arguments) == expected
+        assert outcome(getattr(hooks.manager.hook, hook), deeds, arguments) == expected
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(sorted(SINGLE)).flatmap(singles))
+@example(("forward", [Impl(("args", "run"))]))
+@example(("forward", [Impl(("method", "args", "run"), form="positional", does="none")]))
+@example(("forward", [Impl(("run", "method", "args"), form="own_default")]))
+@example(("barrier", [Impl((), does="stop"), Impl(("run",), before="", fails="swallow")]))
+@example(("micro_step", [Impl((), before="", after="change"), Impl(())]))
+@example(("barrier", [Impl((), before="", after="change")]))
+def test_single_hook(case):
+    assert_same(*case)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(sorted(EVERY)).flatmap(every))
+@example(("log_metrics", [Impl(("step",)), Impl(("run",), does="none"), Impl((), before="", after="change")]))
+@example(("on_step_end", [Impl(()), Impl((), does="raise"), Impl(())]))
+def test_all_hook(case):
+    assert_same(*case)
+
+
+@settings(max_examples=250, deadline=None)
+@given(takes("micro_step"), st.lists(wrappers("micro_step"), max_size=2))
+def test_default_that_does_nothing_is_left_out_only_where_its_result_is_all_there_is(taken, around):
+    class Default:
+        @hookimpl
+        @does_nothing
+        def micro_step(self, run):
+            return "nothing"
+
+    deeds = Deeds()
+    wrapping = [part(plugin(f"p{n}", "micro_step", impl, deeds), "plugin", f"p{n}") for n, impl in enumerate(around)]
+    hooks = Hooks([part(Default(), "default"), *wrapping])
+    arguments = {name: object() for name in ARGUMENTS["micro_step"]}
+    expected = outcome(hooks.micro_step, deeds, arguments)
+    hooks.freeze()
+    if around:
+        assert outcome(hooks.micro_step, deeds, arguments) == expected
+    else:
+        assert hooks.micro_step is None
+        assert expected == (("returned", "nothing"), [])
+
+
+@pytest.mark.parametrize("hook", sorted(ARGUMENTS))
+def test_table_above_has_the_hooks_own_arguments(hook):
+    hooks = Hooks([])
+    assert getattr(hooks.manager.hook, hook).spec.argnames == ARGUMENTS[hook]
+    assert hooks.is_single(hook) == (hook in SINGLE)

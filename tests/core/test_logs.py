@@ -1,0 +1,416 @@
+"""self.log: names, reductions, weights, timing, errors, and what ranks say to each other."""
+
+import math
+import threading
+from collections import ChainMap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from geartrain import Run, TrainingError, World, hookimpl
+from geartrain.logs import Logs
+
+from .models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
+
+
+def sizes(*lengths):
+    """Batches of these lengths."""
+    return [next(iter(loader(length, length))) for length in lengths]
+
+
+def logged(value, *, train=None, metrics="callback_metrics", **options):
+    """What the trainer has after ``self.log("x", value(batch_idx))`` in ``training_step``."""
+    net = Logging(lambda self, batch, batch_idx: self.log("x", value(batch_idx), **options))
+    return getattr(fit(net, loader() if train is None else train), metrics)
+
+
+# --- when, and under which name ------------------------------------------------------------------------------------------
+
+
+class Everywhere(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("train", float(batch_idx))
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(batch_idx))
+
+    def on_train_epoch_end(self):
+        self.log("epoch", 7.0)
+
+    def on_validation_epoch_end(self):
+        self.log("val_epoch", 8.0)
+
+
+def test_defaults_of_on_step_and_on_epoch():
+    """Steps log their newest value in training; everything else logs an epoch's mean."""
+    lines = Loggers()
+    one = fit(Everywhere(), val=loader(), plugins=[lines], log_every_n_steps=4)
+    assert one.callback_metrics == {"train": 5.0, "val": 2.5, "epoch": 7.0, "val_epoch": 8.0}
+    assert lines.lines[0] == (4, {"train": 3.0})
+    assert {step for step, _ in lines.lines[1:]} == {6}
+    assert ChainMap(*(metrics for _, metrics in lines.lines[1:])) == one.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"x": 5.0}),
+        ({"on_step": True}, {"x": 5.0}),
+        ({"on_step": False}, {}),
+        ({"on_epoch": True}, {"x": 2.5, "x_step": 5.0, "x_epoch": 2.5}),
+        ({"on_step": False, "on_epoch": True}, {"x": 2.5}),
+    ],
+)
+def test_names(options, expected):
+    assert logged(float, **options) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, {"x"}), ({"on_step": True}, {"x", "x_step", "x_epoch"})])
+def test_names_in_validation(options, expected):
+    net = Logging(validate=lambda self, batch, batch_idx: self.log("x", 1.0, **options))
+    assert set(fit(net, val=loader()).callback_metrics) == expected
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (50, [7])])
+def test_log_every_n_steps(every, steps):
+    lines = Loggers()
+    net = Logging(lambda self, batch, _: self.log("step", float(self.global_step + 1)))
+    fit(net, loader(28), plugins=[lines], log_every_n_steps=every)
+    assert lines.lines == [(step, {"step": float(step)}) for step in steps]
+
+
+def test_steps_are_counted_across_epochs():
+    lines = Loggers()
+    fit(Logging(lambda self, batch, _: self.log("x", 1.0)), plugins=[lines], log_every_n_steps=4, max_epochs=2)
+    assert [step for step, _ in lines.lines] == [4, 6, 8, 12]
+
+
+def test_each_epoch_starts_from_nothing():
+    lines = Loggers()
+    net = Logging(lambda self, batch, _: self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"))
+    fit(net, plugins=[lines], max_epochs=3)
+    assert [metrics["epoch"] for _, metrics in lines.lines] == [0.0, 6.0, 12.0]
+
+
+def test_a_hook_of_a_plugin_may_log():
+    class GradientNorm:
+        @hookimpl(wrapper=True)
+        def reduce_gradients(self, run):
+            yield
+            run.log("grad_norm", torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+
+    net, norms = Net(), []
+    by_hand(net, loader(), before_step=lambda m: norms.append(torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()))
+    assert fit(net, plugins=[GradientNorm()]).callback_metrics == {"grad_norm": pytest.approx(norms[-1])}
+
+
+def test_metrics_of_a_validation_inside_an_epoch_stay_apart():
+    def train(self, batch, batch_idx):
+        self.log("x", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def validate(self, batch, batch_idx):
+        self.log("x", 100.0, reduce_fx="max")  # the same name, other options: another metric
+
+    lines = Loggers()
+    fit(Logging(train, validate), val=loader(), val_check_interval=2, plugins=[lines])
+    assert lines.lines == [(2, {"x": 100.0}), (4, {"x": 100.0}), (6, {"x": 100.0}), (6, {"x": 6.0})]
+
+
+# --- reductions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [("mean", 2.5), ("sum", 15.0), ("min", 0.0), ("max", 5.0), (torch.mean, 2.5), (torch.sum, 15.0), (torch.min, 0.0), (max, 5.0)],
+)
+@pytest.mark.parametrize("make", [float, torch.tensor, lambda i: torch.tensor([[float(i)]], requires_grad=True)])
+def test_reductions(reduce_fx, expected, make):
+    assert logged(make, on_step=False, on_epoch=True, reduce_fx=reduce_fx) == {"x": expected}
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("where", [0, 3, 5])
+def test_nan_is_not_dropped(reduce_fx, where):
+    values = logged(lambda i: math.nan if i == where else float(i), on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+    assert math.isnan(values["x"])
+
+
+@pytest.mark.parametrize("train", [(1, 2), (2, 1), (1, 2, 2, 7, 3)])
+def test_a_value_of_1_has_the_mean_1_whatever_the_batch_sizes(train):
+    assert logged(lambda i: 1.0, train=sizes(*train), on_step=False, on_epoch=True) == {"x": 1.0}
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 2 / 3), ({"batch_size": 5}, 1 / 2)], ids=["inferred", "given"])
+def test_a_mean_is_weighted_by_batch_size(options, expected):
+    assert logged(float, train=sizes(1, 2), on_step=False, on_epoch=True, **options)["x"] == pytest.approx(expected)
+
+
+def test_a_given_batch_size_differs_by_call():
+    net = Logging(lambda self, batch, i: self.log("x", float(i), on_step=False, on_epoch=True, batch_size=(1, 3)[i]))
+    assert fit(net, sizes(4, 4)).callback_metrics["x"] == pytest.approx(3 / 4)
+
+
+def test_validation_means_are_weighted_too():
+    net = Logging(validate=lambda self, batch, batch_idx: self.log("x", float(batch_idx)))
+    assert trainer().validate(net, sizes(1, 3)) == [{"x": pytest.approx(3 / 4)}]
+
+
+def test_values_of_other_dtypes_and_plain_numbers_mix():
+    values = (True, 2, 3.0, torch.tensor(4), torch.tensor(5.0, dtype=torch.float16), torch.tensor(6.0, dtype=torch.float64))
+    assert logged(values.__getitem__, on_step=False, on_epoch=True, reduce_fx="sum") == {"x": 21.0}
+
+
+def test_a_tensor_changed_in_place_afterwards_keeps_its_logged_value():
+    total = torch.zeros(())
+
+    def train(self, batch, batch_idx):
+        self.log("running", total.add_(1.0), on_step=False, on_epoch=True, reduce_fx="sum")
+
+    assert fit(Logging(train)).callback_metrics == {"running": 1.0 + 2 + 3 + 4 + 5 + 6}
+
+
+# --- where it goes -------------------------------------------------------------------------------------------------------
+
+
+def test_logger_and_prog_bar():
+    lines = Loggers()
+
+    def train(self, batch, batch_idx):
+        self.log_dict({"a": 1.0, "b": torch.tensor(2.0)}, logger=False, prog_bar=True)
+        self.log("c", 3.0)
+
+    one = fit(Logging(train), plugins=[lines])
+    assert one.callback_metrics == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert one.logged_metrics == {"c": 3.0}
+    assert one.run.logs.prog_bar == {"a": 1.0, "b": 2.0}
+    assert lines.lines == [(6, {"c": 3.0})]
+
+
+# --- errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("x", torch.ones(3)), {}, r"one number.*\[3\]"),
+        (("x", torch.ones(0)), {}, "one number"),
+        (("x", "1.0"), {}, "not str"),
+        (("x", None), {}, "not NoneType"),
+        (("x", [1.0]), {}, "not list"),
+        (("x", 1j), {}, "not complex"),
+        (("", 1.0), {}, "non-empty string"),
+        ((3, 1.0), {}, "non-empty string"),
+        (("x", 1.0), {"reduce_fx": "avarage"}, "unknown reduction"),
+        (("x", 1.0), {"reduce_fx": "mena"}, "Did you mean 'mean'"),
+        (("x", 1.0), {"reduce_fx": torch.std}, "unknown reduction.*mean"),
+        (("x", 1.0), {"rank_zero_only": True, "sync_dist": True}, "rank_zero_only and sync_dist"),
+    ],
+)
+def test_what_cannot_be_logged(arguments, options, words):
+    with pytest.raises(TrainingError, match=words):
+        fit(Logging(lambda self, batch, batch_idx: self.log(*arguments, **options)))
+
+
+@pytest.mark.parametrize("options", [{"prog_bar": True}, {"reduce_fx": "sum"}, {"on_epoch": True}, {"sync_dist": True}])
+def test_other_options_for_the_same_name_are_an_error_that_shows_both(options):
+    def train(self, batch, batch_idx):
+        self.log("x", 1.0)
+        self.log("x", 1.0, **options)
+
+    (name,) = options
+    with pytest.raises(TrainingError, match=rf"'x'.*{name}=.* then, .* now"):
+        fit(Logging(train))
+
+
+def test_outside_a_run():
+    net = EvalNet()
+    with pytest.raises(RuntimeError, match=r"'x'.*only while a Trainer runs"):
+        net.log("x", 1.0)
+    fit(net)
+    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
+        net.log("x", 1.0)
+    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
+        net.all_gather(torch.ones(1))
+
+
+# --- nothing waits for the device ----------------------------------------------------------------------------------------
+
+
+def test_no_tensor_is_read_between_flushes(monkeypatch):
+    """Reading a tensor makes the CPU wait for the GPU: ``item``, ``float`` and ``bool`` come to one operation, ``tolist`` to none."""
+    reads, steps = [], [0]
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._local_scalar_dense.default:
+                reads.append(steps[0])
+            return function(*args, **(kwargs or {}))
+
+    for name in ("tolist", "numpy", "__array__"):
+        own = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, own=own: reads.append(steps[0]) or own(self, *args))
+
+    class Count:
+        @hookimpl
+        def on_step_end(self, run):
+            steps[0] = run.step
+
+    def train(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("a", loss, prog_bar=True, on_epoch=True)
+        self.log("b", loss * 2, reduce_fx="max", sync_dist=True)
+
+    batches = list(loader(40))
+    with Reads():
+        fit(Logging(train), batches, plugins=[Count()], log_every_n_steps=4, gradient_clip_val=1.0)
+    assert set(reads) == {4, 8, 10}
+    assert len(reads) == 3  # one read a flush, of all metrics together
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """A world of threads: ``log_sync`` and ``broadcast`` meet at a barrier. Call it with what each rank does with its Logs."""
+
+    def __init__(self, size):
+        self.size, self.meet, self.slots = size, threading.Barrier(size, timeout=DEADLINE), [None] * size
+        self.runs = [self.make_run(rank) for rank in range(size)]
+
+    def make_run(self, rank):
+        lines, calls = [], []
+
+        def log_sync(run, values):
+            assert (values.dtype, values.ndim) == (torch.float64, 1)
+            calls.append(len(values))
+            return torch.stack(self.exchange(rank, values))
+
+        hooks = SimpleNamespace(
+            log_sync=log_sync,
+            broadcast=lambda run, obj, src: self.exchange(rank, obj)[src],
+            log_metrics=lambda run, metrics, step: lines.append(dict(metrics)) or [],
+        )
+        run = Run(plan=None, hooks=hooks, module=None, trainer=SimpleNamespace(calls=calls, lines=lines), command="fit")
+        run.world, run.logs = World(rank, self.size, rank, self.size), Logs(run)
+        return run
+
+    def exchange(self, rank, mine):
+        self.slots[rank] = mine
+        self.meet.wait()
+        everyone = list(self.slots)
+        self.meet.wait()
+        return everyone
+
+    def __call__(self, *each):
+        results = together([lambda run=run, act=act: act(run) for run, act in zip(self.runs, each, strict=True)])
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+
+def logs(name, values, weights=None, *, stop=False, **options):
+    """What a rank does: log ``values`` and end the epoch."""
+
+    def act(run):
+        for value, weight in zip(values, weights or [1] * len(values), strict=True):
+            run.log(name, value, on_step=False, on_epoch=True, batch_size=weight, **{"sync_dist": True, **options})
+        run.should_stop = stop
+        return run.logs.end_epoch()
+
+    return act
+
+
+@pytest.mark.parametrize("metrics", [1, 300])
+def test_a_flush_is_two_collectives(metrics):
+    def act(run):
+        for i in range(metrics):
+            run.log(f"metric {i}", torch.tensor(float(i + run.world.rank)), on_step=True, on_epoch=False, sync_dist=True)
+        run.logs.flush()
+        return run.trainer.calls, run.metrics
+
+    for calls, values in Ranks(2)(act, act):
+        assert len(calls) == 2
+        assert values == {f"metric {i}": i + 0.5 for i in range(metrics)}
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", (1 * 1 + 4 * 2 + 9 * 5) / 8), ("sum", 14.0), ("min", 1.0), ("max", 9.0)])
+def test_reductions_over_ranks(reduce_fx, expected):
+    """Samples of 1 and 2 on rank 0, of 5 on rank 1."""
+    ranks = Ranks(2)
+    both = ranks(logs("x", [1.0, 4.0], [1, 2], reduce_fx=reduce_fx), logs("x", [9.0], [5], reduce_fx=reduce_fx))
+    assert both == [{"x": pytest.approx(expected)}] * 2
+    assert [run.trainer.lines for run in ranks.runs] == [both[:1], []]  # rank 0 alone hands them to loggers
+
+
+def test_a_value_of_1_has_the_mean_1_over_ranks():
+    assert Ranks(2)(logs("x", [1.0], [1]), logs("x", [1.0], [2])) == [{"x": 1.0}] * 2
+
+
+@pytest.mark.parametrize("reduce_fx", ["min", "max"])
+def test_nan_of_one_rank_is_not_dropped(reduce_fx):
+    for values in Ranks(3)(*(logs("x", [value], reduce_fx=reduce_fx) for value in (1.0, math.nan, 2.0))):
+        assert math.isnan(values["x"])
+
+
+def test_without_sync_dist_each_rank_keeps_its_own():
+    assert Ranks(2)(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False)) == [{"x": 1.0}, {"x": 2.0}]
+
+
+def test_rank_zero_only_is_no_difference():
+    assert Ranks(2)(logs("x", [1.0], sync_dist=False, rank_zero_only=True), logs("x", [], sync_dist=False)) == [{"x": 1.0}, {}]
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 3.0), ("sum", 6.0), ("min", 2.0), ("max", 4.0)])
+def test_a_rank_without_samples_takes_the_others_keys(empty, reduce_fx, expected):
+    values = [[2.0], [4.0]]
+    values.insert(empty, [])
+    ranks = Ranks(3)
+    assert ranks(*(logs("x", value, reduce_fx=reduce_fx) for value in values)) == [{"x": expected}] * 3
+    assert [run.metrics for run in ranks.runs] == [{"x": expected}] * 3
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_rank_0_hands_metrics_to_loggers_even_where_it_had_no_samples(empty):
+    ranks = Ranks(2)
+    ranks(*(logs("x", [] if rank == empty else [3.0]) for rank in range(2)))
+    assert [run.trainer.lines for run in ranks.runs] == [[{"x": 3.0}], []]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        (("a", "b"), ({}, {}), "ranks 0 and 1.*'a'"),
+        (("a", "a", "b"), ({}, {}, {}), "ranks 0 and 2.*'a'"),
+        (("a", "a"), ({}, {"reduce_fx": "max"}), "ranks 0 and 1.*'a'"),
+    ],
+    ids=["names", "three ranks", "reductions"],
+)
+def test_different_metrics_raise_on_every_rank(names, options, words):
+    def failing(act):
+        def check(run):
+            with pytest.raises(TrainingError, match=words):
+                act(run)
+            return "raised"
+
+        return check
+
+    acts = [failing(logs(name, [1.0], **one)) for name, one in zip(names, options, strict=True)]
+    assert Ranks(len(names))(*acts) == ["raised"] * len(names)
+
+
+@pytest.mark.parametrize("stops", [(False, False), (True, False), (False, True), (True, True)])
+def test_one_rank_stops_all(stops):
+    ranks = Ranks(2)
+    ranks(*(logs("x", [1.0], stop=stop) for stop in stops))
+    assert [run.logs.stop for run in ranks.runs] == [any(stops)] * 2
+
+
+def test_the_stop_flag_needs_no_metric():
+    ranks = Ranks(2)
+    ranks(logs("x", [], stop=True), logs("x", []))
+    assert [run.logs.stop for run in ranks.runs] == [True, True]

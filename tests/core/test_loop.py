@@ -1,0 +1,509 @@
+"""The loop: what it computes, how long it runs, and in which order it asks whom."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from geartrain import TrainingError, UsageError, hookimpl
+
+from .models import (
+    SGD,
+    Net,
+    Noting,
+    Own,
+    Recorder,
+    Stream,
+    assert_equal,
+    by_hand,
+    differ,
+    fit,
+    loader,
+    samples,
+    trainer,
+    weights,
+)
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+# --- what it computes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+def test_weights_equal_those_of_a_loop_written_by_hand(optimizer):
+    net = Net(optimizer)
+    expected = by_hand(net, loader(), optimizer, epochs=3)
+    fit(net, max_epochs=3)
+    assert_equal(net, expected)
+
+
+def test_one_seed_gives_bitwise_equal_weights():
+    def trained(seed):
+        one = trainer(seed=seed, max_epochs=2)
+        net = Net()  # made after the trainer, so that it has the seed's weights
+        one.fit(net, loader(shuffle=True))
+        return net
+
+    assert_equal(trained(3), trained(3))
+    assert differ(trained(3), trained(4))
+
+
+def test_accumulation_equals_one_batch_k_times_as_large():
+    """8 batches of 2 in windows of 3, 3 and 2 are batches of 6, 6 and 4."""
+    accumulated = Net(dtype=torch.float64)
+    whole = copy.deepcopy(accumulated)
+    small = fit(accumulated, loader(16, 2, dtype=torch.float64), accumulate_grad_batches=3, max_epochs=2)
+    fit(whole, loader(16, 6, dtype=torch.float64), max_epochs=2)
+    assert small.global_step == 6
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(accumulated.state_dict()[name], tensor, rtol=1e-6, atol=0)
+
+
+# --- how long ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "epochs"),
+    [
+        ({"max_epochs": 2}, 12, 2),
+        ({"max_epochs": 0}, 0, 0),
+        ({"max_epochs": None, "max_steps": 8}, 8, None),
+        ({"max_epochs": -1, "max_steps": 12}, 12, 2),
+        ({"max_epochs": 5, "max_steps": 0}, 0, 0),
+        ({"max_epochs": 1, "max_steps": 100}, 6, 1),
+        ({"max_epochs": 2, "limit_train_batches": 4}, 8, 2),
+        ({"max_epochs": 2, "limit_train_batches": 100}, 12, 2),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 6, 2),
+        ({"max_epochs": 2, "limit_train_batches": 1.0}, 12, 2),
+        ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4, 2),
+        ({"max_epochs": 9, "max_steps": 3, "accumulate_grad_batches": 2}, 3, None),
+    ],
+)
+def test_length(options, steps, epochs):
+    done = fit(**options)  # 6 batches an epoch
+    assert done.global_step == done.run.step == steps
+    assert epochs is None or done.current_epoch == done.run.epoch == epochs
+
+
+def test_the_batches_of_a_limited_epoch_are_the_first_ones():
+    net = Net()
+    expected = by_hand(net, list(loader())[:2], epochs=2)
+    fit(net, limit_train_batches=2, max_epochs=2)
+    assert_equal(net, expected)
+
+
+class Stopper:
+    """Asks for the end in one step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    @hookimpl
+    def on_step_end(self, run):
+        if run.step == self.step:
+            run.trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("asked_in", "flush_every", "stops_after"),
+    [(1, 4, 4), (4, 4, 4), (5, 4, 6), (1, 50, 6), (7, 50, 12), (7, 1, 7)],
+    ids=["next flush", "this flush", "end of epoch before the flush", "end of epoch", "end of the second", "at once"],
+)
+def test_should_stop_takes_effect_at_a_flush_or_the_end_of_an_epoch(asked_in, flush_every, stops_after):
+    done = fit(plugins=[Stopper(asked_in)], log_every_n_steps=flush_every, max_epochs=5)
+    assert done.global_step == stops_after
+    assert done.should_stop
+
+
+def test_a_second_fit_forgets_that_the_first_should_stop():
+    stopper = Stopper(1)
+    one = trainer(plugins=[stopper], log_every_n_steps=1)
+    one.fit(Net(), loader())
+    assert one.global_step == 1
+    stopper.step = None
+    one.fit(Net(), loader())
+    assert one.global_step == 6
+
+
+# --- loaders without length ----------------------------------------------------------------------------------------------
+
+
+def test_a_loader_without_length_runs_until_it_is_exhausted():
+    net = Net()
+    expected = by_hand(net, loader(), epochs=2)
+    done = fit(net, Stream(loader()), max_epochs=2)
+    assert_equal(net, expected)
+    assert done.num_training_batches == math.inf
+
+
+def endless():
+    while True:
+        yield from loader()
+
+
+class Endless:
+    def __iter__(self):
+        return endless()
+
+
+@pytest.mark.parametrize("make", [Endless, endless], ids=["a new iterator an epoch", "one generator over all epochs"])
+def test_a_limit_ends_the_epoch_of_an_endless_loader(make):
+    assert fit(train=make(), limit_train_batches=7, max_epochs=2).global_step == 14
+
+
+@pytest.mark.parametrize("empty", [[], Stream([]), loader(2, 4, drop_last=True)], ids=["list", "no length", "drop_last"])
+def test_an_empty_loader_is_an_error(empty):
+    with pytest.raises(TrainingError, match=r"empty|no batch"):
+        fit(train=empty)
+
+
+def test_no_loader_is_an_error_that_names_the_method():
+    with pytest.raises(TrainingError, match="train_dataloader"):
+        trainer().fit(Net())
+
+
+# --- what training_step may return ---------------------------------------------------------------------------------------
+
+
+class Returning(Net):
+    """Returns ``what(loss, batch_idx)``."""
+
+    def __init__(self, what, **options):
+        super().__init__(**options)
+        self.what = what
+
+    def training_step(self, batch, batch_idx):
+        return self.what(self.loss(batch), batch_idx)
+
+
+def test_a_none_loss_skips_the_batch():
+    net = Returning(lambda loss, batch_idx: None if batch_idx in (0, 3) else loss)
+    batches = [batch for i, batch in enumerate(loader()) if i not in (0, 3)]
+    expected = by_hand(net, batches)
+    fit(net)
+    assert_equal(net, expected)
+
+
+def test_a_window_of_none_losses_steps_nothing():
+    recorder, net = Recorder(), Returning(lambda loss, batch_idx: None)
+    before = weights(net)
+    fit(net, plugins=[recorder], accumulate_grad_batches=2)
+    assert_equal(net, before)
+    assert not {"backward", "reduce_gradients", "clip_gradients", "optimizer_step 0"} & set(recorder.calls)
+
+
+def test_a_dict_with_the_loss_trains_as_the_loss_does():
+    net = Returning(lambda loss, _: {"loss": loss, "more": [1, "text"]})
+    expected = by_hand(net, loader())
+    fit(net)
+    assert_equal(net, expected)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda loss, _: loss.detach(), "needs no grad"),
+        (lambda loss, _: {"loss": loss.detach()}, "needs no grad"),
+        (lambda loss, _: loss * torch.ones(4), r"one number.*\[4\]"),
+        (lambda loss, _: loss.item(), "returned float"),
+        (lambda loss, _: [loss], "returned list"),
+        (lambda loss, _: {"losses": loss}, "'losses'"),
+        (lambda loss, _: {"loss": 1.0}, "training_step returned"),
+    ],
+    ids=["detached", "detached in a dict", "not a scalar", "float", "list", "dict without loss", "number in a dict"],
+)
+def test_a_loss_that_cannot_be_learnt_from(what, words):
+    with pytest.raises(TrainingError, match=words):
+        fit(Returning(what))
+
+
+def test_an_error_in_backward_that_is_the_users_own_comes_as_it_is():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, grad):
+            raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match="my own") as caught:
+        fit(Returning(lambda loss, _: Broken.apply(loss)))
+    assert not isinstance(caught.value, TrainingError)
+
+
+def test_training_step_may_take_the_batch_alone():
+    class Short(Net):
+        def training_step(self, batch):
+            return self.loss(batch)
+
+    net = Short()
+    expected = by_hand(net, loader())
+    fit(net)
+    assert_equal(net, expected)
+
+
+def test_training_step_end_gets_a_list_of_one_output():
+    class Ended(Net):
+        got = ()
+
+        def training_step(self, batch, batch_idx):
+            return batch
+
+        def training_step_end(self, outputs):
+            self.got = (*self.got, (type(outputs), len(outputs)))
+            return self.loss(outputs[0])
+
+    net = Ended()
+    expected = by_hand(net, loader())
+    fit(net)
+    assert net.got == ((list, 1),) * 6
+    assert_equal(net, expected)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_training_epoch_end_gets_detached_outputs(as_dict):
+    class Ends(Returning):
+        epochs = ()
+
+        def training_epoch_end(self, outputs):
+            self.epochs = (*self.epochs, list(outputs))
+
+    net = Ends(lambda loss, _: {"loss": loss, "two": [loss * 2]} if as_dict else loss)
+    fit(net, max_epochs=2, accumulate_grad_batches=2)
+    assert [len(outputs) for outputs in net.epochs] == [6, 6]
+    for output in net.epochs[0]:
+        tensors = [output["loss"], output["two"][0]] if as_dict else [output]
+        assert not any(tensor.requires_grad for tensor in tensors)
+    first, last = (output["loss"] if as_dict else output for output in (net.epochs[0][0], net.epochs[1][0]))
+    assert last < first  # it learns
+
+
+# --- the order of things -------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_a_step_in_order():
+    class Two(Net):
+        def configure_optimizers(self):
+            two = [SGD(self.layers[0].parameters()), SGD(self.layers[2].parameters())]
+            two[0].zero_grad = lambda: recorder.note("zero_grad 0")
+            two[1].zero_grad = lambda: recorder.note("zero_grad 1")
+            return two, [{"scheduler": Noting(two[0], recorder.note), "interval": "step"}]
+
+    recorder = Recorder()
+    fit(Two(), loader(12), plugins=[recorder], accumulate_grad_batches=2)  # 3 batches: a window of 2, one of 1
+    after = ["reduce_gradients", "clip_gradients", "optimizer_step 0", "optimizer_step 1", "scheduler", "step done"]
+    assert recorder.calls == [
+        "step 2",
+        "zero_grad 0",
+        "zero_grad 1",
+        "micro_step first",
+        "forward training_step 0",
+        "backward",
+        "micro_step last",
+        "forward training_step 1",
+        "backward",
+        *after,
+        "on_step_end 1",
+        "step 1",
+        "zero_grad 0",
+        "zero_grad 1",
+        "micro_step first last",
+        "forward training_step 2",
+        "backward",
+        *after,
+        "on_step_end 2",
+    ]
+
+
+def test_the_modules_own_hooks_in_order():
+    recorder = Recorder()
+    fit(Own(recorder.note), loader(4), loader(4), plugins=[recorder], num_sanity_val_steps=1)
+    ours = ("step 1", "step done", "micro_step first last", "forward training_step 0", "forward validation_step 0")
+    calls = [call for call in recorder.calls if call not in ours]
+    calls.remove("on_before_zero_grad")
+    evaluation = [
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "validation_step",
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+        "on_validation_end",
+    ]
+    assert calls == [
+        "on_fit_start",
+        "on_sanity_check_start",
+        *evaluation,
+        "on_sanity_check_end",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "training_step",
+        "on_before_backward",
+        "backward",
+        "on_after_backward",
+        "reduce_gradients",
+        "clip_gradients",
+        "on_before_optimizer_step",
+        "optimizer_step 0",
+        "on_train_batch_end",
+        "on_step_end 1",
+        *evaluation,
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+    ]
+
+
+def test_on_before_zero_grad_comes_before_the_gradients():
+    class Before(Net):
+        grads = ()
+
+        def on_before_zero_grad(self, optimizer):
+            self.grads = (*self.grads, self.layers[0].weight.grad is not None)
+
+    net = Before()
+    fit(net, limit_train_batches=2)
+    assert net.grads == (False, True)  # the first step's gradients are still there before the second
+
+
+def test_on_train_batch_hooks_are_called_for_each_micro_batch():
+    class Watching(Returning):
+        started, ended = (), ()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.started = (*self.started, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert torch.equal(batch[0], list(loader())[batch_idx][0])
+            self.ended = (*self.ended, (batch_idx, outputs["idx"]))
+
+    net = Watching(lambda loss, batch_idx: {"loss": loss, "idx": batch_idx})
+    fit(net, accumulate_grad_batches=4, max_epochs=2)
+    assert net.started == tuple(range(6)) * 2
+    assert net.ended == tuple((i, i) for i in range(6)) * 2
+
+
+def test_on_train_batch_end_comes_after_the_optimizer_step():
+    class Watching(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.before = weights(self)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert differ(self, self.before)
+
+    fit(Watching())
+
+
+# --- hooks and counters in the loop --------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_of_reduce_gradients_sees_the_gradients():
+    class GradientNorm:
+        norms = ()
+
+        @hookimpl(wrapper=True)
+        def reduce_gradients(self, run):
+            yield
+            self.norms = (*self.norms, torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]).item())
+
+    net, watch, expected = Net(), GradientNorm(), []
+    by_hand(net, loader(), before_step=lambda m: expected.append(torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()))
+    fit(net, plugins=[watch])
+    assert watch.norms == tuple(expected)
+
+
+def test_counters():
+    class Counters:
+        seen = ()
+
+        @hookimpl
+        def on_epoch_start(self, run):
+            self.note("start", run)
+
+        @hookimpl
+        def on_step_end(self, run):
+            self.note("step", run)
+
+        @hookimpl
+        def on_epoch_end(self, run):
+            self.note("end", run)
+
+        def note(self, what, run):
+            assert (run.trainer.global_step, run.trainer.current_epoch) == (run.step, run.epoch)
+            assert (run.module.global_step, run.module.current_epoch) == (run.step, run.epoch)
+            self.seen = (*self.seen, (what, run.step, run.epoch))
+
+    counters = Counters()
+    done = fit(plugins=[counters], limit_train_batches=2, max_epochs=2)
+    assert counters.seen == (
+        ("start", 0, 0),
+        ("step", 1, 0),
+        ("step", 2, 0),
+        ("end", 2, 0),
+        ("start", 2, 1),
+        ("step", 3, 1),
+        ("step", 4, 1),
+        ("end", 4, 1),
+    )
+    assert (done.global_step, done.current_epoch) == (4, 2)
+
+
+@pytest.mark.parametrize(("skips", "rate"), [(False, 0.1 * 0.5**6), (True, 0.1 * 0.5**4)])
+def test_schedulers_wait_while_optimizer_step_returns_false(skips, rate):
+    class Skip:
+        calls = 0
+        replaces = frozenset({"optimizer_step"})
+
+        @hookimpl
+        def optimizer_step(self, optimizer):
+            self.calls += 1
+            if skips and self.calls <= 2:
+                return False
+            return optimizer.step() and None
+
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            self.sgd = SGD(self.parameters())
+            halve = torch.optim.lr_scheduler.ExponentialLR(self.sgd, 0.5)
+            return {"optimizer": self.sgd, "lr_scheduler": {"scheduler": halve, "interval": "step"}}
+
+    net = Scheduled()
+    fit(net, plugins=[Skip()])
+    assert net.sgd.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_hooks_are_frozen_during_the_loop():
+    class Late:
+        seen = ()
+
+        @hookimpl
+        def on_epoch_start(self, run):
+            assert run.hooks.on_step_end is None  # nobody implements it: the loop asks nothing
+            self.seen = (*self.seen, "asked")
+            with pytest.raises(UsageError, match="frozen"):
+                run.hooks.manager.register(Late(), "late")
+
+    late = Late()
+    one = trainer(plugins=[late])
+    one.fit(Net(), loader())
+    one.fit(Net(), loader())  # the next run has callers of its own
+    assert late.seen == ("asked", "asked")
+
+
+def test_the_batch_of_a_step_is_what_the_loader_gave():
+    class Batches:
+        got = ()
+
+        @hookimpl(wrapper=True)
+        def step(self, micro_batches):
+            self.got = (*self.got, *(x for x, _ in micro_batches))
+            return (yield)
+
+    batches = Batches()
+    fit(plugins=[batches], accumulate_grad_batches=4)
+    assert torch.equal(torch.cat(batches.got), samples().tensors[0])

@@ -1,0 +1,336 @@
+"""configure_optimizers in all its forms, and when optimizers and schedulers step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
+
+from geartrain import GeartrainError, UsageError
+
+from .models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
+
+
+class Configured(EvalNet):
+    """``configure_optimizers`` returns ``what(self)``; two optimizers, one for each layer, and a scheduler for each."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.first, self.second = (torch.optim.SGD(self.layers[i].parameters(), lr=1.0) for i in (0, 2))
+        self.halve, self.third = ExponentialLR(self.first, 1 / 2), ExponentialLR(self.second, 1 / 3)
+
+    def configure_optimizers(self):
+        return self.what(self)
+
+    @property
+    def rates(self):
+        return tuple(optimizer.param_groups[0]["lr"] for optimizer in (self.first, self.second))
+
+
+def plateau(net, **options):
+    return {"scheduler": ReduceLROnPlateau(net.first, factor=0.5, patience=0), **options}
+
+
+# --- forms ---------------------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "optimizer": (lambda n: n.first, (1, 1)),
+    "list": (lambda n: [n.first, n.second], (1, 1)),
+    "tuple": (lambda n: (n.first, n.second), (1, 1)),
+    "list of one": (lambda n: [n.first], (1, 1)),
+    "two lists": (lambda n: ([n.first, n.second], [n.halve, n.third]), (1 / 4, 1 / 9)),
+    "list of two lists": (lambda n: [[n.first], [n.halve]], (1 / 4, 1)),
+    "two lists, one scheduler": (lambda n: ([n.first, n.second], [n.third]), (1, 1 / 9)),
+    "two lists, no scheduler": (lambda n: ([n.first], []), (1, 1)),
+    "two lists with a dict": (lambda n: ([n.first], [{"scheduler": n.halve, "interval": "epoch"}]), (1 / 4, 1)),
+    "dict": (lambda n: {"optimizer": n.first}, (1, 1)),
+    "dict with a scheduler": (lambda n: {"optimizer": n.first, "lr_scheduler": n.halve}, (1 / 4, 1)),
+    "dict without": (lambda n: {"optimizer": n.first, "lr_scheduler": None}, (1, 1)),
+    "dict with a dict": (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "name": "lr"}}, (1 / 4, 1)),
+    "tuple of dicts": (
+        lambda n: ({"optimizer": n.first, "lr_scheduler": n.halve}, {"optimizer": n.second, "lr_scheduler": {"scheduler": n.third}}),
+        (1 / 4, 1 / 9),
+    ),
+    "list of dicts": (lambda n: [{"optimizer": n.first}, {"optimizer": n.second, "lr_scheduler": n.third}], (1, 1 / 9)),
+    "monitor beside the scheduler": (
+        lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n)["scheduler"], "monitor": "val_loss"},
+        (1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "rates"), FORMS.values(), ids=FORMS)
+def test_forms(what, rates):
+    """After two epochs, by which every scheduler has stepped twice."""
+    net = Configured(what)
+    before = weights(net)
+    fit(net, val=loader(), max_epochs=2)
+    assert net.rates == pytest.approx(rates)
+    assert differ(net, before)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda n: "sgd", "configure_optimizers returned 'sgd'"),
+        (lambda n: [], r"returned \[\]"),
+        (lambda n: n.parameters(), "configure_optimizers returned"),
+        (lambda n: [n.first, n.halve], "configure_optimizers returned"),
+        (lambda n: ([], [n.halve]), "configure_optimizers returned"),
+        (lambda n: {"lr_scheduler": n.halve}, "no optimizer"),
+        (lambda n: {"optimizer": n.parameters()}, "no optimizer"),
+        (lambda n: {"optimizer": n.first, "scheduler": n.halve}, "'scheduler'"),
+        (lambda n: ({"optimizer": n.first, "frequency": 1}, {"optimizer": n.second}), "'frequency'.*every optimizer steps"),
+        (lambda n: ([n.first], ["cosine"]), "'cosine' is not a scheduler"),
+        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "intervall": "step"}}, "Did you mean 'interval'"),
+        (lambda n: {"optimizer": n.first, "lr_scheduler": {"interval": "step"}}, "scheduler"),
+        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "interval": "batch"}}, "'epoch' or 'step'"),
+        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "frequency": 0}}, "at least 1"),
+        (lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n)}, "monitor"),
+        (lambda n: ([n.first], [plateau(n)["scheduler"]]), "monitor"),
+    ],
+)
+def test_wrong_forms(what, words):
+    with pytest.raises(UsageError, match=words):
+        fit(Configured(what))
+
+
+def test_none_steps_nothing_and_warns():
+    net = Configured(lambda n: None)
+    before = weights(net)
+    with pytest.warns(UserWarning, match="nothing is stepped"):
+        done = fit(net)
+    assert_equal(net, before)
+    assert done.run.optimizers == []
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_both_step():
+    net = Configured(lambda n: [n.first, n.second])
+    expected = by_hand(net, loader(), lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    fit(net)
+    assert_equal(net, expected)
+
+
+def test_what_no_optimizer_has_stays():
+    net = Configured(lambda n: n.first)
+    second, before = weights(net.layers[2]), weights(net.layers[0])
+    fit(net)
+    assert_equal(net.layers[2], second)
+    assert differ(net.layers[0], before)
+
+
+def test_the_module_finds_its_optimizers_and_schedulers():
+    class Asks(Configured):
+        asked = None
+
+        def on_train_start(self):
+            self.asked = self.optimizers(), self.lr_schedulers()
+
+    def asked(what):
+        net = Asks(what)
+        fit(net)
+        return net, net.asked
+
+    net, found = asked(lambda n: n.first)
+    assert found == (net.first, None)
+    net, found = asked(lambda n: ([n.first], [n.halve]))
+    assert found == (net.first, net.halve)
+    net, found = asked(lambda n: ([n.first, n.second], [n.halve, n.third]))
+    assert found == ([net.first, net.second], [net.halve, net.third])
+
+
+@pytest.mark.parametrize("options", [{}, {"line_search_fn": "strong_wolfe"}])
+def test_lbfgs_equals_a_loop_written_by_hand(options):
+    net = Net(lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, **options))
+    expected = copy.deepcopy(net)
+    optimizer = expected.configure_optimizers()
+
+    for _ in range(2):
+        for batch in loader():
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = expected.loss(batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    done = fit(net, max_epochs=2)
+    assert_equal(net, expected)
+    assert done.global_step == 12
+
+
+def test_lbfgs_with_a_second_optimizer_is_refused():
+    net = Configured(lambda n: [n.first, torch.optim.LBFGS(n.layers[2].parameters())])
+    with pytest.raises(UsageError, match="LBFGS needs a closure"):
+        fit(net)
+
+
+class NoClosure(torch.optim.SGD):
+    """A step as optimizers of one's own often have it."""
+
+    def step(self):
+        return super().step()
+
+
+class AnyArguments(torch.optim.SGD):
+    def step(self, *args, **kwargs):
+        return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("optimizer", [NoClosure, AnyArguments])
+def test_an_optimizer_whose_step_has_no_closure_argument(optimizer):
+    net = Net(lambda parameters: optimizer(parameters, lr=0.1))
+    expected = by_hand(net, loader())
+    fit(net)
+    assert_equal(net, expected)
+
+
+def test_an_overridden_zero_grad_is_called():
+    class Keeps(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.calls += 1  # and keeps the gradients, which add up
+
+    kept = []
+
+    def keeps(parameters):
+        kept.append(Keeps(parameters, lr=0.1))
+        return kept[-1]
+
+    net = Net(keeps)
+    expected = by_hand(net, loader(), keeps)
+    fit(net)
+    assert_equal(net, expected)
+    assert kept[1].calls == 6
+
+
+# --- when schedulers step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "frequency", "options", "steps"),
+    [
+        ("epoch", 1, {}, 3),
+        ("epoch", 2, {}, 1),
+        ("epoch", 4, {}, 0),
+        ("step", 1, {}, 18),
+        ("step", 4, {}, 4),
+        ("step", 1, {"accumulate_grad_batches": 4}, 6),
+        ("epoch", 1, {"max_epochs": -1, "max_steps": 12}, 2),
+    ],
+)
+def test_interval_and_frequency(interval, frequency, options, steps):
+    """Three epochs of 6 batches."""
+    net = Configured(lambda n: ([n.first], [{"scheduler": n.halve, "interval": interval, "frequency": frequency}]))
+    fit(net, **{"max_epochs": 3, **options})
+    assert net.rates[0] == pytest.approx(0.5**steps)
+
+
+def test_a_step_scheduler_equals_a_loop_written_by_hand():
+    schedule = []
+
+    def optimizer(parameters):
+        sgd = SGD(parameters)
+        schedule[:] = [torch.optim.lr_scheduler.OneCycleLR(sgd, 0.5, total_steps=12)]
+        return sgd
+
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            return {"optimizer": super().configure_optimizers(), "lr_scheduler": {"scheduler": schedule[0], "interval": "step"}}
+
+    net = Scheduled(optimizer)
+    expected = copy.deepcopy(net)
+    sgd = optimizer(expected.parameters())
+    for batch in [*loader(), *loader()]:
+        sgd.zero_grad()
+        expected.loss(batch).backward()
+        sgd.step()
+        schedule[0].step()
+    fit(net, max_epochs=2)
+    assert_equal(net, expected)
+
+
+# --- ReduceLROnPlateau ---------------------------------------------------------------------------------------------------
+
+
+class Worse(Configured):
+    """A metric that gets worse from the third epoch on."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", float(max(1, self.current_epoch)), on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "val_loss_epoch"])
+def test_plateau_follows_its_metric(monitor):
+    net = Worse(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor=monitor)})
+    fit(net, val=loader(), max_epochs=4)
+    assert net.rates[0] == 0.5**3  # 1, 1, 2, 3: not better in three epochs of four
+
+
+def test_plateau_follows_a_metric_of_training():
+    class Trains(Configured):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 1.0, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    net = Trains(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="loss")})
+    fit(net, max_epochs=3)
+    assert net.rates[0] == 0.5**2
+
+
+def test_plateau_whose_metric_is_missing_is_an_error_that_names_it():
+    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val_los")})
+    with pytest.raises(GeartrainError, match=r"'val_los'.*not logged.*Did you mean 'val_loss'"):
+        fit(net, val=loader())
+
+
+def test_plateau_that_is_not_strict_waits_for_its_metric():
+    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="nothing", strict=False)})
+    fit(net, val=loader(), max_epochs=3)
+    assert net.rates[0] == 1
+
+
+# --- estimated_stepping_batches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_epochs": 3}, 18),
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 6),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 9),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_epochs": -1, "max_steps": 5}, 5),
+        ({"max_epochs": 1, "max_steps": 50}, 6),
+    ],
+)
+def test_estimated_stepping_batches(options, expected):
+    class Asks(Net):
+        def configure_optimizers(self):
+            self.asked = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    net = Asks()
+    done = fit(net, **options)
+    assert net.asked == expected == done.global_step
+    assert isinstance(net.asked, int)  # as OneCycleLR wants it
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2, "data": Stream(loader())}, {"max_epochs": -1}])
+def test_estimated_stepping_batches_without_end(options):
+    class Asks(Net):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches == math.inf
+            raise KeyError("asked")
+
+    data = options.get("data", loader())
+    with pytest.raises(KeyError, match="asked"):
+        trainer(max_epochs=options["max_epochs"]).fit(Asks(), data)

@@ -1,0 +1,178 @@
+"""The Trainer's arguments for the loop: what is refused, and what old names are answered with."""
+
+import inspect
+import math
+
+import pytest
+
+import geartrain as gt
+from geartrain import UsageError
+from geartrain.options import RENAMED
+
+LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
+
+
+def options(**given):
+    return gt.Trainer(accelerator="cpu", devices=1, strategy="single", enable_progress_bar=False, **given).plan.options
+
+
+def refused(*words, **given):
+    with pytest.raises(UsageError) as caught:
+        options(**given)
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("max_epochs", -1),
+        ("max_steps", -1),
+        ("num_sanity_val_steps", -1),
+        ("accumulate_grad_batches", 1),
+        ("log_every_n_steps", 1),
+        ("check_val_every_n_epoch", 1),
+    ],
+)
+def test_whole_numbers_have_a_least(name, least):
+    assert getattr(options(**{name: least}), name) == least
+    for value in (least - 1, -100, 1.5, 1.0, "2", True, math.nan):
+        refused(name, repr(value), "whole number", f"at least {least}", **{name: value})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_are_numbers_of_batches_or_fractions(name):
+    for value in (None, 0, 1, 1000, 0.0, 0.25, 1.0):
+        assert getattr(options(**{name: value}), name) == value
+    for value in (-1, -0.1, 1.1, 2.0, math.nan, math.inf, True, "1", "all", [1]):
+        refused(name, repr(value), "0.0", "1.0", **{name: value})
+
+
+def test_val_check_interval_is_a_fraction_or_a_number_of_batches_above_zero():
+    for value in (1.0, 0.25, 1, 100):
+        assert options(val_check_interval=value).val_check_interval == value
+    for value in (0, -1, 1.5, -0.5, math.nan, True, "1", None):
+        refused("val_check_interval", repr(value), val_check_interval=value)
+
+
+def test_counting_across_epochs_needs_a_number_of_batches():
+    assert options(check_val_every_n_epoch=None, val_check_interval=7).check_val_every_n_epoch is None
+    for interval in ({}, {"val_check_interval": 0.5}):
+        refused("check_val_every_n_epoch=None", "val_check_interval", "whole number", check_val_every_n_epoch=None, **interval)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, math.nan, "1.0", [1]])
+def test_gradient_clip_val_is_above_zero(value):
+    refused("gradient_clip_val", repr(value), gradient_clip_val=value)
+
+
+def test_gradient_clip_val_takes_numbers_and_none():
+    assert [options(gradient_clip_val=v).gradient_clip_val for v in (None, 1, 0.5, math.inf)] == [None, 1, 0.5, math.inf]
+
+
+@pytest.mark.parametrize("value", ["Norm", "l2", None, 2])
+def test_gradient_clip_algorithm_is_norm_or_value(value):
+    refused("gradient_clip_algorithm", repr(value), "'norm' or 'value'", gradient_clip_algorithm=value)
+
+
+@pytest.mark.parametrize("value", ["yes", None, 2])
+def test_deterministic_is_true_false_or_warn(value):
+    refused("deterministic", repr(value), "'warn'", deterministic=value)
+
+
+@pytest.mark.parametrize("value", ["yes", None, -1, 2.5])
+def test_fast_dev_run_is_true_false_or_a_number_of_batches(value):
+    refused("fast_dev_run", repr(value), fast_dev_run=value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, "7", 1.5])
+def test_seed_is_in_numpys_range(value):
+    refused("seed", repr(value), seed=value)
+
+
+# --- what follows from what ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "steps"),
+    [({}, 1000, -1), ({"max_steps": 5}, -1, 5), ({"max_epochs": 2, "max_steps": 5}, 2, 5), ({"max_epochs": -1}, -1, -1)],
+)
+def test_epochs_have_a_default_only_where_steps_have_no_end(given, epochs, steps):
+    made = options(**given)
+    assert (made.max_epochs, made.max_steps) == (epochs, steps)
+
+
+@pytest.mark.parametrize(("given", "tries"), [(True, 1), (3, 3)])
+def test_fast_dev_run_limits_everything(given, tries):
+    made = options(fast_dev_run=given, max_epochs=9, limit_val_batches=7, val_check_interval=0.1, num_sanity_val_steps=2)
+    assert (made.fast_dev_run, made.max_epochs, made.max_steps) == (tries, 1, tries)
+    assert [getattr(made, name) for name in LIMITS] == [tries] * 4
+    assert (made.val_check_interval, made.num_sanity_val_steps) == (1.0, 0)
+
+
+def test_fast_dev_run_writes_nothing(tmp_path):
+    trainer = gt.Trainer(accelerator="cpu", fast_dev_run=True, output=tmp_path / "run", enable_progress_bar=False)
+    assert trainer.output is None
+
+
+@pytest.mark.parametrize(("stage", "name"), list(zip(["train", "validate", "test", "predict"], LIMITS, strict=True)))
+def test_each_stage_has_its_own_limit(stage, name):
+    made = options(**{name: 3})
+    assert made.limit(stage) == 3
+    assert [made.limit(other) for other in ("train", "validate", "test", "predict") if other != stage] == [None] * 3
+
+
+def test_sanity_check_is_limited_by_its_own_steps():
+    assert options(num_sanity_val_steps=2, limit_val_batches=9).limit("sanity_check") == 2
+    assert options(num_sanity_val_steps=-1).limit("sanity_check") is None
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("gpus", "devices="),
+        ("num_processes", "devices="),
+        ("distributed_backend", "strategy="),
+        ("replace_sampler_ddp", "use_distributed_sampler="),
+        ("auto_select_gpus", "find_usable_cuda_devices"),
+        ("default_root_dir", "output="),
+        ("callbacks", "plugins="),
+        ("logger", "plugins="),
+        ("progress_bar_refresh_rate", "enable_progress_bar="),
+        ("resume_from_checkpoint", "checkpoint="),
+        ("tpu_cores", "TPU"),
+    ],
+)
+def test_lightnings_old_names_are_answered_with_the_new_one(old, new):
+    refused(repr(old), new, **{old: 1})
+
+
+def test_no_argument_is_called_renamed():
+    assert not set(RENAMED) & set(inspect.signature(gt.Trainer).parameters)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("max_epoch", "max_epochs"), ("Devices", "devices"), ("stratgy", "strategy"), ("acumulate_grad_batches", "accum")]
+)
+def test_misspelling_gets_the_nearest_argument(typed, meant):
+    given = {"accelerator": "cpu", typed: 1}
+    with pytest.raises(UsageError, match=f"'{typed}'.*Did you mean '{meant}"):
+        gt.Trainer(**given)
+
+
+@pytest.mark.parametrize("typed", ["retrun", "unknwon", "slef"])
+def test_only_arguments_are_suggested(typed):
+    message = refused(repr(typed), **{typed: 1})
+    assert not any(f"{name!r}?" in message or f" {name}," in message for name in ("return", "unknown", "self"))
+
+
+def test_arguments_are_named_never_positional():
+    with pytest.raises(TypeError):
+        gt.Trainer("cpu")

@@ -1,0 +1,340 @@
+"""Arguments -> Plan: what is chosen, why, and what is refused before anything starts."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import Layout, UsageError, hookimpl
+from geartrain.builtin.cpu import CPUAccelerator
+from geartrain.plan import with_batch_size
+
+from .contract_fixtures import dists as dists
+from .contract_fixtures import strategy_source
+
+pytestmark = pytest.mark.usefixtures("dists")
+
+
+def planned(**options):
+    return gt.Trainer(**{"enable_progress_bar": False, **options})
+
+
+def plan(**options):
+    return planned(**options).plan
+
+
+def refused(*words, **options):
+    with pytest.raises(UsageError) as caught:
+        plan(**options)
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+class Plans:
+    """A strategy that plans what it is told to."""
+
+    def __init__(self, layout=None):
+        self.layout, self.request = layout, None
+
+    @hookimpl
+    def plan_processes(self, request):
+        self.request = request
+        return self.layout
+
+
+# --- accelerator ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_cpu_where_there_is_nothing_else():
+    made = plan()
+    assert (made.accelerator.label, made.devices, made.strategy.label) == ("geartrain[cpu]", (0,), "geartrain[single]")
+    assert made.processes == made.num_nodes == 1
+
+
+def test_auto_takes_the_highest_priority_and_says_why_the_others_were_passed_over(dists):
+    dists.accelerator("npu", priority=5, count=1)
+    dists.accelerator("cuda", priority=30, unavailable="NVML: driver not loaded")
+    dists.accelerator("mps", priority=20, count=1)
+    dists.add("acme-broken", "1 / 0", accelerators={"broken": "X"})
+    made = plan(block=["mps"])
+    assert made.accelerator.name == "npu"
+    assert "priority" in made.accelerator.reason
+    why = made.passed_over
+    assert "NVML: driver not loaded" in why["geartrain-cuda[cuda]"]
+    assert "blocked" in why["geartrain-mps[mps]"]
+    assert "ZeroDivisionError" in why["acme-broken[broken]"]
+    assert "priority 0" in why["geartrain[cpu]"]
+    assert "fake_geartrain_mps" not in sys.modules
+
+
+def test_gpu_takes_cuda_or_mps_and_nothing_else(dists):
+    dists.accelerator("npu", priority=99)
+    refused("gpu", "pip install geartrain-cuda", accelerator="gpu")
+    dists.accelerator("mps", priority=20, count=1)
+    assert plan(accelerator="GPU").accelerator.name == "mps"
+    dists.accelerator("cuda", priority=30, count=1)
+    assert plan(accelerator="gpu").accelerator.name == "cuda"
+    assert "fake_geartrain_npu" not in sys.modules
+
+
+def test_gpu_that_is_installed_and_unusable_says_why(dists):
+    dists.accelerator("cuda", unavailable="NVML: driver not loaded")
+    refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="gpu")
+    assert plan(accelerator="auto").accelerator.name == "cpu"
+
+
+def test_named_accelerator_that_is_unusable_says_why(dists):
+    dists.accelerator("cuda", unavailable="NVML: driver not loaded")
+    refused("geartrain-cuda[cuda]", "NVML: driver not loaded", accelerator="CUDA")
+
+
+def test_named_accelerator_imports_no_other(dists):
+    dists.add("acme-broken", "1 / 0", accelerators={"broken": "X"})
+    assert plan(accelerator="Cpu").accelerator.name == "cpu"
+    assert "fake_acme_broken" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["ddp", "DDP", "single", "horovod"])
+def test_strategy_given_as_accelerator(name):
+    refused(name, "is a strategy", f"--strategy {name}", accelerator=name)
+
+
+def test_accelerator_that_shares_its_name_with_a_strategy_can_be_chosen(dists):
+    chip = "class Chip:\n    priority = 1\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 1)\n"
+    dists.add("acme-xla", chip + strategy_source(), accelerators={"xla": "Chip"}, strategies={"xla": "Strategy"})
+    made = plan(accelerator="xla", strategy="xla")
+    assert (made.accelerator.label, made.strategy.label) == ("acme-xla[xla]", "acme-xla[xla]")
+
+
+def test_accelerator_options_reach_its_init(dists):
+    dists.accelerator("npu")
+    for name in ("npu", "auto"):
+        trainer = planned(accelerator=name, devices=1, accelerator_options={"pinned": True})
+        assert trainer.hooks.manager.get_plugin("geartrain-npu[npu]").pinned is True
+        refused("geartrain-npu[npu]", "'pined'", "'pinned'", accelerator=name, accelerator_options={"pined": True})
+
+
+def test_accelerator_and_strategy_given_as_objects():
+    made = plan(accelerator=CPUAccelerator(), strategy=Plans(Layout(1, 1)))
+    assert (made.accelerator.label, made.strategy.label) == ("geartrain[cpu]", "Plans")
+
+
+class Chip(CPUAccelerator):
+    @staticmethod
+    def unavailable():
+        return "no such chip here"
+
+
+def test_accelerator_object_is_asked_as_a_named_one_is():
+    refused("Chip", "no such chip here", accelerator=Chip())
+
+
+@pytest.mark.parametrize("given", [object(), Plans(), Plans])
+def test_object_that_is_no_accelerator(given):
+    refused("priority", "unavailable()", "device_count()", accelerator=given)
+
+
+# --- assumed hardware ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "gpu", "auto"])
+def test_assumed_hardware_is_planned_for_without_being_asked(dists, accelerator):
+    dists.accelerator("cuda", priority=30, unavailable="NVML: driver not loaded", count=0)
+    dists.strategy("ddp")
+    made = plan(accelerator=accelerator, devices=-1, assume={"cuda": 8})
+    assert (made.accelerator.name, made.devices, made.processes) == ("cuda", tuple(range(8)), 8)
+    refused("[0, 1, 2, 3, 4, 5, 6, 7]", accelerator=accelerator, devices=[8], assume={"cuda": 8})
+
+
+def test_trainer_of_assumed_hardware_runs_nothing(dists):
+    dists.accelerator("cuda", unavailable="NVML: driver not loaded")
+    with pytest.raises(UsageError, match="assumes hardware"):
+        planned(accelerator="cuda", devices=1, assume={"cuda": 8}).fit(Net(), [1])
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "auto"])
+def test_assumed_accelerator_must_be_installed(accelerator):
+    refused("pip install geartrain-cuda", accelerator=accelerator, assume={"cuda": 8})
+
+
+# --- strategy ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_device_takes_single_and_says_so(dists):
+    module = dists.strategy("ddp")
+    made = plan(accelerator="cpu", devices=1)
+    assert made.strategy.name == "single"
+    assert "one device" in made.strategy.reason
+    assert "one device" in made.passed_over["geartrain-ddp[ddp]"]
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
+def test_several_devices_or_nodes_with_nothing_installed_answer_with_the_install_line(options):
+    refused("pip install geartrain-ddp", accelerator="cpu", **options)
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
+def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
+    for name in ("ddp_spawn", "horovod", "dp", "ddp", "bagua", "gossip"):
+        dists.strategy(name)
+    made = plan(accelerator="cpu", **options)
+    assert made.strategy.label == "geartrain-ddp[ddp]"
+    assert "'auto'" in made.strategy.reason
+    assert "ddp" in made.passed_over["geartrain-horovod[horovod]"]
+    assert {"fake_geartrain_ddp"} == {n for n in sys.modules if n.startswith("fake_")}
+
+
+def test_auto_takes_the_next_best_where_ddp_is_blocked(dists):
+    dists.strategy("ddp")
+    dists.strategy("ddp_spawn")
+    made = plan(accelerator="cpu", devices=2, block=["ddp"])
+    assert made.strategy.name == "ddp_spawn"
+    assert "blocked" in made.passed_over["geartrain-ddp[ddp]"]
+
+
+def test_strategy_options_reach_its_init(dists):
+    dists.strategy("gossip", layout="Layout(self.bucket_mb, 1)")
+    assert plan(accelerator="cpu", strategy="Gossip", strategy_options={"bucket_mb": 3}).processes == 3
+    refused("geartrain-gossip[gossip]", "'bucket_mv'", "'bucket_mb'", strategy="gossip", strategy_options={"bucket_mv": 1})
+
+
+def test_strategy_is_asked_with_accelerator_devices_and_nodes():
+    asked = Plans(Layout(1, 2))
+    plan(accelerator="cpu", devices=2, strategy=asked, num_nodes=3)
+    assert (asked.request.accelerator, asked.request.devices, asked.request.num_nodes) == ("cpu", (0, 1), 3)
+
+
+@pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
+def test_single_refuses_several(options):
+    refused("geartrain[single]", "devices=1", accelerator="cpu", strategy="single", **options)
+
+
+@pytest.mark.parametrize("rubbish", [None, 2, (2, 1), {"processes_per_node": 2}, Layout, "2"])
+def test_plan_processes_must_return_a_layout(rubbish):
+    refused("Plans", "plan_processes", "Layout", accelerator="cpu", strategy=Plans(rubbish))
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), ("2", 1), (True, 1), (1.5, 1), (1, 0), (None, 0), (1, None)])
+def test_layout_is_of_whole_numbers_above_zero(numbers):
+    class Strategy:
+        @hookimpl
+        def plan_processes(self):
+            return Layout(*numbers)
+
+    refused("Layout", accelerator="cpu", strategy=Strategy())
+
+
+@pytest.mark.parametrize("num_nodes", [0, -1, True, 1.0, "2", None])
+def test_num_nodes_is_a_whole_number_above_zero(num_nodes):
+    refused("num_nodes", repr(num_nodes), accelerator="cpu", num_nodes=num_nodes)
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "accumulate", "processes", "per_device", "whole"),
+    [
+        (Layout(1, 1), 1, 1, 1, 32, 32),
+        (Layout(2, 1), 1, 1, 2, 32, 64),
+        (Layout(2, 1), 3, 4, 6, 32, 32 * 6 * 4),
+        (Layout(1, 4), 1, 1, 1, 8, 32),  # dp: one loader's batch is cut over four devices
+        (Layout(1, 4), 2, 2, 2, 8, 32 * 2 * 2),  # ddp2
+        (Layout(1, 3), 1, 1, 1, 11, 32),  # the first device gets the remainder
+        (Layout(None, 1), 1, 2, None, 32, None),  # horovodrun decides
+    ],
+)
+def test_batch_sizes(layout, nodes, accumulate, processes, per_device, whole):
+    made = plan(accelerator="cpu", devices=4, strategy=Plans(layout), num_nodes=nodes, accumulate_grad_batches=accumulate)
+    assert made.processes == processes
+    assert (made.per_device_batch, made.global_batch) == (None, None)
+    sized = with_batch_size(made, 32)
+    assert (sized.per_device_batch, sized.global_batch) == (per_device, whole)
+    assert sized.as_dict()["batch_size"] == {"per_device": per_device, "global": whole}
+
+
+def test_as_dict_is_what_plan_json_shows():
+    shown = plan(accelerator="cpu", devices=2, strategy=Plans(Layout(2, 1)), num_nodes=2, plugins=[Watches()]).as_dict()
+    fixed = ["accelerator", "devices", "strategy", "processes", "nodes", "precision", "batch_size", "plugins"]
+    assert [key for key in shown if key in fixed] == fixed
+    assert shown["devices"] == [0, 1]
+    assert (shown["processes"], shown["nodes"]) == (4, 2)
+    assert (shown["accelerator"]["distribution"], shown["accelerator"]["version"]) == ("geartrain", gt.__version__)
+    for choice in (shown["accelerator"], shown["strategy"], shown["precision"], *shown["plugins"]):
+        assert {"name", "distribution", "version", "reason"} <= set(choice)
+        assert choice["reason"]
+    assert [choice["name"] for choice in shown["plugins"]] == ["Watches"]
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_plan_is_frozen():
+    made = plan()
+    for holder, name in ((made, "devices"), (made.accelerator, "name"), (made.layout, "processes_per_node"), (made.options, "max_epochs")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(holder, name, 1)
+    with_batch_size(made, 32)
+    assert made.loader_batch_size is None
+
+
+@pytest.mark.parametrize(("given", "ok"), [("32-true", True), (32, True), ("32", True), ("16-mixed", False), (16, False), ("bf16", False)])
+def test_precision_is_honoured_or_refused(given, ok):
+    if ok:
+        assert plan(precision=given).precision.name == "32-true"
+    else:
+        refused("precision", repr(given), "32-true", precision=given)
+
+
+# --- check_plan ----------------------------------------------------------------------------------------------------------
+
+
+class Watches:
+    """Notes everything that could happen before the first batch."""
+
+    def __init__(self, refuse=None):
+        self.seen, self.refuse = [], refuse
+
+    @hookimpl
+    def check_plan(self, plan):
+        self.seen.append(plan)
+        if self.refuse:
+            raise UsageError(self.refuse)
+
+    @hookimpl(wrapper=True)
+    def launch(self, worker):
+        self.seen.append("launch")
+        return (yield)
+
+
+class Net(gt.Module):
+    def prepare_data(self):
+        raise AssertionError("something has started")
+
+    def setup(self, stage):
+        raise AssertionError("something has started")
+
+    def training_step(self, batch, batch_idx): ...
+
+    def configure_optimizers(self): ...
+
+
+def test_check_plan_refuses_before_anything_starts(tmp_path):
+    watches = Watches("dp with 16 bits is refused")
+    trainer = planned(accelerator="cpu", plugins=[watches], output=tmp_path / "run")
+    with pytest.raises(UsageError, match="dp with 16 bits"):
+        trainer.fit(Net(), [1])
+    (seen,) = watches.seen
+    assert isinstance(seen, gt.Plan)
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_plan_sees_the_whole_plan():
+    watches = Watches("enough")
+    trainer = planned(accelerator="cpu", plugins=[watches], accumulate_grad_batches=2)
+    with pytest.raises(UsageError, match="enough"):
+        trainer.fit(Net(), DataLoader(list(range(24)), batch_size=6))
+    assert watches.seen[0].global_batch == 12

@@ -1,0 +1,294 @@
+"""What is installed, what a name chooses, and what a broken or blocked plugin does to the others."""
+
+import json
+import sys
+from importlib import import_module
+
+import pytest
+
+from geartrain import UsageError
+from geartrain.parts import Choice
+from geartrain.registry import KNOWN, NOT_SHIPPED, Registry, make
+
+from .contract_fixtures import dists as dists
+
+
+def found(registry, name):
+    (candidate,) = (c for c in registry.candidates if c.name == name)
+    return candidate
+
+
+# --- what is installed ---------------------------------------------------------------------------------------------------
+
+
+def test_core_declares_its_own_as_any_plugin_would(dists):
+    registry = Registry()
+    assert [(c.label, c.kind) for c in registry.candidates] == [("geartrain[cpu]", "accelerator"), ("geartrain[single]", "strategy")]
+
+
+def test_metadata_tells_name_kind_distribution_and_version(dists):
+    dists.add("acme-loggers", version="3.1", accelerators={"npu": "Npu"}, strategies={"gossip": "Gossip"}, plugins={"csv": "Csv"})
+    told = [c.as_dict() for c in Registry().candidates if c.distribution == "acme-loggers"]
+    common = {"state": "available", "reason": "", "distribution": "acme-loggers", "version": "3.1"}
+    assert told == [
+        {"name": "npu", "kind": "accelerator", **common},
+        {"name": "gossip", "kind": "strategy", **common},
+        {"name": "csv", "kind": "plugin", **common},
+    ]
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_listing_and_choosing_import_nothing_else(dists):
+    modules = [dists.add(f"acme-{kind}", "1 / 0", **{kind: {"broken": "X"}}) for kind in ("accelerators", "strategies", "plugins")]
+    mine = dists.strategy("mine")
+    registry = Registry()
+    assert not {*modules, mine} & set(sys.modules)
+    registry.select("strategy", "mine")
+    assert mine in sys.modules
+    assert not set(modules) & set(sys.modules)
+    assert {c.state for c in registry.candidates if c.name == "broken"} == {"available"}
+
+
+# --- find ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("typed", ["gossip", "GOSSIP", "Gossip"])
+def test_names_are_case_insensitive(dists, typed):
+    dists.strategy("gossip")
+    assert Registry().find("strategy", typed).name == "gossip"
+
+
+def refused(kind, name, *words, **registry):
+    with pytest.raises(UsageError) as caught:
+        Registry(**registry).select(kind, name)
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+def test_misspelling_gets_the_nearest_name(dists):
+    dists.strategy("gossip")
+    refused("strategy", "Gosip", "'Gosip'", "Did you mean 'gossip'?")
+    refused("strategy", "hororvod", "Did you mean 'horovod'?")
+    assert "pip install" not in refused("strategy", "xyz", "gossip", "single")
+
+
+@pytest.mark.parametrize(("kind", "name"), sorted(KNOWN))
+def test_known_but_not_installed_answers_with_the_install_line(dists, kind, name):
+    for typed in (name, name.upper()):
+        assert refused(kind, typed, f"{kind} {typed!r}").endswith(f"pip install {KNOWN[kind, name]}")
+
+
+def test_install_lines_name_the_distributions_of_this_house():
+    lines = {("strategy", "ddp"): "ddp", ("strategy", "ddp_spawn"): "spawn", ("strategy", "ddp2"): "dp", ("strategy", "dp"): "dp"}
+    lines |= {("strategy", n): n for n in ("horovod", "bagua")} | {("accelerator", n): n for n in ("cuda", "mps")}
+    assert {key: KNOWN[key] for key in lines} == {key: f"geartrain-{name}" for key, name in lines.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("accelerator", "tpu"), ("strategy", "deepspeed"), ("strategy", "ddp_sharded"), ("strategy", "tpu_spawn")]
+)
+def test_what_nobody_ships_gets_no_install_line(dists, kind, name):
+    assert (kind, name) in NOT_SHIPPED
+    for typed in (name, name.upper()):
+        message = refused(kind, typed, f"no {kind} {typed!r}", "no geartrain distribution", "Installed:")
+        assert "pip install" not in message
+
+
+def test_distribution_may_provide_what_geartrain_does_not(dists):
+    dists.add("acme-deepspeed", "class D: ...", strategies={"deepspeed": "D"})
+    assert Registry().select("strategy", "deepspeed").choice.distribution == "acme-deepspeed"
+
+
+@pytest.mark.parametrize(("asked", "name", "other"), [("strategy", "cpu", "accelerator"), ("accelerator", "Single", "strategy")])
+def test_name_of_the_other_kind_says_which(dists, asked, name, other):
+    refused(asked, name, f"--{other} {name.lower()}")
+
+
+def test_name_of_the_other_kind_is_told_where_it_is_not_installed(dists):
+    refused("strategy", "cuda", "'cuda'", "accelerator")
+
+
+# --- blocked, claimed twice ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["--block", "GEARTRAIN_BLOCK"])
+def test_blocked_name_is_listed_and_refused_and_never_imported(dists, monkeypatch, by):
+    module = dists.strategy("gossip")
+    monkeypatch.setenv("GEARTRAIN_BLOCK", " other, GOSSIP," if by == "GEARTRAIN_BLOCK" else "")
+    block = ["Gossip"] if by == "--block" else []
+    candidate = found(Registry(block), "gossip")
+    assert (candidate.state, candidate.reason) == ("blocked", f"by {by}")
+    refused("strategy", "gossip", "geartrain-gossip[gossip]", "blocked", by, block=block)
+    registry = Registry(block)
+    assert registry.probe(found(registry, "gossip")) is None
+    assert found(registry, "gossip").state == "blocked"
+    assert module not in sys.modules
+
+
+def test_blocking_a_name_that_nothing_has_is_an_error_except_from_the_environment(dists, monkeypatch):
+    with pytest.raises(UsageError, match=r"sinlge.*'single'"):
+        Registry(["sinlge"])
+    monkeypatch.setenv("GEARTRAIN_BLOCK", "sinlge")
+    assert {c.state for c in Registry().candidates} == {"available"}
+
+
+def test_two_distributions_that_claim_one_name_are_both_named(dists):
+    modules = [dists.add(name, "class G: ...", strategies={typed: "G"}) for name, typed in (("acme", "gossip"), ("zeta", "Gossip"))]
+    refused("strategy", "gossip", "acme[gossip]", "zeta[Gossip]", "uninstall one")
+    registry = Registry()
+    assert [c.state for c in registry.candidates if c.name.lower() == "gossip"] == ["failed", "failed"]
+    assert registry.find("strategy", "single").state == "available"
+    assert not set(modules) & set(sys.modules)
+
+
+def test_one_name_in_two_kinds_is_no_conflict(dists):
+    dists.add("acme-xla", "class A: ...\nclass S: ...", accelerators={"xla": "A"}, strategies={"xla": "S"})
+    registry = Registry()
+    assert type(registry.select("accelerator", "xla").plugin).__name__ == "A"
+    assert type(registry.select("strategy", "xla").plugin).__name__ == "S"
+
+
+# --- load ----------------------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "raises": ("raise RuntimeError('no driver')", "X", ("RuntimeError", "no driver")),
+    "exits": ("import sys\nsys.exit('go away')", "X", ("SystemExit", "go away")),
+    "lacks a module": ("import acme_absent", "X", ("ModuleNotFoundError", "pip install acme_absent")),
+    "lacks the class": ("", "X", ("AttributeError", "X")),
+    "has a function": ("def X(): ...", "X", ("not a class",)),
+    "names a module": ("", "={module}", ("not a class",)),
+    "is no reference": ("", "=what is this?", ("acme-broken[broken]",)),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_plugin_that_was_chosen_says_what_and_whose(dists, how):
+    source, entry, words = BROKEN[how]
+    dists.add("acme-broken", source, strategies={"broken": entry.format(module="fake_acme_broken")})
+    registry = Registry()
+    with pytest.raises(UsageError) as caught:
+        registry.select("strategy", "broken")
+    for word in ("acme-broken[broken]", "Fix:", *words):
+        assert word in str(caught.value)
+    assert found(registry, "broken").state == "failed"
+    assert found(registry, "broken").reason
+    assert registry.select("strategy", "single").choice.label == "geartrain[single]"
+
+
+def test_failed_import_keeps_its_cause(dists):
+    dists.add("acme-broken", "raise RuntimeError('no driver')", strategies={"broken": "X"})
+    with pytest.raises(UsageError) as caught:
+        Registry().select("strategy", "broken")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_keyboard_interrupt_while_importing_is_no_broken_plugin(dists):
+    dists.add("acme-slow", "raise KeyboardInterrupt", strategies={"slow": "X"})
+    with pytest.raises(KeyboardInterrupt):
+        Registry().select("strategy", "slow")
+
+
+# --- probe ---------------------------------------------------------------------------------------------------------------
+
+
+def probed(registry, name):
+    candidate = found(registry, name)
+    return registry.probe(candidate), candidate.state, candidate.reason
+
+
+def test_probe_asks_an_accelerator_whether_it_can_serve_here(dists):
+    dists.accelerator("npu", unavailable="NPU: driver not loaded")
+    dists.accelerator("gpu2", cls="Gpu")
+    registry = Registry()
+    assert probed(registry, "npu") == (None, "unavailable", "NPU: driver not loaded")
+    cls, state, reason = probed(registry, "gpu2")
+    assert (cls.__name__, state, reason) == ("Gpu", "available", "")
+
+
+def test_probe_of_a_strategy_imports_it_and_no_more(dists):
+    dists.add("acme", "class S:\n    def unavailable(): raise RuntimeError", strategies={"gossip": "S"})
+    cls, state, _ = probed(Registry(), "gossip")
+    assert (cls.__name__, state) == ("S", "available")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("class X:\n    def unavailable(): raise OSError('no such device')", "no such device"),
+        ("class X: ...", "unavailable"),
+        ("class X:\n    def unavailable(): raise SystemExit('bye')", "bye"),
+        *((source, words[0]) for source, _, words in list(BROKEN.values())[:3]),
+    ],
+)
+def test_probe_of_a_broken_accelerator_fails_without_raising(dists, source, words):
+    dists.add("acme-broken", source, accelerators={"broken": "X"})
+    cls, state, reason = probed(Registry(), "broken")
+    assert (cls, state) == (None, "failed")
+    assert words in reason
+
+
+# --- select, adopt, make -------------------------------------------------------------------------------------------------
+
+
+def test_select_makes_the_plugin_with_its_options(dists):
+    dists.strategy("gossip")
+    registry = Registry()
+    part = registry.select("strategy", "GOSSIP", {"bucket_mb": 3}, "because")
+    assert part.plugin.bucket_mb == 3
+    assert part.options == {"bucket_mb": 3}
+    assert part.choice == Choice("gossip", "strategy", "geartrain-gossip", "1.0", "because")
+    assert (found(registry, "gossip").state, found(registry, "gossip").reason) == ("selected", "because")
+
+
+def test_adopted_object_of_an_installed_class_has_its_entry_points_name(dists):
+    module = dists.strategy("gossip")
+    cls = import_module(module).Strategy
+    for given in (cls(7), cls):
+        registry = Registry()
+        part = registry.adopt("strategy", given, "given")
+        assert isinstance(part.plugin, cls)
+        assert part.choice.label == "geartrain-gossip[gossip]"
+        assert found(registry, "gossip").state == "selected"
+
+
+def test_adopted_object_of_the_users_own_has_its_class_name_and_no_distribution(dists):
+    class Mine: ...
+
+    for given in (Mine, Mine()):
+        part = Registry().adopt("plugin", given, "given")
+        assert isinstance(part.plugin, Mine)
+        assert part.choice == Choice("Mine", "plugin", None, None, "given")
+        assert part.choice.label == "Mine"
+
+
+def test_adopted_module_has_its_own_name(dists):
+    assert Registry().adopt("plugin", sys, "given").choice.label == "sys"
+
+
+class Takes:
+    def __init__(self, path, every=1):
+        self.path, self.every = path, every
+
+
+def test_make_passes_options_by_name():
+    made = make(Takes, "acme[takes]", {"path": "x", "every": 2})
+    assert (made.path, made.every) == ("x", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"path": 1, "evry": 2}, "'every'"), ({}, "'path'"), ({"path": 1, "qqq": 2}, "every, path")]
+)
+def test_option_that_is_unknown_or_missing(options, words):
+    with pytest.raises(UsageError, match=r"acme\[takes\]") as caught:
+        make(Takes, "acme[takes]", options)
+    assert words in str(caught.value)
+
+
+def test_error_of_the_plugins_own_init_comes_as_it_is():
+    class Fails:
+        def __init__(self):
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        make(Fails, "acme[fails]", {})

@@ -1,0 +1,115 @@
+"""What each process sets up, in the contract's order, and what becomes of what the owners return."""
+
+import torch
+from torch import nn
+
+from geartrain import Layout, World, hookimpl
+
+from .models import EvalNet, loader, trainer
+
+
+class Wrapped(nn.Module):
+    """Counts its forward calls, as DDP's wrapper reduces in them."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.calls = module, []
+
+    def forward(self, method, *args):
+        self.calls.append(method)
+        return self.module(method, *args)
+
+
+class Steps:
+    """An optimizer around another."""
+
+    def __init__(self, optimizer):
+        self.inner, self.steps, self.param_groups = optimizer, 0, optimizer.param_groups
+
+    def zero_grad(self, *args, **kwargs):
+        self.inner.zero_grad(*args, **kwargs)
+
+    def step(self):
+        self.steps += 1
+        self.inner.step()
+
+
+class Strategy:
+    """Owns the whole of set-up and teardown and notes each call."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def plan_processes(self):
+        return Layout(1, 1)
+
+    @hookimpl
+    def setup_device(self, local_rank):
+        self.seen.append(("setup_device", local_rank))
+        return torch.device("cpu")
+
+    @hookimpl
+    def setup_process_group(self, run):
+        self.seen.append(("setup_process_group", run.device.type))
+        return World()
+
+    @hookimpl
+    def shard_dataloader(self, loader, stage):
+        self.seen.append(("shard_dataloader", stage))
+        return list(loader)[:2]
+
+    @hookimpl
+    def wrap_model(self, run, model):
+        self.seen.append(("wrap_model", run.world.size))
+        return Wrapped(model)
+
+    @hookimpl
+    def wrap_optimizer(self, run, optimizer):
+        self.seen.append(("wrap_optimizer", type(run.model).__name__))
+        return Steps(optimizer)
+
+    @hookimpl
+    def teardown_process_group(self):
+        self.seen.append(("teardown_process_group", None))
+
+    @hookimpl
+    def teardown_device(self):
+        self.seen.append(("teardown_device", None))
+
+
+def test_set_up_goes_in_the_order_of_the_contract_and_teardown_backwards():
+    strategy = Strategy()
+    trainer(strategy=strategy).fit(EvalNet(), loader(), loader())
+    assert strategy.seen == [
+        ("setup_device", 0),
+        ("setup_process_group", "cpu"),
+        ("shard_dataloader", "train"),
+        ("shard_dataloader", "validate"),
+        ("wrap_model", 1),
+        ("wrap_optimizer", "Wrapped"),
+        ("teardown_process_group", None),
+        ("teardown_device", None),
+    ]
+
+
+def test_what_the_owners_return_is_what_trains():
+    one = trainer(strategy=Strategy())
+    one.fit(EvalNet(), loader(), loader())
+    assert one.global_step == one.run.optimizers[0].steps == len(one.run.loaders["train"][0]) == 2
+    # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have unequal numbers of batches.
+    assert one.run.model.calls == ["training_step"] * 2
+
+
+def test_by_default_model_optimizer_and_loader_are_the_users_own():
+    class Keeps(EvalNet):
+        def configure_optimizers(self):
+            self.optimizer = super().configure_optimizers()
+            return self.optimizer
+
+    net, batches, one = Keeps(), loader(), trainer()
+    one.fit(net, batches)
+    assert one.run.optimizers == [net.optimizer]
+    assert one.run.loaders["train"] == [batches]
+    assert one.run.model.module is net
+    assert one.run.world == World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0)

@@ -1,0 +1,566 @@
+"""Trainer: its checks, its plugins, what it says of a run, and that it always tears down."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain import TrainingError, UsageError, hookimpl
+
+from .models import EvalNet, Loggers, Net, Pretend, assert_equal, differ, fit, loader, trainer, weights
+
+# --- attributes ----------------------------------------------------------------------------------------------------------
+
+
+def test_attributes_before_a_run():
+    one = trainer(max_epochs=3)
+    assert (one.global_step, one.current_epoch, one.max_epochs) == (0, 0, 3)
+    assert (one.global_rank, one.local_rank, one.world_size, one.is_global_zero) == (0, 0, 1, True)
+    assert one.callback_metrics == one.logged_metrics == {}
+    assert not one.should_stop
+    with pytest.raises(RuntimeError, match="not run anything"):
+        _ = one.run
+
+
+def test_attributes_after_fit():
+    one = fit(EvalNet(), val=loader(), max_epochs=2)
+    assert (one.global_step, one.current_epoch, one.num_training_batches) == (12, 2, 6)
+    assert one.callback_metrics == one.logged_metrics
+    assert set(one.callback_metrics) == {"val_loss"}
+    assert one.run.command == "fit"
+
+
+def test_attributes_in_a_world_of_two():
+    one = trainer(strategy=Pretend(), devices=2)
+    assert one.world_size == one.plan.processes == 2
+    one.fit(Net(), loader())
+    assert (one.global_rank, one.world_size, one.is_global_zero) == (0, 2, True)
+
+
+def test_the_plan_knows_the_loaders_batch_size():
+    assert fit(accumulate_grad_batches=3).plan.global_batch == 12
+
+
+def test_one_trainer_fits_validates_tests_and_predicts():
+    net, one = EvalNet(), trainer(max_epochs=2)
+    one.fit(net, loader(), loader(8))
+    trained = weights(net)
+    (validated,) = one.validate(net, loader(8))
+    assert validated == {"val_loss": pytest.approx(net.loss(next(iter(loader(8, 8)))).item())}
+    (tested,) = one.test(net, loader(8))
+    assert tested == {"test_loss": pytest.approx(validated["val_loss"])}
+    assert len(one.predict(net, loader(8))) == 2
+    assert_equal(net, trained)
+
+
+def test_fit_twice_trains_on():
+    net, one = Net(), trainer(max_epochs=2)
+    one.fit(net, loader())
+    once = weights(net)
+    one.fit(net, loader())
+    assert differ(net, once)
+    assert (one.global_step, one.current_epoch) == (12, 2)
+
+
+# --- the module, attached and detached -----------------------------------------------------------------------------------
+
+
+def test_outside_a_run():
+    net = Net()
+    assert net.device == torch.device("cpu")
+    assert (net.global_step, net.current_epoch, net.global_rank, net.local_rank) == (0, 0, 0, 0)
+    with pytest.raises(RuntimeError, match="not attached to a Trainer"):
+        _ = net.trainer
+    assert Net().to("meta").device == torch.device("meta")
+
+
+def test_inside_and_after_a_run():
+    class Inside(Net):
+        seen = None
+
+        def on_train_start(self):
+            self.seen = self.trainer, self.device, self.all_gather({"x": [torch.ones(2)]})["x"][0].shape
+
+    net = Inside()
+    one = fit(net)
+    assert net.seen == (one, torch.device("cpu"), (1, 2))
+    assert net.trainer is one
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_copies_have_equal_weights_and_train_alike(how, trained):
+    net = EvalNet()
+    if trained:
+        fit(net, val=loader())
+    same = how(net)
+    assert_equal(net, same)
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = same.trainer
+    fit(net)
+    fit(same)
+    assert_equal(net, same)
+
+
+def test_a_copy_made_during_a_run_leaves_the_run_behind():
+    class Copies(Net):
+        def on_train_epoch_end(self):
+            self.copied = copy.deepcopy(self)
+
+    net = Copies()
+    fit(net)
+    assert_equal(net.copied.layers, net.layers)
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = net.copied.trainer
+
+
+# --- DataModule ----------------------------------------------------------------------------------------------------------
+
+
+class Data(gt.DataModule):
+    batch_size = 4
+
+    def __init__(self, calls=None):
+        self.calls = [] if calls is None else calls
+
+    def prepare_data(self):
+        self.calls.append("data prepare_data")
+
+    def setup(self, stage):
+        assert self.trainer is not None
+        self.calls.append(f"data setup {stage}")
+
+    def teardown(self, stage):
+        self.calls.append(f"data teardown {stage}")
+
+    def train_dataloader(self):
+        self.calls.append("train_dataloader")
+        return loader(8)
+
+    def val_dataloader(self):
+        return loader(8)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Told(EvalNet):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {stage}")
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {stage}")
+
+    def on_fit_start(self):
+        self.calls.append("on_fit_start")
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_datamodule_hooks_in_order(command):
+    calls = []
+    getattr(trainer(), command)(Told(calls), datamodule=Data(calls))
+    run = ["train_dataloader", "on_fit_start"] if command == "fit" else []
+    set_up = ["data prepare_data", "prepare_data", f"data setup {command}", f"setup {command}"]
+    assert calls == [*set_up, *run, f"teardown {command}", f"data teardown {command}"]
+
+
+def test_teardown_after_an_error():
+    class Broken(Told):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    calls = []
+    net = Broken(calls)
+    with pytest.raises(ZeroDivisionError):
+        trainer().fit(net, datamodule=Data(calls))
+    assert calls[-2:] == ["teardown fit", "data teardown fit"]
+    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
+        net.log("x", 1.0)
+
+
+def test_a_datamodule_can_be_pickled_after_a_run():
+    data = Data()
+    fit(EvalNet(), data)
+    assert pickle.loads(pickle.dumps(data)).trainer is None
+
+
+@pytest.mark.parametrize(
+    ("train", "datamodule", "words"), [(None, 3, "datamodule=3"), (Data(), Data(), "two DataModules")], ids=["no DataModule", "two"]
+)
+def test_wrong_datamodules(train, datamodule, words):
+    with pytest.raises(UsageError, match=words):
+        trainer().fit(Net(), train, datamodule=datamodule)
+
+
+# --- checks before anything starts ---------------------------------------------------------------------------------------
+
+
+class NoStep(gt.Module):
+    def configure_optimizers(self):
+        return None
+
+
+class Misspelt(NoStep):
+    def trainingstep(self, batch, batch_idx):
+        return batch
+
+
+class NoOptimizers(gt.Module):
+    def training_step(self, batch, batch_idx):
+        return batch
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+def never(method):
+    return type("Never", (Net,), {method: lambda self, *args: None})()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (NoStep(), "NoStep has no training_step"),
+        (Misspelt(), "Did you mean 'trainingstep'"),
+        (NoOptimizers(), "NoOptimizers has no configure_optimizers"),
+        (Manual(), "automatic_optimization"),
+        (torch.nn.Linear(1, 1), r"Linear is not a geartrain.Module"),
+        (None, "NoneType is not a geartrain.Module"),
+        *(
+            (never(method), rf"Never.{method} would never be called.*{instead}")
+            for method, instead in {
+                "optimizer_step": "optimizer_step hook",
+                "backward": "backward hook",
+                "configure_gradient_clipping": "clip_gradients",
+                "optimizer_zero_grad": "on_before_zero_grad",
+                "configure_callbacks": "plugins",
+                "predict_epoch_end": "predict",
+            }.items()
+        ),
+    ],
+)
+def test_modules_that_cannot_be_run(module, words):
+    calls = []
+    with pytest.raises(UsageError, match=words):
+        trainer().fit(module, datamodule=Data(calls))
+    assert calls == []  # nothing was started
+
+
+def test_evaluation_needs_no_optimizers():
+    class Evaluates(gt.Module):
+        def test_step(self, batch, batch_idx):
+            self.log("one", 1.0)
+
+    assert trainer().test(Evaluates(), loader()) == [{"one": 1.0}]
+
+
+def test_a_trainer_with_assumed_hardware_cannot_run():
+    one = trainer(assume={"cpu": 2})
+    with pytest.raises(UsageError, match=r"assumes hardware.*not run"):
+        one.fit(Net(), loader())
+
+
+def test_a_plugin_may_refuse_the_plan():
+    class Refuses:
+        @hookimpl
+        def check_plan(self, plan):
+            raise UsageError(f"not with {plan.strategy.name}")
+
+    calls = []
+    with pytest.raises(UsageError, match="not with single"):
+        trainer(plugins=[Refuses()]).fit(Net(), datamodule=Data(calls))
+    assert calls == []
+
+
+# --- fast_dev_run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tries", "batches"), [(True, 1), (3, 3)])
+def test_fast_dev_run_tries_a_few_batches_of_everything_and_writes_nothing(tries, batches, tmp_path):
+    net = EvalNet()
+    one = trainer(fast_dev_run=tries, max_epochs=9, num_sanity_val_steps=2, output=tmp_path / "run", val_check_interval=0.5)
+    one.fit(net, loader(), loader())
+    assert (one.global_step, one.current_epoch) == (batches, 1)
+    assert net.seen == [("validate", i, 0) for i in range(batches)]
+    one.test(net, loader())
+    assert len(net.seen) == 2 * batches
+    assert len(one.predict(net, loader())) == batches
+    assert not (tmp_path / "run").exists()
+
+
+# --- plugins -------------------------------------------------------------------------------------------------------------
+
+FILE = """
+from geartrain import hookimpl
+
+seen = []
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    @hookimpl
+    def on_step_end(self, run):
+        self.count += 1
+        seen.append(self.count)
+"""
+
+FUNCTIONS = """
+from geartrain import hookimpl
+
+seen = []
+
+@hookimpl
+def on_step_end(run):
+    seen.append(run.step)
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch, request):
+    """Writes a plugin's file; what importing it leaves behind goes away again."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+
+    def write(text):
+        path = tmp_path / "plugin_of_a_test.py"
+        path.write_text(text)
+        return path
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name == "plugin_of_a_test":
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "options", "seen"),
+    [
+        (FILE, "", {}, [1, 2, 3, 4, 5, 6]),
+        (FILE, ":Counter", {"Counter": {"start": 10}}, [11, 12, 13, 14, 15, 16]),
+        (FILE, "", {"plugin_of_a_test": {"start": 20}}, [21, 22, 23, 24, 25, 26]),
+        (FUNCTIONS, "", {}, [1, 2, 3, 4, 5, 6]),
+    ],
+    ids=["class", "named class with an option", "option by the file's name", "functions"],
+)
+def test_a_plugin_from_a_file(file, text, suffix, options, seen):
+    fit(plugins=f"{file(text)}{suffix}", plugin_options=options)
+    assert sys.modules["plugin_of_a_test"].seen == seen
+
+
+def test_plugins_as_object_and_class():
+    steps = []
+
+    class Counts:
+        @hookimpl
+        def on_step_end(self, run):
+            steps.append(run.step)
+
+    fit(plugins=[Counts(), Loggers])
+    fit(plugins=Counts)
+    assert steps == [1, 2, 3, 4, 5, 6] * 2
+    assert [choice.name for choice in trainer(plugins=[Counts, Loggers()]).plan.plugins] == ["Counts", "Loggers"]
+
+
+def test_options_for_a_plugin_that_is_not_chosen_are_refused(file):
+    with pytest.raises(UsageError, match=r"'csv'.*not among the chosen plugins"):
+        trainer(plugin_options={"csv": {"path": "x"}})
+    with pytest.raises(UsageError, match="takes no options"):
+        trainer(plugins=str(file(FUNCTIONS)), plugin_options={"plugin_of_a_test": {"start": 1}})
+
+
+def test_an_unknown_option_of_a_file_names_the_nearest(file):
+    with pytest.raises(UsageError, match="Did you mean 'start'"):
+        trainer(plugins=str(file(FILE)), plugin_options={"plugin_of_a_test": {"strat": 1}})
+
+
+# --- errors and teardown -------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Keeps what is told and torn down."""
+
+    def __init__(self):
+        self.calls, self.errors = [], []
+
+    @hookimpl
+    def on_exception(self, error):
+        self.calls.append("on_exception")
+        self.errors.append(error)
+
+    @hookimpl(wrapper=True)
+    def teardown_process_group(self):
+        self.calls.append("teardown_process_group")
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def teardown_device(self):
+        self.calls.append("teardown_device")
+        return (yield)
+
+
+class Broken(Exception):
+    pass
+
+
+def breaking(hook, error=Broken):
+    """A plugin that raises in one hook."""
+
+    def wrapper(self):
+        raise error("by the plugin")
+        yield
+
+    def event(self):
+        raise error("by the plugin")
+
+    is_event = hook.startswith("on_")
+    return type("Breaks", (), {hook: hookimpl(event) if is_event else hookimpl(wrapper=True)(wrapper)})()
+
+
+ALL = ["teardown fit", "data teardown fit", "teardown_process_group", "teardown_device"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "torn_down"),
+    [
+        ("setup_device", ["teardown_device"]),
+        ("setup_process_group", ["teardown_process_group", "teardown_device"]),
+        ("shard_dataloader", ALL),
+        ("wrap_model", ALL),
+        ("wrap_optimizer", ALL),
+        ("on_run_start", ALL),
+        ("on_validation_start", ALL),
+        ("step", ALL),
+        ("forward", ALL),
+        ("on_step_end", ALL),
+        ("on_epoch_end", ALL),
+        ("on_run_end", ALL),
+    ],
+)
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+def test_an_error_in_any_phase_is_told_torn_down_and_names_the_plugin(hook, torn_down, error):
+    watch = Watch()
+    with pytest.raises(error) as caught:
+        trainer(plugins=[watch, breaking(hook, error)], num_sanity_val_steps=1).fit(Told(watch.calls), datamodule=Data(watch.calls))
+    assert watch.calls[-len(torn_down) - 1 :] == ["on_exception", *torn_down]
+    assert watch.errors == [caught.value]
+    assert caught.value.__notes__ == [f"raised in hook {hook!r} of Breaks"]
+
+
+def test_an_error_in_validation_tears_down():
+    class Invalid(EvalNet):
+        def validation_step(self, batch, batch_idx):
+            raise ZeroDivisionError
+
+    watch = Watch()
+    with pytest.raises(ZeroDivisionError):
+        fit(Invalid(), val=loader(), plugins=[watch])
+    assert watch.calls == ["on_exception", *ALL[2:]]
+
+
+def test_the_users_own_error_blames_no_plugin():
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def step(self):
+            return (yield)
+
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        fit(Fails(), plugins=[Wraps()])
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_success_tears_down_too_and_tells_no_error():
+    watch = Watch()
+    fit(plugins=[watch])
+    assert watch.calls == ["teardown_process_group", "teardown_device"]
+
+
+class TeardownFails(Net):
+    def teardown(self, stage):
+        raise Broken("in teardown")
+
+
+def test_an_error_in_teardown_does_not_keep_the_rest_from_tearing_down():
+    watch, net = Watch(), TeardownFails()
+    with pytest.raises(Broken, match="in teardown"):
+        fit(net, plugins=[watch])
+    assert watch.calls[-2:] == ["teardown_process_group", "teardown_device"]
+    with pytest.raises(RuntimeError, match="only while a Trainer runs"):
+        net.log("x", 1.0)
+
+
+def test_an_error_in_teardown_does_not_hide_the_first_one():
+    watch = Watch()
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(TeardownFails(), plugins=[watch, breaking("on_epoch_end", ZeroDivisionError)])
+    assert any("Broken: in teardown" in note for note in caught.value.__notes__)
+    assert watch.calls == ["on_exception", *ALL[2:]]
+
+
+@pytest.mark.parametrize("hook", ["teardown_process_group", "teardown_device"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_an_error_in_a_teardown_hook(hook, failed):
+    watch = Watch()
+    plugins = [breaking(hook), *([breaking("on_epoch_end", ZeroDivisionError)] if failed else []), watch]
+    with pytest.raises(ZeroDivisionError if failed else Broken) as caught:
+        fit(plugins=plugins)
+    assert watch.calls[-2:] == ["teardown_process_group", "teardown_device"]
+    if failed:
+        assert any("Broken: by the plugin" in note for note in caught.value.__notes__)
+
+
+# --- the world -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planned", "size", "words"),
+    [
+        (gt.Layout(2, 1), 1, "plan has 2 processes.*Strategy.*world of 1"),
+        (gt.Layout(1, 1), 2, "plan has 1 processes.*world of 2"),
+        (gt.Layout(2, 1), 3, "plan has 2 processes.*world of 3"),
+    ],
+)
+def test_a_world_that_differs_from_the_plan_is_refused(planned, size, words):
+    strategy = type("Strategy", (Pretend,), {"planned": planned, "world": gt.World(size=size)})
+    watch = Watch()
+    with pytest.raises(TrainingError, match=words):
+        trainer(strategy=strategy(), devices=2, plugins=[watch]).fit(Net(), loader())
+    assert watch.calls[-1] == "teardown_device"
+
+
+def test_where_a_launcher_decides_its_world_stands():
+    strategy = type("Launched", (Pretend,), {"planned": gt.Layout(None, 1)})
+    assert fit(strategy=strategy()).world_size == 2
+
+
+def test_several_processes_need_a_strategy_that_starts_them():
+    class Forgets:
+        @hookimpl
+        def plan_processes(self):
+            return gt.Layout(2, 1)
+
+    with pytest.raises(UsageError, match="Forgets plans 2 processes but starts none"):
+        trainer(strategy=Forgets(), devices=2).fit(Net(), loader())
+
+
+def test_a_none_loss_is_an_error_in_a_world_of_two():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(TrainingError, match="None on rank 0"):
+        fit(Skips(), strategy=Pretend(), devices=2)

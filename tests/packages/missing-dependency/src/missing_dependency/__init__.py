@@ -1,0 +1,23 @@
+"""``--accelerator missing_dependency``: needs a vendor's runtime that pip did not bring."""
+
+import geartrain_test_absent_runtime as runtime
+
+from geartrain import hookimpl
+
+
+class WarpAccelerator:
+    """An accelerator of some vendor."""
+
+    priority = 100
+
+    @staticmethod
+    def unavailable() -> str | None:
+        return None if runtime.count() else "no device was found"
+
+    @staticmethod
+    def device_count() -> int:
+        return runtime.count()
+
+    @hookimpl
+    def setup_device(self, local_rank):
+        return runtime.device(local_rank)

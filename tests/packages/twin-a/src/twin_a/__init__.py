@@ -1,0 +1,11 @@
+"""``--plugin twin``: there are two of them."""
+
+from geartrain import hookimpl
+
+
+class Twin:
+    """The one from twin-a."""
+
+    @hookimpl
+    def on_run_start(self):
+        print("twin a is here")
