@@ -80,6 +80,17 @@ def test_the_norm_is_that_of_all_optimizers_parameters_together():
     assert_equal(net, expected)
 
 
+def test_a_parameter_of_two_optimizers_is_clipped_once():
+    class Shares(Net):
+        def configure_optimizers(self):
+            return [SGD(self.parameters()), SGD(self.layers[2].parameters())]
+
+    watch = Returned()
+    fit(Shares(), limit_train_batches=1, gradient_clip_val=LIMIT, plugins=[watch])
+    assert torch.equal(watch.norms[0], watch.before[0])
+    torch.testing.assert_close(watch.after[0], torch.tensor(LIMIT), rtol=1e-4, atol=0)
+
+
 def test_the_gradient_of_a_whole_window_is_clipped_once():
     watch = Returned()
     fit(gradient_clip_val=LIMIT, accumulate_grad_batches=4, plugins=[watch])

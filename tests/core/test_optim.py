@@ -166,6 +166,21 @@ def test_lbfgs_equals_a_loop_written_by_hand(options):
     assert done.global_step == 12
 
 
+def test_lbfgs_skips_a_batch_without_a_loss():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else self.loss(batch)
+
+    def lbfgs(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
+
+    net, same = Skips(lbfgs), Net(lbfgs)
+    same.load_state_dict(net.state_dict())
+    fit(net)
+    fit(same, list(loader())[1:])
+    assert_equal(net, same)
+
+
 def test_lbfgs_with_a_second_optimizer_is_refused():
     net = Configured(lambda n: [n.first, torch.optim.LBFGS(n.layers[2].parameters())])
     with pytest.raises(UsageError, match="LBFGS needs a closure"):

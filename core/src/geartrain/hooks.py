@@ -190,7 +190,7 @@ class Hooks:
                     f"name what it needs of: {', '.join(spec.argnames)}",
                 )
             if parameter.name in spec.argnames and parameter.default is not parameter.empty:
-                _wrong(part, name, f"gives {parameter.name!r} a default, and pluggy then never passes it", "take out the default")
+                _wrong(part, name, f"gives {parameter.name!r} a default, which every call of the hook overrules", "take out the default")
             if parameter.name not in spec.argnames and parameter.default is parameter.empty:
                 _wrong(
                     part,
