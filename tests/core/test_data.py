@@ -315,3 +315,23 @@ def test_one_transfer_hook_alone(hook):
     fit(net, plugins=[batches])
     assert net.calls == 6
     assert all(torch.equal(got[0], x * 2) for got, (x, _) in zip(batches.got, loader(), strict=True))
+
+
+def test_numpy_arrays_are_sized_by_their_shape():
+    numpy = pytest.importorskip("numpy", reason="the size of NumPy batches needs NumPy")
+    assert first_size({"x": numpy.zeros((5, 2))}) == 5
+    assert first_size(numpy.float32(1)) == 1
+
+
+def test_training_takes_one_loader():
+    one = trainer()
+    one.fit(Net(), [loader(8)])
+    assert one.global_step == 2
+    with pytest.raises(UsageError, match=r"2 loaders.*training takes one"):
+        one.fit(Net(), [loader(8), loader(8)])
+
+
+@pytest.mark.parametrize(("command", "option"), [("fit", "limit_train_batches"), ("test", "limit_test_batches")])
+def test_a_limit_of_zero_leaves_nothing_to_do(command, option):
+    with pytest.raises(UsageError, match=f"{option}=0"):
+        getattr(trainer(**{option: 0}), command)(EvalNet(), loader())

@@ -414,3 +414,20 @@ def test_the_stop_flag_needs_no_metric():
     ranks = Ranks(2)
     ranks(logs("x", [], stop=True), logs("x", []))
     assert [run.logs.stop for run in ranks.runs] == [True, True]
+
+
+# --- too late to be reported ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["on_train_end", "on_validation_end"])
+def test_a_value_that_would_be_lost_is_an_error(late):
+    net = EvalNet()
+    setattr(net, late, lambda: net.log("late", 1.0))
+    with pytest.raises(TrainingError, match=r"'late'.*would be lost.*on_train_epoch_end"):
+        fit(net, val=loader())
+
+
+def test_values_logged_before_the_first_epoch_belong_to_it():
+    net = Net()
+    net.on_train_start = lambda: net.log("early", 3.0)
+    assert fit(net).callback_metrics["early"] == 3.0

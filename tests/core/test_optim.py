@@ -349,3 +349,12 @@ def test_estimated_stepping_batches_without_end(options):
     data = options.get("data", loader())
     with pytest.raises(KeyError, match="asked"):
         trainer(max_epochs=options["max_epochs"]).fit(Asks(), data)
+
+
+def test_before_an_lbfgs_step_the_module_sees_gradients():
+    net = Net(torch.optim.LBFGS)
+    seen = []
+    net.on_before_optimizer_step = lambda optimizer: seen.append(all(p.grad is not None for p in net.parameters()))
+    fit(net, limit_train_batches=1)
+    assert seen
+    assert all(seen)

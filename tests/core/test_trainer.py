@@ -564,3 +564,12 @@ def test_a_none_loss_is_an_error_in_a_world_of_two():
 
     with pytest.raises(TrainingError, match="None on rank 0"):
         fit(Skips(), strategy=Pretend(), devices=2)
+
+
+def test_what_is_tested_after_fit_says_at_which_step():
+    one, net = trainer(max_epochs=2), EvalNet()
+    one.fit(net, loader(8))
+    one.test(net, loader(8))
+    assert (one.global_step, one.current_epoch) == (4, 2)
+    one.fit(net, loader(8))
+    assert one.global_step == 4  # a fit counts from 0

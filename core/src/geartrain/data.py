@@ -74,6 +74,8 @@ def first_size(batch: Any) -> int | None:
     """The first dimension of the first tensor in a batch: how many samples it has; ``None`` if there is no such tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else 1
+    if hasattr(batch, "__array__") and hasattr(batch, "shape"):
+        return int(batch.shape[0]) if batch.shape else 1
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -112,7 +114,9 @@ class DataSource:
             given = getattr(module, method)()
         if given is None:
             return []
-        if stage != "train" and isinstance(given, list | tuple) and given and all(map(_is_loader, given)):
+        if isinstance(given, list | tuple) and given and all(map(_is_loader, given)):
+            if stage == "train" and len(given) > 1:
+                raise UsageError(f"{len(given)} loaders to train on are given, and training takes one. Fix: torch.utils.data.ConcatDataset")
             return list(given)
         if not isinstance(given, Iterable):
             raise UsageError(f"the loader to {stage} is {given!r}, which cannot be iterated. Fix: a DataLoader or an iterable of batches")

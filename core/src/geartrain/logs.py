@@ -83,6 +83,8 @@ class Logs:
         self.logged: dict[str, float] = {}
         #: Whether any rank wanted to stop at the last flush.
         self.stop = False
+        #: Whether what is logged now will be reported; after an epoch's end it would be lost.
+        self.open = True
 
     # --- the hot path ----------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,11 @@ class Logs:
     ) -> None:
         """Keep one value until the next flush; see :meth:`geartrain.Module.log`."""
         run = self._run
+        if not self.open:
+            raise TrainingError(
+                f"self.log({name!r}) comes after the metrics of the epoch are reported and would be lost. "
+                "Fix: log it in on_train_epoch_end or on_validation_epoch_end"
+            )
         in_step = run.stage == "train" and run.batch is not None
         spec = _Spec(
             prog_bar,
@@ -162,6 +169,7 @@ class Logs:
             metric.add(next(read) if isinstance(value, torch.Tensor) else value, weight)
         for metric in self._metrics.values():
             metric.pending.clear()
+        self._sized = (None, 1)  # lets go of the batch
 
     def flush(self) -> None:
         """Report the newest values of what is logged ``on_step``, and agree with the other ranks whether to stop."""
@@ -184,6 +192,7 @@ class Logs:
         reported = self._report(values, "_epoch")
         for metric in self._metrics.values():
             metric.total, metric.weight = 0.0, 0
+        self.open = False
         return reported
 
     def _reduction(self, name: str) -> str:
@@ -256,13 +265,13 @@ class Logs:
     @contextmanager
     def scope(self, keep: bool = True) -> Iterator[None]:
         """An evaluation's own metrics, apart from those of the epoch around it; with ``keep=False`` nothing of them stays."""
-        run, outer = self._run, self._metrics
+        run, outer, was_open = self._run, self._metrics, self.open
         before = dict(run.metrics), dict(self.prog_bar), dict(self.logged)
-        self._metrics = {}
+        self._metrics, self.open = {}, True
         try:
             yield
         finally:
-            self._metrics = outer
+            self._metrics, self.open = outer, was_open
             if not keep:
                 run.metrics, self.prog_bar, self.logged = before
 

@@ -23,7 +23,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
     """One optimizer step over ``micro_batches``, which are on the device."""
     hooks, on, stepped = run.hooks, run.on if run.on.in_step else None, False
     if run.closure:
-        stepped = hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=lambda: gradients(run, micro_batches)) is not False
+        stepped = _closure_step(run, micro_batches)
     elif gradients(run, micro_batches) is not None:
         for optimizer in run.optimizers:
             if on is not None and on.on_before_optimizer_step is not None:
@@ -33,6 +33,28 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
         step_schedules(run, "step", run.step + 1)
     if on is not None and on.on_train_batch_end is not None:
         on.on_train_batch_end(run.step_output, run.batch, run.batch_idx + len(micro_batches) - 1)
+
+
+class _NothingToStepOn(Exception):
+    """Every ``training_step`` of a closure returned ``None``; nobody outside this file sees it."""
+
+
+def _closure_step(run: Run, micro_batches: Sequence[Any]) -> bool:
+    """The step of an optimizer that computes the loss itself, several times, as LBFGS does. Returns whether it stepped."""
+    optimizer, before = run.optimizers[0], run.on.on_before_optimizer_step
+
+    def closure() -> torch.Tensor:
+        loss = gradients(run, micro_batches)
+        if loss is None:
+            raise _NothingToStepOn
+        if before is not None:
+            before(optimizer)
+        return loss
+
+    try:
+        return run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=closure) is not False
+    except _NothingToStepOn:
+        return False
 
 
 def gradients(run: Run, micro_batches: Sequence[Any]) -> torch.Tensor | None:
@@ -134,6 +156,7 @@ def fit(run: Run) -> None:
     _call(on.on_train_start)
     while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
         run.outputs = []
+        run.logs.open = True
         fire(hooks.on_epoch_start, run=run)
         _call(on.on_train_epoch_start)
         train_epoch(run)

@@ -240,7 +240,10 @@ class Trainer:
             datamodule.trainer = self
         # Hooks are frozen for one run; the next one gets new callers of the same plugins.
         hooks = Hooks(self._parts)
-        run = self._run = Run(plan=self.plan, hooks=hooks, module=model, trainer=self, command=command, output=self.output)
+        steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
+        run = self._run = Run(
+            plan=self.plan, hooks=hooks, module=model, trainer=self, command=command, output=self.output, step=steps, epoch=epochs
+        )
         source = DataSource(given, datamodule)
         return hooks.launch(run=run, worker=partial(work, run, source, Path(checkpoint) if checkpoint is not None else None))
 

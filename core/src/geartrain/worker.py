@@ -11,7 +11,7 @@ from typing import Any
 
 from geartrain import loop
 from geartrain.data import DataSource, count_batches, describe
-from geartrain.errors import TrainingError
+from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
 from geartrain.logs import Logs
@@ -88,6 +88,8 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
         if stage == "validate" and run.command == "fit" and loaders and not hasattr(run.module, "validation_step"):
             warnings.warn(f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
+        if limit == 0 and stage == _STAGES[run.command][0]:
+            raise UsageError(f"limit_{'val' if stage == 'validate' else stage}_batches=0 leaves nothing to {stage}.")
         if not loaders and not (stage == "validate" and run.command == "fit"):
             raise TrainingError(
                 f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"

@@ -15,7 +15,9 @@ class GradientClipping:
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
         limit = run.plan.options.gradient_clip_val
         assert limit is not None
-        parameters = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+        # Each once: a parameter that two optimizers step must not count twice.
+        stepped = (p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"])
+        parameters = list(dict.fromkeys(stepped))
         if run.plan.options.gradient_clip_algorithm == "value":
             torch.nn.utils.clip_grad_value_(parameters, limit)
             return None
