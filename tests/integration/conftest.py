@@ -63,7 +63,8 @@ def site(wheels, tmp_path_factory):
     there = _call(site.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     lines = [f"import site; site.addsitedir({folder!r})\n" for folder in here]
     Path(there, "where_the_tests_run.pth").write_text("".join(lines), encoding="utf-8")
-    _pip("--python", site.python, "install", *wheels)
+    # --ignore-installed: core may be installed where the tests run, and pip would take it for this one.
+    _pip("--python", site.python, "install", "--ignore-installed", *wheels)
     return site
 
 
