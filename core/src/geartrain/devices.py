@@ -79,9 +79,9 @@ def _count(count: int, devices: Any, accelerator: str, available: int, indexed: 
 def _indices(indices: list[Any], devices: Any, accelerator: str, available: int) -> list[int]:
     if not indices:
         raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS}")
+    if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in indices):
+        raise _malformed(devices, accelerator, True)
     for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise _malformed(devices, accelerator, True)
         if indices.count(index) > 1:
             raise UsageError(f"devices={devices!r}: indices must be unique, and {index} stands there {indices.count(index)} times.")
         if index >= available:
