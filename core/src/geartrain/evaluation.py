@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -55,26 +55,42 @@ def evaluate(run: Run, stage: str) -> Any:
 def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:
     options, hooks, on = run.plan.options, run.hooks, run.on
     run.dataloader_idx, loader = index, run.loaders[loaders][index]
-    limit = run.batches[loaders][index]
+    limit, rounds = run.batches[loaders][index], run.rounds[loaders][index]
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
         limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
+        rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     keeps = run.stage == "predict" or getattr(on, f"{prefix}_epoch_end", None) is not None
     more = (index,) if len(run.loaders[loaders]) > 1 else ()
     outputs: list[Any] = []
-    for batch_idx, batch in enumerate(islice(hooks.device_batches(run=run, loader=loader, stage=loaders), limit)):
-        run.batch = batch
-        if starts is not None:
-            starts(batch, batch_idx, *more)
-        output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
-        if ends is not None:
-            ends(output, batch, batch_idx, *more)
-        if keeps:
+    batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
+    for batch_idx, batch in enumerate(_rounds(batches, limit, rounds)):
+        run.batch, run.repeating = batch, limit is not None and batch_idx >= limit
+        with run.logs.scope(keep=False) if run.repeating else nullcontext():
+            if starts is not None:
+                starts(batch, batch_idx, *more)
+            output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+            if ends is not None:
+                ends(output, batch, batch_idx, *more)
+        if keeps and not run.repeating:
             outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
         if (batch_idx + 1) % options.log_every_n_steps == 0:
             run.logs.fold()
-    run.batch = None
+    run.batch, run.repeating = None, False
     return outputs
+
+
+def _rounds(batches: Iterator[Any], limit: int | None, rounds: int | None) -> Iterator[Any]:
+    """This rank's ``limit`` batches, and then the last again until every rank had its ``rounds``."""
+    if limit == rounds or limit is None or rounds is None:
+        yield from islice(batches, limit)
+        return
+    batch, done = None, 0
+    for batch in islice(batches, max(limit, 1)):
+        done += 1
+        yield batch
+    for _ in range(rounds - done):
+        yield batch
 
 
 def _own(run: Run, name: str, *arguments: Any) -> None:

@@ -13,6 +13,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
 from geartrain.optim import step_schedules, zero_grad
+from geartrain.sharding import set_epoch
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -157,6 +158,7 @@ def fit(run: Run) -> None:
     while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
         run.outputs = []
         run.logs.open = True
+        set_epoch(run.loaders["train"][0], run.epoch)
         fire(hooks.on_epoch_start, run=run)
         _call(on.on_train_epoch_start)
         train_epoch(run)

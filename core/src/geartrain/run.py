@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.distributed import Store
     from torch.optim import Optimizer
 
     from geartrain.hooks import Hooks
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from geartrain.module import Module
     from geartrain.optim import Schedule
     from geartrain.plan import Plan
+    from geartrain.process.environment import Place
     from geartrain.step import ModuleHooks, Step
     from geartrain.trainer import Trainer
 
@@ -48,6 +50,10 @@ class Run:
     command: str
     #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
     stage: str = "train"
+    #: This process among the others, as whoever started them says; ``None`` where it is alone.
+    place: Place | None = None
+    #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
+    store: Store | None = None
     #: The run's folder, or ``None``.
     output: Path | None = None
     #: The wrapped ``Step(module)``; only the ``forward`` hook calls it.
@@ -87,6 +93,10 @@ class Run:
     loaders: dict[str, list[Iterable[Any]]] = field(default_factory=dict)
     #: Batches of one pass over each loader by stage, after limits; ``None`` where a loader has no length.
     batches: dict[str, list[int | None]] = field(default_factory=dict)
+    #: The most batches that any rank has, by stage: so many times every rank calls the step in evaluation.
+    rounds: dict[str, list[int | None]] = field(default_factory=dict)
+    #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
+    repeating: bool = False
     #: Set by anyone, takes effect on all ranks at the next flush.
     should_stop: bool = False
 

@@ -20,6 +20,7 @@ from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
 from geartrain.parts import Choice, Part
 from geartrain.plan import Plan, choose_accelerator, choose_devices, choose_precision, choose_strategy, make_plan, with_batch_size
+from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry, file_plugin, is_file, make
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
@@ -131,12 +132,13 @@ class Trainer:
             raise UsageError(f"num_nodes={num_nodes!r} must be a whole number, at least 1.")
         if seed is not None:
             seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
-        self.registry, self._assume = Registry(block), dict(assume or {})
+        self.registry, self._assume, self.place = Registry(block), dict(assume or {}), detect()
+        devices, num_nodes = _as_launched(self.place, accelerator, devices, num_nodes)
         chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
         indices = choose_devices(chip, devices, self._assume)
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
         extra = _plugin_parts(self.registry, plugins, plugin_options or {})
-        self._parts = (*_core_parts(options, output), chip, scheme, *extra)
+        self._parts = (*_core_parts(options, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)
         self.plan = make_plan(
             self.hooks,
@@ -242,7 +244,15 @@ class Trainer:
         hooks = Hooks(self._parts)
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
         run = self._run = Run(
-            plan=self.plan, hooks=hooks, module=model, trainer=self, command=command, output=self.output, step=steps, epoch=epochs
+            plan=self.plan,
+            hooks=hooks,
+            module=model,
+            trainer=self,
+            command=command,
+            place=self.place,
+            output=self.output,
+            step=steps,
+            epoch=epochs,
         )
         source = DataSource(given, datamodule)
         return hooks.launch(run=run, worker=partial(work, run, source, Path(checkpoint) if checkpoint is not None else None))
@@ -269,11 +279,11 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        return self._run.world.rank if self._run else 0
+        return self._run.world.rank if self._run else self.place.rank if self.place else 0
 
     @property
     def local_rank(self) -> int:
-        return self._run.world.local_rank if self._run else 0
+        return self._run.world.local_rank if self._run else self.place.local_rank if self.place else 0
 
     @property
     def world_size(self) -> int:
@@ -332,13 +342,22 @@ class Trainer:
         self.run.should_stop = value
 
 
-def _core_parts(options: Options, output: str | Path | None) -> list[Part]:
+def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
+    if place is None or place.launcher == "geartrain":
+        return devices, num_nodes
+    if devices == "auto" and accelerator == "cpu":
+        devices = place.local_size
+    return devices, place.nodes if num_nodes == 1 else num_nodes
+
+
+def _core_parts(options: Options, output: str | Path | None, first: bool) -> list[Part]:
     def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
         return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
 
     parts = [part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
-        parts.append(part("folder", RunFolder(Path(output)), f"output={str(output)!r}"))
+        parts.append(part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
     if options.gradient_clip_val is not None:
         parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from geartrain import loop
 from geartrain.data import DataSource, count_batches, describe
 from geartrain.errors import TrainingError, UsageError
@@ -17,8 +19,10 @@ from geartrain.hooks import fire
 from geartrain.logs import Logs
 from geartrain.module import DataModule, Module, overridden
 from geartrain.optim import needs_closure, read_optimizers
+from geartrain.process import report
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
+from geartrain.sharding import is_spare
 from geartrain.step import ModuleHooks, Step
 
 #: command -> the stages whose loaders it needs.
@@ -45,8 +49,11 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
+        _compare_with_rank_0(run)
         _set_up_loaders(run, source)
         _set_up_model(run, checkpoint)
+        if options.seed is not None and run.world.rank:
+            seed_everything(options.seed + run.world.rank)  # the same weights on every rank, but not the same dropout
         run.hooks.freeze()
         fire(run.hooks.on_run_start, run=run)
         result = None
@@ -81,6 +88,32 @@ def _attach(run: Run, source: DataSource) -> None:
         owner.setup(run.command)
 
 
+def _compare_with_rank_0(run: Run) -> None:
+    """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
+
+    Raises:
+        TrainingError: what differs, and on which rank.
+    """
+    if run.world.size == 1:
+        return
+    plan = {key: value for key, value in run.plan.as_dict().items() if key != "passed_over"}
+    parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
+    mine = {"the plan": plan, "the command": run.command, "parameters": parameters}
+    first = run.hooks.broadcast(run=run, obj=mine, src=0)
+    odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
+    if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
+        raise TrainingError(
+            f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
+        )
+
+
+def _odd(first: Any, mine: Any) -> str:
+    if isinstance(first, dict) and isinstance(mine, dict):
+        keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
+        return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
+    return f"{first!r} there and {mine!r} here"
+
+
 def _set_up_loaders(run: Run, source: DataSource) -> None:
     for stage in _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
@@ -95,7 +128,27 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
                 f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
             )
         run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
-        run.batches[stage] = [count_batches(loader, limit, stage) for loader in run.loaders[stage]]
+        run.batches[stage] = [0 if is_spare(loader) else count_batches(loader, limit, stage) for loader in run.loaders[stage]]
+        _agree_on_rounds(run, stage)
+
+
+def _agree_on_rounds(run: Run, stage: str) -> None:
+    """Every rank must know how many batches the longest has; in training all must have equally many.
+
+    Raises:
+        TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
+    """
+    mine = run.batches[stage]
+    run.rounds[stage] = mine
+    if run.world.size == 1 or not mine:
+        return
+    table = run.hooks.log_sync(run=run, values=torch.tensor([-1 if n is None else n for n in mine], dtype=torch.float64))
+    if stage == "train" and bool((table != table[0]).any()):
+        raise TrainingError(
+            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 0]]} batches on ranks 0 to {run.world.size - 1}. "
+            "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
+        )
+    run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table.T]
 
 
 def _set_up_model(run: Run, checkpoint: Path | None) -> None:
@@ -143,6 +196,7 @@ def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..
     except BaseException as error:
         failures.append(error)
         run.hooks.blame(error)
+        report(error)
         _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
     owners: tuple[Module | DataModule | None, ...] = (run.module, source.datamodule)
     for owner in owners:

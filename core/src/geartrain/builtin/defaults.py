@@ -1,4 +1,8 @@
-"""What every single hook does when no plugin owns it: one process on one device."""
+"""What every single hook does when no plugin owns it: one process on one device.
+
+Where a strategy has several ranks, the collectives go through torch.distributed's default process group, so that a strategy which makes
+one need not write them.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from geartrain import parallel
 from geartrain.data import moves_nothing
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks import does_nothing
@@ -32,12 +38,9 @@ class Defaults:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        if run.plan.processes not in (None, 1):
-            raise UsageError(
-                f"{run.plan.strategy.label} plans {run.plan.processes} processes but starts none. "
-                "Fix: implement launch, or plan_processes with Layout(1, devices_per_process)"
-            )
-        return worker(0)
+        if run.plan.processes == 1 and run.place is None:
+            return worker(0)
+        return parallel.launch(run, worker)
 
     @hookimpl
     def setup_device(self) -> torch.device:
@@ -48,12 +51,15 @@ class Defaults:
         return World()
 
     @hookimpl
-    def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
-        return loader
+    def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+        return loader if run.world.size == 1 else parallel.shard(run, loader, stage)
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return model.to(run.device)
+        model = model.to(run.device)
+        if run.world.size > 1:
+            parallel.broadcast_weights(run, model)
+        return model
 
     @hookimpl
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -107,20 +113,21 @@ class Defaults:
         return None
 
     @hookimpl
-    def log_sync(self, values: torch.Tensor) -> torch.Tensor:
-        return values[None]
+    def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
+        return values[None] if run.world.size == 1 else parallel.gather_values(run, values)
 
     @hookimpl
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[None]
+    def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        return tensor[None] if run.world.size == 1 else parallel.gather_uneven(run, tensor)
 
     @hookimpl
-    def broadcast(self, obj: Any) -> Any:
-        return obj
+    def broadcast(self, run: Run, obj: Any, src: int) -> Any:
+        return obj if run.world.size == 1 else parallel.broadcast_object(run, obj, src)
 
     @hookimpl
-    def barrier(self) -> None:
-        pass
+    def barrier(self, run: Run) -> None:
+        if run.world.size > 1:
+            parallel.wait_for_all(run)
 
     @hookimpl
     def save_checkpoint(self, run: Run, state: dict[str, Any], path: Path) -> None:
@@ -136,7 +143,8 @@ class Defaults:
 
     @hookimpl
     def teardown_process_group(self) -> None:
-        pass
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
     @hookimpl
     def teardown_device(self) -> None:

@@ -21,13 +21,14 @@ class RunFolder:
 
     Args:
         path: the folder; made where it is not there.
+        first: whether this is rank 0, which must find no other run there; the others find the one that it began.
 
     Raises:
         UsageError: it holds another run already, or is a file.
     """
 
-    def __init__(self, path: Path) -> None:
-        if (path / "plan.json").exists():
+    def __init__(self, path: Path, first: bool = True) -> None:
+        if first and (path / "plan.json").exists():
             raise UsageError(
                 f"output={str(path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one"
             )

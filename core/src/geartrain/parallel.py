@@ -1,0 +1,126 @@
+"""What a strategy of several processes builds on: launching ranks, sharding loaders, gathering unequal tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geartrain.errors import TrainingError
+from geartrain.process.launch import launch
+from geartrain.sharding import shard
+
+if TYPE_CHECKING:
+    from geartrain.run import Run
+
+__all__ = ["broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
+
+
+def group(run: Run) -> None:
+    """Make sure that there is a process group for a collective.
+
+    Raises:
+        TrainingError: the strategy has several ranks but made none, and does not answer the hook itself.
+    """
+    if not dist.is_initialized():
+        raise TrainingError(
+            f"{run.plan.strategy.label} has {run.world.size} ranks and no torch.distributed process group. "
+            "Fix: make one in setup_process_group, or implement log_sync, all_gather, broadcast and barrier"
+        )
+
+
+def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
+    """``log_sync`` on torch.distributed: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
+    group(run)
+    mine = values.to(run.device)
+    table = [torch.empty_like(mine) for _ in range(run.world.size)]
+    dist.all_gather(table, mine)
+    return torch.stack(table).cpu()
+
+
+def broadcast_object(run: Run, obj: Any, src: int) -> Any:
+    """``broadcast`` on torch.distributed."""
+    group(run)
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, device=run.device)
+    return box[0]
+
+
+def broadcast_weights(run: Run, model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0: ranks that start apart stay apart, with no error."""
+    group(run)
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            if isinstance(tensor, torch.Tensor):
+                dist.broadcast(tensor.detach(), src=0)
+
+
+def wait_for_all(run: Run) -> None:
+    """``barrier`` on torch.distributed."""
+    group(run)
+    dist.barrier(device_ids=None if run.device.type == "cpu" else [run.device.index or 0])
+
+
+def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+    """``all_gather`` on torch.distributed; first dimensions may differ between ranks.
+
+    Returns:
+        ``[world_size, *shape]``, or a list with one tensor a rank where first dimensions differ.
+
+    Raises:
+        TrainingError: other dimensions differ; unequal collectives would end the process where Python cannot catch it.
+    """
+    group(run)
+    tensor = tensor.detach().to(run.device).contiguous()
+    # Sizes first: gloo ends the process by terminate() on unequal ones.
+    shape = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (8 - tensor.ndim)], device=run.device)
+    shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
+    dist.all_gather(shapes, shape)
+    sizes = [s.tolist() for s in shapes]
+    for rank, size in enumerate(sizes):
+        if size[0] != sizes[0][0] or size[2:] != sizes[0][2:]:
+            theirs, first = size[1 : 1 + size[0]], sizes[0][1 : 1 + sizes[0][0]]
+            raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")
+    if tensor.ndim == 0 or len({size[1] for size in sizes}) == 1:
+        table = [torch.empty_like(tensor) for _ in sizes]
+        dist.all_gather(table, tensor)
+        return torch.stack(table)
+    longest = max(size[1] for size in sizes)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    table = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(table, padded)
+    return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]
+
+
+@contextmanager
+def name_absent_ranks(run: Run) -> Iterator[None]:
+    """Say which ranks did not come when a process group could not be made.
+
+    Raises:
+        TrainingError: with the ranks that are missing.
+    """
+    place, store = run.place, run.store
+    assert place is not None
+    assert store is not None
+    try:
+        store.set(f"here/{place.rank}", "1")
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank in range(place.size) if not _came(store, rank)]
+        if not missing:
+            raise
+        raise TrainingError(
+            f"ranks {missing} of {place.size} did not come: {str(error).splitlines()[0]}. Fix: start them, on every node"
+        ) from error
+
+
+def _came(store: dist.Store, rank: int) -> bool:
+    try:
+        return bool(store.check([f"here/{rank}"]))
+    except (dist.DistError, RuntimeError):
+        return False

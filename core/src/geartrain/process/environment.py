@@ -1,0 +1,186 @@
+"""Who started this process, and which rank it is: torchrun, SLURM, Open MPI, MPICH, LSF, geartrain itself, or a person by hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from geartrain.errors import UsageError
+
+#: Set by geartrain in the processes that it starts, to the process's own id: a program that a rank runs inherits it and is no rank.
+STARTED_BY = "GEARTRAIN_STARTED_BY"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the others, as its launcher says. Every number counts from 0."""
+
+    #: Who started it: ``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or ``"environment"``.
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    #: Where rank 0's store is; ``None`` where the launcher does not say and all ranks are on this node.
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.size // self.local_size)
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place, or ``None`` where nothing started it as one of several.
+
+    Raises:
+        UsageError: variables that contradict each other.
+    """
+    if environ.get(STARTED_BY, str(os.getpid())) != str(os.getpid()):
+        return None
+    for read in (_ours, _torchrun, _slurm, _open_mpi, _mpich, _lsf, _by_hand):
+        place = read(environ)
+        if place is None:
+            continue
+        if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size):
+            raise UsageError(
+                f"{place.launcher} says rank {place.rank} of {place.size}, local rank {place.local_rank} of {place.local_size}: "
+                "a rank must be below its size. Fix: the environment variables of this process"
+            )
+        return _with_address(place, environ)
+    return None
+
+
+def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Which node this is, where nothing but ``NODE_RANK`` says so.
+
+    Raises:
+        UsageError: it is not set on several nodes, or outside ``num_nodes``.
+    """
+    text = environ.get("NODE_RANK", environ.get("GROUP_RANK", "0" if num_nodes == 1 else ""))
+    if not text.isdigit():
+        raise UsageError(
+            f"num_nodes={num_nodes}: set NODE_RANK (0 to {num_nodes - 1}), MASTER_ADDR and MASTER_PORT on each node; NODE_RANK={text!r}"
+        )
+    if int(text) >= num_nodes:
+        raise UsageError(f"NODE_RANK={text} is outside num_nodes={num_nodes}: nodes are numbered 0 to {num_nodes - 1}.")
+    return int(text)
+
+
+def master(num_nodes: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
+    """Where rank 0's store is when geartrain starts the processes itself: loopback and any free port on one node.
+
+    Raises:
+        UsageError: several nodes, and ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+    """
+    if num_nodes == 1:
+        return "127.0.0.1", None
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not address or not port.isdigit():
+        raise UsageError(
+            f"num_nodes={num_nodes}: every node must know where rank 0 is. Fix: set MASTER_ADDR (node 0's address) and MASTER_PORT "
+            f"(a free port there) on each node; MASTER_ADDR={address!r}, MASTER_PORT={port!r}"
+        )
+    return address, int(port)
+
+
+# --- launchers -----------------------------------------------------------------------------------------------------------
+
+
+def _numbers(environ: Mapping[str, str], *names: str) -> list[int] | None:
+    values = [environ.get(name, "") for name in names]
+    return [int(value) for value in values] if all(value.isdigit() for value in values) else None
+
+
+def _ours(environ: Mapping[str, str]) -> Place | None:
+    return _standard(environ, "geartrain") if STARTED_BY in environ else None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place | None:
+    return _standard(environ, "torchrun") if "TORCHELASTIC_RUN_ID" in environ else None
+
+
+def _standard(environ: Mapping[str, str], launcher: str) -> Place | None:
+    """torchrun's variables, which geartrain sets too: https://docs.pytorch.org/docs/stable/elastic/run.html"""
+    found = _numbers(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if found is None:
+        return None
+    rank, size, local_rank, local_size = found
+    nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // local_size]
+    return Place(launcher, rank, size, local_rank, local_size, nodes[0])
+
+
+def _slurm(environ: Mapping[str, str]) -> Place | None:
+    """A task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
+    found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
+    if found is None or size is None or size[0] < 2:
+        return None
+    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
+    local_size = int(per_node[0]) if per_node else size[0] // max(1, int(environ.get("SLURM_NNODES", "1")))
+    return Place("SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ))
+
+
+def _first_host(environ: Mapping[str, str]) -> str | None:
+    """The first name in SLURM's compressed list: ``gpu[07-09,12],login`` -> ``gpu07``."""
+    text = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", text)
+    return (match[1] + (match[2] or "")) if match else None
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+    found = _numbers(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return Place("Open MPI", *found, node_rank=found[0] // found[3]) if found and found[1] > 1 else None
+
+
+def _mpich(environ: Mapping[str, str]) -> Place | None:
+    found = _numbers(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return Place("MPICH", *found, node_rank=found[0] // found[3]) if found and found[1] > 1 else None
+
+
+def _lsf(environ: Mapping[str, str]) -> Place | None:
+    """A task of LSF's jsrun; rank 0's host is the first compute node in LSF's rank file, whose first line is the launch node."""
+    found = _numbers(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+    if not found or found[1] < 2:
+        return None
+    path = Path(environ.get("LSB_DJOB_RANKFILE", ""))
+    hosts = list(dict.fromkeys(path.read_text().split())) if path.is_file() else []
+    return Place("LSF", *found, node_rank=found[0] // found[3], master_addr=hosts[1] if len(hosts) > 1 else None)
+
+
+def _by_hand(environ: Mapping[str, str]) -> Place | None:
+    """``WORLD_SIZE`` and ``LOCAL_RANK`` set by a person, with ``RANK``, ``LOCAL_WORLD_SIZE`` or ``NODE_RANK`` where they matter."""
+    found = _numbers(environ, "WORLD_SIZE", "LOCAL_RANK")
+    if found is None:
+        return None
+    size, local_rank = found
+    node = (_numbers(environ, "NODE_RANK") or [0])[0]
+    rank = _numbers(environ, "RANK")
+    local_size = _numbers(environ, "LOCAL_WORLD_SIZE")
+    if local_size is None:
+        # Without it, nodes must hold equal numbers of processes: the rank tells how many, or all are on one node.
+        local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
+    return Place("environment", rank[0] if rank else node * local_size[0] + local_rank, size, local_rank, local_size[0], node)
+
+
+def _with_address(place: Place, environ: Mapping[str, str]) -> Place:
+    """Fill in where rank 0's store is."""
+    address = environ.get("MASTER_ADDR") or place.master_addr
+    if address is None:
+        if place.nodes > 1:
+            raise UsageError(
+                f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and none knows where rank 0 is. Fix: set MASTER_ADDR"
+            )
+        address = "127.0.0.1"
+    port = _numbers(environ, "MASTER_PORT")
+    # Every rank derives the same port from the job's identity; MASTER_PORT is the way out where it is taken.
+    job = next(
+        (environ[name] for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID") if name in environ),
+        str(os.getppid()),
+    )
+    return replace(place, master_addr=address, master_port=port[0] if port else 20000 + zlib.crc32(job.encode()) % 20000)

@@ -1,0 +1,108 @@
+"""Launch a run of several processes: join where something started this process as one of several, else start the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.errors import UsageError
+from geartrain.process import environment, rendezvous
+from geartrain.process.environment import STARTED_BY, Place
+from geartrain.process.workers import Workers, at_exit, hear_signals
+
+if TYPE_CHECKING:
+    from geartrain.run import Run
+
+#: What this process has started; a second run of the same program works with the same ranks.
+_workers: list[Workers] = []
+_runs = 0
+
+
+def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelta(minutes=30)) -> Any:
+    """Call ``worker`` as one of the plan's processes, after starting this node's others where nobody else has.
+
+    Args:
+        timeout: how long to wait for ranks to come.
+
+    Returns:
+        What ``worker`` returned in this process.
+    """
+    global _runs
+    place = environment.detect()
+    if place is None:
+        place = start(run, timeout)
+    check(run, place)
+    run.place = place
+    _runs += 1
+    name = rendezvous.interface(place)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    run.store = rendezvous.run_store(place, _runs, timeout)
+    if not _workers:
+        with hear_signals():
+            return worker(place.local_rank)
+    return _workers[0].supervise(lambda: worker(place.local_rank))
+
+
+def check(run: Run, place: Place) -> None:
+    """Refuse a plan and an environment that disagree.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    planned = run.plan.processes
+    if planned is None or planned == place.size:
+        return
+    per_node, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
+    who = "the first fit of this program" if place.launcher == "geartrain" else place.launcher
+    raise UsageError(
+        f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but {who} started {place.size} "
+        f"({place.local_size} on each of {place.nodes} nodes). Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
+    )
+
+
+def start(run: Run, timeout: timedelta) -> Place:
+    """Start this node's other ranks and become its first."""
+    local_size, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
+    assert local_size is not None
+    node = environment.node_rank(nodes)
+    address, port = environment.master(nodes)
+    if node == 0:
+        listener = rendezvous.bind(address, port)
+        port = listener.getsockname()[1]
+        rendezvous.set_program_store(rendezvous.serve(listener, timeout))
+    assert port is not None
+    places = [Place("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port) for i in range(local_size)]
+    if local_size > 1:
+        logs = None if run.output is None else run.output / "logs"
+        _workers.append(Workers([_variables(place) for place in places[1:]], logs))
+        at_exit(_workers[0])
+    os.environ.update(_variables(places[0]))
+    torch.set_num_threads(_threads(local_size))
+    return places[0]
+
+
+def _threads(processes: int) -> int:
+    """Threads for each of a node's processes: with torch's default, each would take all cores and they would take turns."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
+
+
+def _variables(place: Place) -> dict[str, str]:
+    return {
+        STARTED_BY: str(os.getpid()),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "NODE_RANK": str(place.node_rank),
+        "MASTER_ADDR": str(place.master_addr),
+        "MASTER_PORT": str(place.master_port),
+        "OMP_NUM_THREADS": str(_threads(place.local_size)),
+        # The store is served already: whoever calls init_process_group() must connect, not serve one of its own.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

@@ -1,0 +1,56 @@
+"""The command line that starts another rank of this program: the same one, in the directory where the program started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from geartrain._start import DIRECTORY
+from geartrain.errors import UsageError
+
+
+def command() -> list[str]:
+    """The command to run again.
+
+    Raises:
+        UsageError: there is none to run again, or it would not do the same.
+    """
+    reason = why_not()
+    if reason:
+        raise UsageError(
+            f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
+            "that, or use a strategy that starts processes on a function: --strategy ddp_spawn (pip install geartrain-spawn)"
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def why_not() -> str | None:
+    """Why this program cannot be run again, or ``None`` when it can."""
+    main = sys.modules.get("__main__")
+    if "ipykernel" in sys.modules:
+        return "a notebook has none"
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return "an interactive session has none"
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:  # the variable alone reaches every child of a test
+        return "under pytest it would run the tests again"
+    if _debugged():
+        return "under a debugger each rank would wait for it"
+    if getattr(main, "__file__", None) is None and "-c" not in sys.orig_argv:
+        return "a program read from standard input has none"
+    if threading.current_thread() is not threading.main_thread():
+        # PR_SET_PDEATHSIG fires when the thread that started a process ends, and Python handles signals in the main thread.
+        return "fit is called in a thread"
+    return None
+
+
+def _debugged() -> bool:
+    import bdb
+
+    tracer = sys.gettrace()
+    return isinstance(getattr(tracer, "__self__", None), bdb.Bdb) or (tracer is not None and "pydevd" in sys.modules)
+
+
+def directory() -> str:
+    """Where the program started: relative paths in its command line count from there."""
+    return DIRECTORY

@@ -1,0 +1,324 @@
+"""Start this node's other ranks and watch them, while this process works as local rank 0.
+
+Built on torch.distributed.elastic.multiprocessing, which starts, polls and ends the processes. What is added here is what it leaves
+to its caller: rank 0 may be blocked in a collective, where no Python signal handler runs until the timeout, and where aborting the
+group does not help; but ending its peers unblocks it within milliseconds. So a thread, woken by a worker's exit or by a signal,
+ends the others, allows seconds to unwind, and keeps whose error came first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext, start_processes
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+from geartrain.errors import TrainingError
+from geartrain.process import bootstrap, relaunch
+
+# elastic warns of every process that it is asked to end.
+logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+
+#: Seconds between asking a process to end and killing it.
+GRACE = 5.0
+#: Where a worker writes its error, as torchelastic's workers do.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+#: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the run to end. Set-up is torn down as after an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    #: When, in seconds since the epoch.
+    when: float
+    #: The signal that ended it, if one did.
+    signal: int | None
+    message: str
+
+    def describe(self) -> str:
+        if self.signal is not None:
+            return f"rank {self.rank} was ended by {signal.Signals(self.signal).name}"
+        return f"rank {self.rank} failed: {self.message}"
+
+
+class _Logs(LogsSpecs):
+    """Where elastic puts errors; output goes to the rank's log, which the bootstrap opens."""
+
+    def __init__(self, folder: Path, ranks: list[int]) -> None:
+        super().__init__()
+        self._folder, self._ranks = folder, ranks
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        errors = {i: str(self._folder / f"rank-{rank}.error.json") for i, rank in enumerate(self._ranks)}
+        for i, path in errors.items():
+            Path(path).unlink(missing_ok=True)
+            envs[i][ERROR_FILE] = path
+        console = dict.fromkeys(envs, "")
+        return LogsDest(dict(console), dict(console), {}, {}, errors, "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+
+class Workers:
+    """This node's other ranks.
+
+    Args:
+        environments: one for each rank to start, with its ``RANK``.
+        logs: folder for ``rank-N.log``; a temporary one, removed after success, where it is ``None``.
+    """
+
+    def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
+        self.ranks = [int(environment["RANK"]) for environment in environments]
+        self._temporary = logs is None
+        self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs
+        self.logs.mkdir(parents=True, exist_ok=True)
+        command = relaunch.command()
+        log_paths = [str((self.logs / f"rank-{rank}.log").absolute()) for rank in self.ranks]
+        before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
+        here = os.getcwd()
+        os.chdir(relaunch.directory())
+        try:
+            self._context: PContext = start_processes(
+                "geartrain",
+                sys.executable,
+                {i: ("-I", "-S", bootstrap.__file__, str(os.getpid()), path, *command) for i, path in enumerate(log_paths)},
+                {i: dict(environment) for i, environment in enumerate(environments)},
+                _Logs(self.logs, self.ranks),
+            )
+        finally:
+            os.chdir(here)
+            # elastic's start() replaces these for good.
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._handles = {os.pidfd_open(pid): i for i, pid in self._context.pids().items()}
+        self._done: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._ending = self._reported = False
+        #: The first failures, before anyone was told to end.
+        self.failures: list[Failure] = []
+
+    # --- supervision -----------------------------------------------------------------------------------------------------
+
+    def supervise(self, work: Callable[[], Any]) -> Any:
+        """Do this rank's own work while the others are watched.
+
+        Raises:
+            TrainingError: another rank failed first; it names the rank and shows its error and log.
+            BaseException: this rank's own error.
+        """
+        wake_read, wake_write = os.pipe()
+        stop_read, stop_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        watcher = threading.Thread(target=self._watch, args=(wake_read, stop_read), name="geartrain-watch", daemon=True)
+        watcher.start()
+        try:
+            with hear_signals():
+                return work()
+        except BaseException as error:
+            self._explain(error, time.time())
+            raise
+        finally:
+            os.close(stop_write)
+            watcher.join()
+            signal.set_wakeup_fd(old_wake)
+            for handle in (wake_read, wake_write, stop_read):
+                os.close(handle)
+
+    def _watch(self, wake: int, stop: int) -> None:
+        """Wait for a worker's exit, a signal to this process, or the end of the work."""
+        poll = select.poll()
+        for handle in (wake, stop, *self._handles):
+            poll.register(handle, select.POLLIN)
+        while True:
+            ready = [handle for handle, _ in poll.poll()]
+            if stop in ready:
+                return
+            for handle in ready:
+                if handle in self._handles:
+                    poll.unregister(handle)
+            exited = any(self._collect())
+            signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(_SIGNALS)
+            if exited or signalled:
+                self.end()
+                self._force_out(stop)
+                return
+
+    def _collect(self) -> list[Failure]:
+        """Look who has exited; keep and return new failures, unless they were told to end."""
+        with self._lock:
+            found = []
+            for i, handler in self._context.subprocess_handlers.items():  # type: ignore[attr-defined]
+                code = handler.proc.poll()
+                if code is None or i in self._done:
+                    continue
+                self._done[i] = code
+                if code != 0 and not self._ending:
+                    found.append(self._failure(i, code))
+            self.failures += found
+            return found
+
+    def _failure(self, i: int, code: int) -> Failure:
+        try:
+            told = json.loads(Path(self._context.error_files[i]).read_text())["message"]
+            when, message = float(told["extraInfo"]["timestamp"]), str(told["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            when, message = time.time(), f"exit code {code}"
+        return Failure(self.ranks[i], when, -code if code < 0 else None, message)
+
+    def _force_out(self, stop: int) -> None:
+        """Rank 0 had its peers taken away: whatever collective it is in has failed by now. Where it still does not come out, it
+        hangs in something else, and the process must end with the cause shown."""
+        poll = select.poll()
+        poll.register(stop, select.POLLIN)
+        if poll.poll(int(GRACE * 1000)):
+            return
+        signal.raise_signal(signal.SIGINT)  # a sleep or a Python loop hears this
+        if poll.poll(int(GRACE * 1000)):
+            return
+        cause = "; ".join(failure.describe() for failure in self.failures) or "interrupted"
+        print(f"geartrain: {cause}. This rank did not come to an end within {2 * GRACE:.0f} s and is stopped.", file=sys.stderr)
+        self.show_logs()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def end(self) -> None:
+        """End every worker: SIGTERM, seconds to unwind, SIGKILL; loader workers of theirs with them."""
+        with self._lock:
+            self._ending = True
+        self._context.close(signal.SIGTERM, timeout=int(GRACE))
+
+    # --- afterwards ------------------------------------------------------------------------------------------------------
+
+    def _explain(self, error: BaseException, failed_at: float) -> None:
+        """This rank failed. If another did first, raise that instead: ours is only the connection it closed."""
+        # A worker that failed has closed its connections before it has exited, and one that waited too long fails when we do.
+        deadline = time.monotonic() + 2.0
+        while not self.failures and self._alive() and not isinstance(error, KeyboardInterrupt) and time.monotonic() < deadline:
+            self._collect()
+            select.select([], [], [], 0.02)
+        silent = [rank for rank in self._alive() if not self._told(rank)]
+        self.end()
+        self._reported = True
+        first = self._first(error, failed_at)
+        if first is not None:
+            self.show_logs([first.rank])
+            raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
+        if silent and "timed out" in str(error).lower():
+            raise TrainingError(
+                f"{_ranks(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {error}"
+            ) from error
+
+    def _first(self, error: BaseException, failed_at: float) -> Failure | None:
+        """Whose failure came first: a signal's victim says nothing and comes late, so it goes before connection errors."""
+        if not self.failures:
+            return None
+        signalled = [failure for failure in self.failures if failure.signal is not None]
+        first = min(signalled or self.failures, key=lambda failure: failure.when)
+        own = not isinstance(error, KeyboardInterrupt) and not signalled and failed_at < first.when and not _is_connection(error)
+        return None if own else first
+
+    def _alive(self) -> list[int]:
+        """Ranks that have not exited."""
+        return [rank for i, rank in enumerate(self.ranks) if i not in self._done]
+
+    def _told(self, rank: int) -> bool:
+        """Whether a rank has written an error."""
+        return (self.logs / f"rank-{rank}.error.json").exists()
+
+    def show_logs(self, ranks: list[int] | None = None, lines: int = 40) -> None:
+        """Print the end of ranks' output."""
+        for rank in ranks or [failure.rank for failure in self.failures]:
+            path = self.logs / f"rank-{rank}.log"
+            tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+            if tail:
+                print(f"--- the end of rank {rank}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
+
+    def finish(self) -> None:
+        """Wait for the workers at the end of the program, whose script goes on after ``fit`` as ours does.
+
+        Raises:
+            TrainingError: one failed.
+        """
+        while self._alive():
+            select.select(list(self._handles), [], [], 1.0)
+            if self._collect() or self._reported:
+                break
+        self.end()
+        for handle in self._handles:
+            os.close(handle)
+        if self._reported:
+            raise TrainingError("")
+        if self.failures:
+            self.show_logs()
+            raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
+        if self._temporary:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+@contextmanager
+def hear_signals() -> Iterator[None]:
+    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(f"ended by {signal.Signals(number).name}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose peer has gone."""
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
+
+
+def at_exit(workers: Workers) -> None:
+    """When the program ends, wait for its workers; one that fails after ``fit`` returned makes the command fail."""
+
+    def wait() -> None:
+        try:
+            workers.finish()
+        except TrainingError as error:
+            if str(error):
+                print(f"geartrain: {error}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    atexit.register(wait)

@@ -1,0 +1,131 @@
+"""One process a device; gradients averaged over all of them during backward.
+
+DistributedDataParallel: Li et al. 2020, https://arxiv.org/abs/2006.15704
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain import Plan, Run, UsageError, World, hookimpl
+from geartrain.parallel import launch, name_absent_ranks
+from geartrain_ddp import hookspecs
+
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class DDPStrategy:
+    """Starts one process a device (or joins those that torchrun, SLURM or MPI started) and trains with DistributedDataParallel.
+
+    Args:
+        process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
+        timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
+        find_unused_parameters: look for parameters that a step did not use, at a cost, instead of waiting for their gradients.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
+        static_graph: promise that every step uses the same parameters in the same order.
+        bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
+
+    Raises:
+        UsageError: a timeout that is not above 0.
+    """
+
+    hookspecs = hookspecs
+
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        if timeout <= 0:
+            raise UsageError(f"geartrain-ddp[ddp]: timeout={timeout!r} must be above 0 seconds.")
+        self.process_group_backend = process_group_backend
+        self.timeout = timedelta(seconds=timeout)
+        self.ddp_options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        if bucket_cap_mb is not None:
+            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
+
+    # --- to override in a subclass ---------------------------------------------------------------------------------------
+
+    def init_dist_connection(self, run: Run) -> None:
+        """Make the default process group; called once in each process and run. ``run.store`` is a fresh store that every rank
+        reaches, and ``MASTER_ADDR`` and ``MASTER_PORT`` name it."""
+        place = run.place
+        assert place is not None
+        backend = self.process_group_backend or _default_backend(run.plan.accelerator.name)
+        dist.init_process_group(backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout)
+
+    def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
+        """Wrap the model, which is on its device; called once in each process and run."""
+        device_ids = None if run.device.type == "cpu" else [run.device]
+        ddp = DistributedDataParallel(model, device_ids=device_ids, **self.ddp_options)
+        if run.hooks.implementers("reduce_bucket"):
+            ddp.register_comm_hook(run, _reduce_bucket)  # type: ignore[no-untyped-call]
+        return ddp
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        accelerator = plan.accelerator.name
+        backend = self.process_group_backend or _default_backend(accelerator)
+        right = [name for name in _BACKENDS if dist.is_backend_available(name) and (name != "nccl" or accelerator == "cuda")]
+        if backend not in right:
+            fix = " or ".join(right) or "a torch built with one"
+            raise UsageError(f"geartrain-ddp[ddp]: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        return launch(run, worker, self.timeout)
+
+    @hookimpl
+    def setup_process_group(self, run: Run) -> World:
+        place = run.place
+        assert place is not None
+        with name_absent_ranks(run):
+            self.init_dist_connection(run)
+        return World(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, place.node_rank)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        model = model.to(run.device)
+        # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
+        trains = run.command == "fit" and any(parameter.requires_grad for parameter in model.parameters())
+        return self.configure_ddp(run, model) if trains else model
+
+    @hookimpl
+    def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
+        # Gradients stay on this rank until the window's last micro-batch: one reduction a step.
+        if last or not isinstance(run.model, DistributedDataParallel):
+            return _NOTHING
+        context: AbstractContextManager[Any] = run.model.no_sync()  # type: ignore[no-untyped-call]
+        return context
+
+    @hookimpl
+    def reduce_gradients(self) -> None:
+        """DDP reduced during backward."""
+
+
+def _default_backend(accelerator: str) -> str:
+    return "nccl" if accelerator == "cuda" else "gloo"
+
+
+def _reduce_bucket(run: Run, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = run.hooks.reduce_bucket(run=run, bucket=bucket)
+    return future
