@@ -15,6 +15,8 @@ from geartrain.process.launch import launch
 from geartrain.sharding import shard
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from geartrain.run import Run
 
 __all__ = ["broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
@@ -119,7 +121,7 @@ def name_absent_ranks(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _came(store: dist.Store, rank: int) -> bool:
+def _came(store: Store, rank: int) -> bool:
     try:
         return bool(store.check([f"here/{rank}"]))
     except (dist.DistError, RuntimeError):

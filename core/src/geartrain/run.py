@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
     from torch.optim import Optimizer
 
     from geartrain.hooks import Hooks

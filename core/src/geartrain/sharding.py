@@ -28,7 +28,7 @@ class ShardSampler(Sampler[int]):
         seed: for a sampler with a generator; the same on every rank.
     """
 
-    def __init__(self, sampler: Sampler[Any], rank: int, size: int, even: bool, seed: int) -> None:
+    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
         self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = sampler, rank, size, even, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -48,7 +48,7 @@ class ShardSampler(Sampler[int]):
     @property
     def empty(self) -> bool:
         """Whether this rank has no sample of its own."""
-        return self.rank >= len(self.sampler)  # type: ignore[arg-type]
+        return self.rank >= len(self.sampler)
 
     def _all(self) -> list[int]:
         if not hasattr(self.sampler, "generator"):
@@ -61,7 +61,7 @@ class ShardSampler(Sampler[int]):
             self.sampler.generator = before
 
     def __len__(self) -> int:
-        total = len(self.sampler)  # type: ignore[arg-type]
+        total = len(self.sampler)
         return math.ceil(total / self.size) if self.even else len(range(self.rank, total, self.size)) or min(total, 1)
 
 
@@ -133,7 +133,7 @@ def is_spare(loader: Any) -> bool:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader's samplers which epoch begins."""
     for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 

@@ -145,7 +145,7 @@ def _agree_on_rounds(run: Run, stage: str) -> None:
     table = run.hooks.log_sync(run=run, values=torch.tensor([-1 if n is None else n for n in mine], dtype=torch.float64))
     if stage == "train" and bool((table != table[0]).any()):
         raise TrainingError(
-            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 0]]} batches on ranks 0 to {run.world.size - 1}. "
+            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 0]]} batches, rank by rank. "
             "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
         )
     run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table.T]

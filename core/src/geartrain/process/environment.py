@@ -135,22 +135,28 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
 
 def _open_mpi(environ: Mapping[str, str]) -> Place | None:
     found = _numbers(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return Place("Open MPI", *found, node_rank=found[0] // found[3]) if found and found[1] > 1 else None
+    return _mpi("Open MPI", found)
+
+
+def _mpi(launcher: str, found: list[int] | None, master_addr: str | None = None) -> Place | None:
+    """MPI says rank, size, local rank and local size; nodes are counted as if they held equally many."""
+    if found is None or found[1] < 2:
+        return None
+    rank, size, local_rank, local_size = found
+    return Place(launcher, rank, size, local_rank, local_size, rank // local_size, master_addr)
 
 
 def _mpich(environ: Mapping[str, str]) -> Place | None:
     found = _numbers(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return Place("MPICH", *found, node_rank=found[0] // found[3]) if found and found[1] > 1 else None
+    return _mpi("MPICH", found)
 
 
 def _lsf(environ: Mapping[str, str]) -> Place | None:
     """A task of LSF's jsrun; rank 0's host is the first compute node in LSF's rank file, whose first line is the launch node."""
     found = _numbers(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
-    if not found or found[1] < 2:
-        return None
     path = Path(environ.get("LSB_DJOB_RANKFILE", ""))
     hosts = list(dict.fromkeys(path.read_text().split())) if path.is_file() else []
-    return Place("LSF", *found, node_rank=found[0] // found[3], master_addr=hosts[1] if len(hosts) > 1 else None)
+    return _mpi("LSF", found, hosts[1] if len(hosts) > 1 else None)
 
 
 def _by_hand(environ: Mapping[str, str]) -> Place | None:
@@ -174,7 +180,8 @@ def _with_address(place: Place, environ: Mapping[str, str]) -> Place:
     if address is None:
         if place.nodes > 1:
             raise UsageError(
-                f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and none knows where rank 0 is. Fix: set MASTER_ADDR"
+                f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and none knows where rank 0 is. "
+                "Fix: set MASTER_ADDR"
             )
         address = "127.0.0.1"
     port = _numbers(environ, "MASTER_PORT")

@@ -61,7 +61,8 @@ def check(run: Run, place: Place) -> None:
     who = "the first fit of this program" if place.launcher == "geartrain" else place.launcher
     raise UsageError(
         f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but {who} started {place.size} "
-        f"({place.local_size} on each of {place.nodes} nodes). Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
+        f"({place.local_size} on each of {place.nodes} nodes). "
+        f"Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
     )
 
 

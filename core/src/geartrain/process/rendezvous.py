@@ -11,7 +11,8 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from geartrain.errors import TrainingError
 from geartrain.process.environment import Place

@@ -76,7 +76,7 @@ class DDPStrategy:
         device_ids = None if run.device.type == "cpu" else [run.device]
         ddp = DistributedDataParallel(model, device_ids=device_ids, **self.ddp_options)
         if run.hooks.implementers("reduce_bucket"):
-            ddp.register_comm_hook(run, _reduce_bucket)  # type: ignore[no-untyped-call]
+            ddp.register_comm_hook(run, _reduce_bucket)
         return ddp
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class DDPStrategy:
         # Gradients stay on this rank until the window's last micro-batch: one reduction a step.
         if last or not isinstance(run.model, DistributedDataParallel):
             return _NOTHING
-        context: AbstractContextManager[Any] = run.model.no_sync()  # type: ignore[no-untyped-call]
+        context: AbstractContextManager[Any] = run.model.no_sync()
         return context
 
     @hookimpl
