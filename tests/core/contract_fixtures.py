@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -14,6 +14,10 @@ from geartrain.hooks import Hooks
 from geartrain.parts import Choice, Part
 
 GROUPS = ("accelerators", "strategies", "plugins")
+
+
+#: All that core's collectives ask of a run: that it is the only one.
+ALONE = SimpleNamespace(world=SimpleNamespace(size=1))
 
 
 def part(plugin, kind="plugin", name=None, distribution=None):
@@ -50,7 +54,7 @@ def owns(result, hook="all_gather"):
 
 
 def gather(hooks):
-    return hooks.all_gather(run=None, tensor=[1])
+    return hooks.all_gather(run=ALONE, tensor=[1])
 
 
 class Doubles:

@@ -7,7 +7,7 @@ import pytest
 from geartrain import UsageError, hookimpl, hookspec
 from geartrain.hooks import Hooks, fire
 
-from .contract_fixtures import Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
+from .contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
 
 # --- owners --------------------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ def test_last_plugin_wraps_outermost():
         return part(type(name, (), {"barrier": barrier})())
 
     hooks = hooks_of(wraps("inner"), wraps("outer"))
-    hooks.barrier(run=None)
+    hooks.barrier(run=ALONE)
     assert order == ["outer", "inner"]
     assert [c.name for c in hooks.wrappers("barrier")] == order
     assert [c.name for c in hooks.implementers("barrier")] == [*order, "defaults"]
@@ -131,7 +131,7 @@ def test_last_plugin_wraps_outermost():
 
 def test_strategy_may_wrap_without_owning():
     hooks = hooks_of(strategy(Doubles()))
-    assert hooks.all_gather(run=None, tensor=FakeTensor()) == "gathered" * 2
+    assert hooks.all_gather(run=ALONE, tensor=FakeTensor()) == "gathered" * 2
     assert hooks.owner("all_gather").kind == "default"
 
 

@@ -7,7 +7,7 @@ from geartrain import UsageError, hookimpl, hookspec
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks import Hooks, fire
 
-from .contract_fixtures import Doubles, gather, hooks_of, owns, part, specs, strategy
+from .contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, specs, strategy
 
 # --- freezing ------------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def test_monitor_set_before_the_freeze_hears_every_call_after_it():
     seen, _ = watch(hooks)
     hooks.freeze()
     assert all(isinstance(getattr(hooks, name), HookCaller) for name in hooks.names)
-    hooks.barrier(run=None)
+    hooks.barrier(run=ALONE)
     hooks.reduce_gradients(run=None)
     fire(hooks.on_step_end, run=None)
     assert seen == ["barrier", "reduce_gradients", "on_step_end"]

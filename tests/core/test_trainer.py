@@ -553,7 +553,7 @@ def test_several_processes_need_a_strategy_that_starts_them():
         def plan_processes(self):
             return gt.Layout(2, 1)
 
-    with pytest.raises(UsageError, match="Forgets plans 2 processes but starts none"):
+    with pytest.raises(UsageError, match="Forgets plans 2 processes but has no setup_process_group"):
         trainer(strategy=Forgets(), devices=2).fit(Net(), loader())
 
 

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_digits_reach_their_accuracy(tmp_path):
+@pytest.mark.parametrize("strategy", [["--strategy", "single"], ["--strategy", "ddp", "--devices", "2"]], ids=["single", "ddp"])
+def test_digits_reach_their_accuracy(tmp_path, strategy):
     out = tmp_path / "run"
-    command = [sys.executable, "examples/digits.py", "--max-epochs", "20", "--seed", "1", "--output", str(out)]
+    command = [sys.executable, "examples/digits.py", "--max-epochs", "20", "--seed", "1", "--output", str(out), *strategy]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr
     assert "val_acc" in result.stdout  # the closing table

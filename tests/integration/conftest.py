@@ -44,16 +44,25 @@ def wheels(tmp_path_factory):
     """A wheel of core and of each of tests/packages/*, built by the ``hatchling`` that is installed here."""
     folder = tmp_path_factory.mktemp("wheels")
     sources = [ROOT / "core", *sorted(path.parent for path in (ROOT / "tests" / "packages").glob("*/pyproject.toml"))]
+    return build(folder, sources)
+
+
+@pytest.fixture(scope="session")
+def site(wheels, tmp_path_factory):
+    """A fresh environment with all of the wheels."""
+    return environment(tmp_path_factory.mktemp("site"), wheels)
+
+
+def build(folder, sources):
+    """A wheel of each source tree, in ``folder``."""
     _pip("wheel", "--no-build-isolation", "--wheel-dir", folder, *sources)
     built = sorted(folder.glob("*.whl"))
     assert len(built) == len(sources)
     return built
 
 
-@pytest.fixture(scope="session")
-def site(wheels, tmp_path_factory):
-    """A fresh environment with all of the wheels."""
-    folder = tmp_path_factory.mktemp("site")
+def environment(folder, wheels):
+    """A fresh environment in ``folder`` with these wheels."""
     _call(sys.executable, "-m", "venv", "--without-pip", folder)
     site = Site(folder)
     # What the wheels need (torch above all) is taken from the environment that runs the tests: to install it again would take

@@ -67,7 +67,8 @@ def launch(run: Run, worker: Callable[[int], Any]) -> Any:
     Fired: once a run, in the starting process.
     Arguments: ``worker`` sets up, runs the stage and tears down.
     Returns: what ``worker`` returned in rank 0.
-    Default: ``worker(0)`` in this process; refuses a plan of several processes.
+    Default: ``worker(0)`` in this process for a plan of one; otherwise ``geartrain.parallel.launch``, which joins a launcher or
+        starts the others by running the same command again.
     """
 
 
@@ -92,7 +93,8 @@ def setup_process_group(run: Run) -> World:
     Fired: in each process, after ``setup_device``.
     Returns: ``World(rank, size, local_rank, local_size, node_rank)``; ``size`` must be the plan's number of processes, or the
         run ends: a strategy that silently trains alone is an error.
-    Default: a world of one.
+    Default: a world of one. ``run.place`` says which rank this is, ``run.store`` is a fresh store, and ``MASTER_ADDR`` and
+        ``MASTER_PORT`` name it, so ``torch.distributed.init_process_group("gloo")`` meets there.
     """
 
 
@@ -103,7 +105,7 @@ def shard_dataloader(run: Run, loader: Iterable[Any], stage: str) -> Iterable[An
     Fired: once for each loader, before the model is wrapped.
     Arguments: ``loader`` as the user made it; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     Returns: the loader to iterate in this process.
-    Default: the loader itself.
+    Default: the loader itself for one rank, ``geartrain.parallel.shard`` for several.
     """
 
 
@@ -114,7 +116,7 @@ def wrap_model(run: Run, model: nn.Module) -> nn.Module:
     Fired: once in each process, after ``setup_process_group`` and before ``configure_optimizers``.
     Arguments: ``model`` is ``Step(module)``; ``model("training_step", batch, batch_idx)`` calls that method of the module.
     Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
-    Default: ``model.to(run.device)``.
+    Default: ``model.to(run.device)``, with rank 0's weights on every rank.
     """
 
 
@@ -241,7 +243,7 @@ def log_sync(run: Run, values: torch.Tensor) -> torch.Tensor:
     Fired: when metrics are flushed.
     Arguments: ``values``, float64 ``[n]`` on the CPU, with the same ``n`` on every rank.
     Returns: float64 ``[world_size, n]`` on the CPU.
-    Default: ``values[None]``.
+    Default: ``values[None]`` for one rank, torch.distributed for several.
     """
 
 
@@ -252,7 +254,7 @@ def all_gather(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tens
     Fired: by ``self.all_gather`` in the module.
     Arguments: ``tensor``, of any shape; only the first dimension may differ between ranks.
     Returns: ``[world_size, *tensor.shape]``, or a list with one tensor a rank where the first dimensions differ.
-    Default: ``tensor[None]``.
+    Default: ``tensor[None]`` for one rank, torch.distributed for several.
     """
 
 
@@ -263,7 +265,7 @@ def broadcast(run: Run, obj: Any, src: int) -> Any:
     Fired: on demand.
     Arguments: ``obj``, anything that pickles; ``src``, a global rank.
     Returns: rank ``src``'s object.
-    Default: ``obj``.
+    Default: ``obj`` for one rank, torch.distributed for several.
     """
 
 
@@ -272,7 +274,7 @@ def barrier(run: Run) -> None:
     """Wait until every rank is here.
 
     Fired: on demand.
-    Default: nothing.
+    Default: nothing for one rank, torch.distributed for several.
     """
 
 
@@ -391,8 +393,8 @@ def on_run_end(run: Run) -> None:
 def teardown_process_group(run: Run) -> None:
     """Leave the other processes.
 
-    Fired: last but one in each process, whatever happened before.
-    Default: nothing.
+    Fired: last but one in each process, whatever happened before, also when ``setup_process_group`` raised halfway.
+    Default: destroys torch.distributed's default process group, if there is one.
     """
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from geartrain.run import Run
 
-__all__ = ["broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
+__all__ = ["broadcast_tensors", "broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
 
 
 def group(run: Run) -> None:
@@ -54,11 +55,17 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0: ranks that start apart stay apart, with no error."""
+    broadcast_tensors(run, (value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)))
+
+
+def broadcast_tensors(run: Run, tensors: Iterable[torch.Tensor]) -> None:
+    """Give every rank rank 0's values, in place."""
     group(run)
-    with torch.no_grad():
-        for tensor in model.state_dict(keep_vars=True).values():
-            if isinstance(tensor, torch.Tensor):
-                dist.broadcast(tensor.detach(), src=0)
+    for tensor in tensors:
+        same = tensor.detach().contiguous()
+        dist.broadcast(same, src=0)
+        if same.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(same)
 
 
 def wait_for_all(run: Run) -> None:
@@ -74,16 +81,19 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
         ``[world_size, *shape]``, or a list with one tensor a rank where first dimensions differ.
 
     Raises:
-        TrainingError: other dimensions differ; unequal collectives would end the process where Python cannot catch it.
+        TrainingError: other dimensions or types differ; unequal collectives would end the process where Python cannot catch it.
     """
     group(run)
     tensor = tensor.detach().to(run.device).contiguous()
-    # Sizes first: gloo ends the process by terminate() on unequal ones.
-    shape = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (8 - tensor.ndim)], device=run.device)
+    # Sizes first: gloo ends the process by terminate() on unequal ones. The header has 64 numbers, as many as torch has dimensions.
+    kind = zlib.crc32(str(tensor.dtype).encode())
+    shape = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device)
     shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
     dist.all_gather(shapes, shape)
     sizes = [s.tolist() for s in shapes]
     for rank, size in enumerate(sizes):
+        if size[-1] != sizes[0][-1]:
+            raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}.")
         if size[0] != sizes[0][0] or size[2:] != sizes[0][2:]:
             theirs, first = size[1 : 1 + size[0]], sizes[0][1 : 1 + sizes[0][0]]
             raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")

@@ -119,6 +119,20 @@ def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ..
     )
 
 
+def check_joins(plan: Plan, hooks: Hooks) -> None:
+    """Refuse a strategy of several processes that never joins them: each would train alone.
+
+    Raises:
+        UsageError: nobody but core's default owns ``setup_process_group``.
+    """
+    owner = hooks.owner("setup_process_group")
+    if (plan.processes or 1) > 1 and (owner is None or owner.kind == "default"):
+        raise UsageError(
+            f"{plan.strategy.label} plans {plan.processes} processes but has no setup_process_group: each would train alone. "
+            "Fix: join them there, or plan_processes with Layout(1, devices_per_process), or devices=1"
+        )
+
+
 def _owner(hooks: Hooks, hook: str) -> str:
     choice = hooks.owner(hook)
     return choice.label if choice else "geartrain"

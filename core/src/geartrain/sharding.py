@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import math
 import random
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
-
-from geartrain.errors import UsageError
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -38,59 +39,94 @@ class ShardSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        indices = self._all()
-        if self.even and indices:
-            target = math.ceil(len(indices) / self.size) * self.size
-            indices = (indices * math.ceil(target / len(indices)))[:target]
-        # A rank without any gets one that is not its own: it repeats a batch where others still evaluate.
-        return iter(indices[self.rank :: self.size] or indices[:1])
+        return _part(self._all(), self.rank, self.size, self.even)
 
     @property
     def empty(self) -> bool:
         """Whether this rank has no sample of its own."""
-        return self.rank >= len(self.sampler)
+        return _is_empty(self.sampler, self.rank)
 
-    def _all(self) -> list[int]:
-        if not hasattr(self.sampler, "generator"):
-            return list(self.sampler)
-        before = self.sampler.generator
-        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        try:
-            return list(self.sampler)
-        finally:
-            self.sampler.generator = before
+    def _all(self) -> Iterable[int]:
+        if not hasattr(self.sampler, "__len__"):
+            return self.sampler  # type: ignore[no-any-return]
+        before = getattr(self.sampler, "generator", ...)
+        own = before is None or isinstance(before, torch.Generator)
+        with _drawing_from(self.seed + self.epoch):
+            try:
+                if own:
+                    self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+                return list(self.sampler)
+            finally:
+                if own:
+                    self.sampler.generator = before
 
     def __len__(self) -> int:
-        total = len(self.sampler)
-        return math.ceil(total / self.size) if self.even else len(range(self.rank, total, self.size)) or min(total, 1)
+        return _length(len(self.sampler), self.rank, self.size, self.even)
 
 
 class ShardBatchSampler(Sampler[list[int]]):
     """This rank's batches of a batch sampler of the user's own: every ``size``-th; in training each rank gets equally many."""
 
-    def __init__(self, sampler: Any, rank: int, size: int, even: bool) -> None:
-        self.sampler, self.rank, self.size, self.even = sampler, rank, size, even
+    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
+        self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = sampler, rank, size, even, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the user's sampler, which must give every rank the same order."""
+        self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = list(self.sampler)
-        if self.even and batches:
-            target = math.ceil(len(batches) / self.size) * self.size
-            batches = (batches * math.ceil(target / len(batches)))[:target]
-        return iter(batches[self.rank :: self.size] or batches[:1])
+        if not hasattr(self.sampler, "__len__"):
+            return _part(self.sampler, self.rank, self.size, self.even)
+        with _drawing_from(self.seed + self.epoch):
+            batches = list(self.sampler)
+        return _part(batches, self.rank, self.size, self.even)
 
     @property
     def empty(self) -> bool:
         """Whether this rank has no batch of its own."""
-        return self.rank >= len(self.sampler)
+        return _is_empty(self.sampler, self.rank)
 
     def __len__(self) -> int:
-        total = len(self.sampler)
-        return math.ceil(total / self.size) if self.even else len(range(self.rank, total, self.size)) or min(total, 1)
+        return _length(len(self.sampler), self.rank, self.size, self.even)
+
+
+def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:
+    """Every ``size``-th item, from ``rank``."""
+    if not isinstance(items, list):  # no length, perhaps no end: what is left after the last full round is dropped in training
+        return (turn[rank] for turn in zip(*[iter(items)] * size, strict=False)) if even else islice(items, rank, None, size)
+    if even and items:
+        target = math.ceil(len(items) / size) * size
+        items = (items * math.ceil(target / len(items)))[:target]
+    # A rank without any gets one that is not its own: it repeats a batch where others still evaluate.
+    return iter(items[rank::size] or items[:1])
+
+
+def _length(total: int, rank: int, size: int, even: bool) -> int:
+    return math.ceil(total / size) if even else len(range(rank, total, size)) or min(total, 1)
+
+
+def _is_empty(sampler: Any, rank: int) -> bool:
+    return hasattr(sampler, "__len__") and rank >= len(sampler)
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Let a sampler that draws from the global generators draw the same on every rank, and put them back as they were."""
+    numpy = sys.modules.get("numpy.random")
+    python, arrays = random.getstate(), None if numpy is None else numpy.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds devices too
+        random.seed(seed)
+        if numpy is not None:
+            numpy.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.set_state(arrays)
 
 
 def agree_on_seed(run: Run) -> int:
@@ -115,47 +151,40 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
             f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by self.trainer.global_rank", stacklevel=2
         )
         return loader
-    if isinstance(loader.sampler, DistributedSampler):
+    batches = loader.batch_sampler
+    if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
         return loader
     even, seed = stage == "train", agree_on_seed(run)
-    if loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler:
-        sampler = ShardSampler(loader.sampler, rank, size, even, seed)
-        return _remade(loader, sampler=sampler, shuffle=None)
-    return _remade(loader, batch_sampler=ShardBatchSampler(loader.batch_sampler, rank, size, even))
+    if batches is None:
+        return _with(loader, ShardSampler(loader.sampler, rank, size, even, seed), None)
+    if type(batches) is BatchSampler:
+        sampler = ShardSampler(batches.sampler, rank, size, even, seed)
+        return _with(loader, sampler, BatchSampler(sampler, batches.batch_size, batches.drop_last))
+    return _with(loader, loader.sampler, ShardBatchSampler(batches, rank, size, even, seed))
 
 
 def is_spare(loader: Any) -> bool:
     """Whether a rank has no sample of its own in an evaluation loader, which then holds one of another rank's."""
-    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    return any(isinstance(s, ShardSampler | ShardBatchSampler) and not s.even and s.empty for s in samplers)
+    return any(isinstance(s, ShardSampler | ShardBatchSampler) and not s.even and s.empty for s in _samplers(loader))
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader's samplers which epoch begins."""
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if sampler is not None and hasattr(sampler, "set_epoch"):
+    for sampler in _samplers(loader):
+        if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
-def _remade(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """The same loader with another sampler.
+def _samplers(loader: Any) -> list[Any]:
+    """A loader's sampler, its batch sampler and the sampler in that, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
-    Raises:
-        UsageError: a subclass whose ``__init__`` does not take what DataLoader's does.
-    """
-    kept = {
-        name: getattr(loader, name)
-        for name in inspect.signature(DataLoader.__init__).parameters
-        if hasattr(loader, name) and name not in ("self", "sampler", "batch_sampler", "shuffle", "batch_size", "drop_last")
-    }
-    if "batch_sampler" not in changed:
-        kept |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if not loader.num_workers:
-        kept.pop("prefetch_factor", None)
-    try:
-        return type(loader)(**kept, **{name: value for name, value in changed.items() if value is not None})
-    except TypeError as error:
-        raise UsageError(
-            f"{type(loader).__name__} cannot be made again with a shard's sampler: {error}. "
-            "Fix: give it a DistributedSampler and pass use_distributed_sampler=False"
-        ) from error
+
+def _with(loader: DataLoader[Any], sampler: Any, batch_sampler: Any) -> DataLoader[Any]:
+    """The same loader with other samplers: a copy, so that a subclass keeps whatever it has, and need not be made again."""
+    same = copy.copy(loader)
+    # Past DataLoader.__setattr__, which refuses both: a loader whose workers run already would not hear of it. These are new.
+    same.__dict__ |= {"sampler": sampler, "batch_sampler": batch_sampler, "_iterator": None}
+    return same

@@ -19,7 +19,16 @@ from geartrain.hooks import Hooks
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
 from geartrain.parts import Choice, Part
-from geartrain.plan import Plan, choose_accelerator, choose_devices, choose_precision, choose_strategy, make_plan, with_batch_size
+from geartrain.plan import (
+    Plan,
+    check_joins,
+    choose_accelerator,
+    choose_devices,
+    choose_precision,
+    choose_strategy,
+    make_plan,
+    with_batch_size,
+)
 from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry, file_plugin, is_file, make
 from geartrain.run import Run
@@ -220,6 +229,7 @@ class Trainer:
         """
         check_module(model, command)
         self.plan = with_batch_size(self.plan, batch_size)
+        check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan)
         return self.plan
 

@@ -24,7 +24,8 @@ def report(error: BaseException) -> None:
     # The format of torch.distributed.elastic.multiprocessing.errors, which torchrun reads too.
     told = {
         "message": f"{type(error).__name__}: {error}\n{text}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time() * 1e6) / 1e6)},
+        # torchrun's agent ends with an error of its own where the timestamp is not whole seconds; ``when`` is ours.
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time())), "when": time.time()},
     }
     try:
         with open(path, "w", encoding="utf-8") as file:

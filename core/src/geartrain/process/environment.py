@@ -13,6 +13,8 @@ from geartrain.errors import UsageError
 
 #: Set by geartrain in the processes that it starts, to the process's own id: a program that a rank runs inherits it and is no rank.
 STARTED_BY = "GEARTRAIN_STARTED_BY"
+#: What launchers call a job, the same in all of its processes.
+_JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Place:
 
     @property
     def nodes(self) -> int:
-        return max(1, self.size // self.local_size)
+        return max(1, self.size // max(1, self.local_size))
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Place | None:
@@ -111,7 +113,7 @@ def _standard(environ: Mapping[str, str], launcher: str) -> Place | None:
     if found is None:
         return None
     rank, size, local_rank, local_size = found
-    nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // local_size]
+    nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // max(1, local_size)]
     return Place(launcher, rank, size, local_rank, local_size, nodes[0])
 
 
@@ -129,8 +131,8 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
 def _first_host(environ: Mapping[str, str]) -> str | None:
     """The first name in SLURM's compressed list: ``gpu[07-09,12],login`` -> ``gpu07``."""
     text = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    match = re.match(r"([^,\[]+)(?:\[(\w+))?", text)
-    return (match[1] + (match[2] or "")) if match else None
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", text)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else None
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place | None:
@@ -143,7 +145,7 @@ def _mpi(launcher: str, found: list[int] | None, master_addr: str | None = None)
     if found is None or found[1] < 2:
         return None
     rank, size, local_rank, local_size = found
-    return Place(launcher, rank, size, local_rank, local_size, rank // local_size, master_addr)
+    return Place(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), master_addr)
 
 
 def _mpich(environ: Mapping[str, str]) -> Place | None:
@@ -168,6 +170,8 @@ def _by_hand(environ: Mapping[str, str]) -> Place | None:
     node = (_numbers(environ, "NODE_RANK") or [0])[0]
     rank = _numbers(environ, "RANK")
     local_size = _numbers(environ, "LOCAL_WORLD_SIZE")
+    if local_size is None and node and not rank:
+        raise UsageError(f"NODE_RANK={node}: how many processes a node holds is not known. Fix: set RANK or LOCAL_WORLD_SIZE too")
     if local_size is None:
         # Without it, nodes must hold equal numbers of processes: the rank tells how many, or all are on one node.
         local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
@@ -186,8 +190,9 @@ def _with_address(place: Place, environ: Mapping[str, str]) -> Place:
         address = "127.0.0.1"
     port = _numbers(environ, "MASTER_PORT")
     # Every rank derives the same port from the job's identity; MASTER_PORT is the way out where it is taken.
-    job = next(
-        (environ[name] for name in ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID") if name in environ),
-        str(os.getppid()),
+    job = next((environ[name] for name in _JOBS if name in environ), None)
+    if port is None and job is None and place.nodes > 1:
+        raise UsageError(f"{place.launcher} names no job from which {place.nodes} nodes could derive a port. Fix: set MASTER_PORT")
+    return replace(
+        place, master_addr=address, master_port=port[0] if port else 20000 + zlib.crc32((job or str(os.getppid())).encode()) % 20000
     )
-    return replace(place, master_addr=address, master_port=port[0] if port else 20000 + zlib.crc32(job.encode()) % 20000)

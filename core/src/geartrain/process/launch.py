@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from geartrain.errors import UsageError
-from geartrain.process import environment, rendezvous
+from geartrain.process import environment, rendezvous, report
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.workers import Workers, at_exit, hear_signals
 
@@ -38,14 +41,37 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     check(run, place)
     run.place = place
     _runs += 1
-    name = rendezvous.interface(place)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    run.store = rendezvous.run_store(place, _runs, timeout)
+    work = partial(_work, run, place, _runs, worker, timeout)
     if not _workers:
         with hear_signals():
-            return worker(place.local_rank)
-    return _workers[0].supervise(lambda: worker(place.local_rank))
+            return work()
+    return _workers[0].supervise(work)
+
+
+def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], timeout: timedelta) -> Any:
+    """Meet the other ranks and do this one's work."""
+    try:
+        name = rendezvous.interface(place)
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        run.store = rendezvous.run_store(place, number, timeout)
+        return worker(place.local_rank)
+    except BaseException as error:
+        report(error)
+        _forget(error)
+        raise
+    finally:
+        # Gloo closes its connections, which unblocks a failed rank's peers, and joins its threads, one of which may abort an
+        # interpreter that is ending, only when nothing refers to the process group: shutdown() and abort() do neither.
+        run.model, run.calls = run.bare, {}
+        gc.collect()
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what the frames of an error's traceback refer to; the traceback itself stays."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def check(run: Run, place: Place) -> None:

@@ -36,7 +36,8 @@ def why_not() -> str | None:
         return "under pytest it would run the tests again"
     if _debugged():
         return "under a debugger each rank would wait for it"
-    if getattr(main, "__file__", None) is None and "-c" not in sys.orig_argv:
+    file = getattr(main, "__file__", None)
+    if (file is None and sys.argv[:1] != ["-c"]) or str(file).startswith(("<stdin>", "/dev/", "/proc/")):
         return "a program read from standard input has none"
     if threading.current_thread() is not threading.main_thread():
         # PR_SET_PDEATHSIG fires when the thread that started a process ends, and Python handles signals in the main thread.

@@ -10,6 +10,7 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -27,7 +28,7 @@ def bind(address: str, port: int | None) -> socket.socket:
     Raises:
         TrainingError: the port is taken, or the address is not this machine's.
     """
-    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+    family = _resolve(address)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,11 +110,31 @@ def _own_address(place: Place) -> str:
 
 
 def _route(address: str) -> str:
-    """This node's address on the way to another; asks the routing table and sends nothing."""
-    family, _, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    """This node's address on the way to another; asks the routing table and sends nothing.
+
+    Raises:
+        TrainingError: no way leads there.
+    """
+    family, there = _resolve(address)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(there)
+        try:
+            probe.connect(there)
+        except OSError as error:
+            raise _unreachable(address, error) from error
         return str(probe.getsockname()[0])
+
+
+def _resolve(address: str) -> tuple[int, Any]:
+    """Family and socket address of a host's name or number."""
+    try:
+        family, _, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise _unreachable(address, error) from error
+    return family, there
+
+
+def _unreachable(address: str, error: OSError) -> TrainingError:
+    return TrainingError(f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. Fix: its name or number as seen from here")
 
 
 def interface(place: Place) -> str | None:

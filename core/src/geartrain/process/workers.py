@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import select
 import shutil
@@ -131,6 +132,8 @@ class Workers:
             TrainingError: another rank failed first; it names the rank and shows its error and log.
             BaseException: this rank's own error.
         """
+        if self._reported:
+            raise TrainingError("the other ranks of this program were ended after a run that failed. Fix: start the program again")
         wake_read, wake_write = os.pipe()
         stop_read, stop_write = os.pipe()
         os.set_blocking(wake_write, False)
@@ -186,7 +189,7 @@ class Workers:
     def _failure(self, i: int, code: int) -> Failure:
         try:
             told = json.loads(Path(self._context.error_files[i]).read_text())["message"]
-            when, message = float(told["extraInfo"]["timestamp"]), str(told["message"])
+            when, message = float(told["extraInfo"].get("when", told["extraInfo"]["timestamp"])), str(told["message"])
         except (OSError, ValueError, KeyError, TypeError):
             when, message = time.time(), f"exit code {code}"
         return Failure(self.ranks[i], when, -code if code < 0 else None, message)
@@ -217,9 +220,9 @@ class Workers:
 
     def _explain(self, error: BaseException, failed_at: float) -> None:
         """This rank failed. If another did first, raise that instead: ours is only the connection it closed."""
-        # A worker that failed has closed its connections before it has exited, and one that waited too long fails when we do.
-        deadline = time.monotonic() + 2.0
-        while not self.failures and self._alive() and not isinstance(error, KeyboardInterrupt) and time.monotonic() < deadline:
+        # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
+        deadline = time.monotonic() + 3.0
+        while self._alive() and not isinstance(error, KeyboardInterrupt) and time.monotonic() < deadline:
             self._collect()
             select.select([], [], [], 0.02)
         silent = [rank for rank in self._alive() if not self._told(rank)]
@@ -229,6 +232,9 @@ class Workers:
         if first is not None:
             self.show_logs([first.rank])
             raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
+        left = [rank for i, rank in enumerate(self.ranks) if self._done.get(i) == 0]
+        if left and _is_connection(str(error)):
+            raise TrainingError(f"{_ranks(left)} left the program before this run ended (exit code 0): {error}") from error
         if silent and "timed out" in str(error).lower():
             raise TrainingError(
                 f"{_ranks(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {error}"
@@ -240,7 +246,10 @@ class Workers:
             return None
         signalled = [failure for failure in self.failures if failure.signal is not None]
         first = min(signalled or self.failures, key=lambda failure: failure.when)
-        own = not isinstance(error, KeyboardInterrupt) and not signalled and failed_at < first.when and not _is_connection(error)
+        if signalled or isinstance(error, KeyboardInterrupt):
+            return first
+        mine, theirs = _is_connection(str(error)), _is_connection(first.message.partition("\n")[0])
+        own = failed_at < first.when if mine == theirs else theirs
         return None if own else first
 
     def _alive(self) -> list[int]:
@@ -259,14 +268,19 @@ class Workers:
             if tail:
                 print(f"--- the end of rank {rank}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
 
-    def finish(self) -> None:
+    def finish(self, failed: bool) -> None:
         """Wait for the workers at the end of the program, whose script goes on after ``fit`` as ours does.
+
+        Args:
+            failed: whether this rank's program ended by an error.
 
         Raises:
             TrainingError: one failed.
         """
-        while self._alive():
-            select.select(list(self._handles), [], [], 1.0)
+        # A program that ended by an error, after its run, has nothing for which other ranks could wait.
+        deadline = time.monotonic() + GRACE if failed else math.inf
+        while self._alive() and time.monotonic() < deadline:
+            select.select([handle for handle, i in self._handles.items() if i not in self._done], [], [], 1.0)
             if self._collect() or self._reported:
                 break
         self.end()
@@ -295,6 +309,8 @@ def hear_signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGTERM and os.path.exists(os.environ.get(ERROR_FILE, "")):
+        return  # this rank has failed, told so, and is tearing down
     raise Interrupted(f"ended by {signal.Signals(number).name}")
 
 
@@ -302,10 +318,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _is_connection(error: BaseException) -> bool:
-    """Whether an error is that of a collective whose peer has gone."""
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
+def _is_connection(message: str) -> bool:
+    """Whether an error's message is that of a collective whose peer has gone."""
+    return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
 
 
 def at_exit(workers: Workers) -> None:
@@ -313,7 +328,7 @@ def at_exit(workers: Workers) -> None:
 
     def wait() -> None:
         try:
-            workers.finish()
+            workers.finish(failed=getattr(sys, "last_value", None) is not None)
         except TrainingError as error:
             if str(error):
                 print(f"geartrain: {error}", file=sys.stderr)

@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import launch, name_absent_ranks
+from geartrain.parallel import broadcast_tensors, broadcast_weights, launch, name_absent_ranks
 from geartrain_ddp import hookspecs
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -76,7 +75,8 @@ class DDPStrategy:
         device_ids = None if run.device.type == "cpu" else [run.device]
         ddp = DistributedDataParallel(model, device_ids=device_ids, **self.ddp_options)
         if run.hooks.implementers("reduce_bucket"):
-            ddp.register_comm_hook(run, _reduce_bucket)
+            # A lambda, because DDP compares annotations with types, and those here are strings.
+            ddp.register_comm_hook(run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket))
         return ddp
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,11 @@ class DDPStrategy:
         model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
         trains = run.command == "fit" and any(parameter.requires_grad for parameter in model.parameters())
-        return self.configure_ddp(run, model) if trains else model
+        if trains:
+            return self.configure_ddp(run, model)
+        if run.world.size > 1:
+            broadcast_weights(run, model)  # as DDP does: without a seed every rank has made other weights
+        return model
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
@@ -121,11 +125,20 @@ class DDPStrategy:
     def reduce_gradients(self) -> None:
         """DDP reduced during backward."""
 
+    @hookimpl
+    def on_validation_start(self, run: Run) -> None:
+        _same_buffers(run)
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        _same_buffers(run)
+
+
+def _same_buffers(run: Run) -> None:
+    """Give every rank rank 0's buffers: DDP does so before each forward, after which BatchNorm's differ again."""
+    if isinstance(run.model, DistributedDataParallel) and run.model.broadcast_buffers:
+        broadcast_tensors(run, run.module.buffers())
+
 
 def _default_backend(accelerator: str) -> str:
     return "nccl" if accelerator == "cuda" else "gloo"
-
-
-def _reduce_bucket(run: Run, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = run.hooks.reduce_bucket(run=run, bucket=bucket)
-    return future

@@ -1,0 +1,95 @@
+"""Start to first step of two processes: `geartrain fit --strategy ddp`, against torchrun on a hand-written DDP script.
+
+The same small model and data, whole programs from the shell's point of view until rank 0 has done its first optimizer step; the two
+in turn, medians and the ratio of each pair.
+
+    python benchmarks/startup.py [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BY_HAND = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Linear(64, 10))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))
+sampler = torch.utils.data.DistributedSampler(data)
+for x, y in torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    if dist.get_rank() == 0 and os.environ.get("FIRST"):
+        open(os.environ.pop("FIRST"), "w").write(repr(time.time()))
+dist.destroy_process_group()
+"""
+
+OURS = """
+import os, time, torch, geartrain as gt
+from torch import nn
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class First:
+    @gt.hookimpl
+    def on_step_end(self, run):
+        if run.world.rank == 0 and os.environ.get("FIRST"):
+            open(os.environ.pop("FIRST"), "w").write(repr(time.time()))
+
+data = torch.utils.data.TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))
+trainer = gt.Trainer(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, seed=0, enable_progress_bar=False, plugins=[First()])
+trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=32, shuffle=True))
+"""
+
+
+def seconds(command: list[str], folder: Path) -> float:
+    """From the start of a program to its first step."""
+    first = folder / "first"
+    first.unlink(missing_ok=True)
+    environment = {**os.environ, "FIRST": str(first), "OMP_NUM_THREADS": "1"}
+    start = time.time()
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=120)
+    return float(first.read_text()) - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "by_hand.py").write_text(BY_HAND)
+        (folder / "ours.py").write_text(OURS)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "by_hand.py"]
+        pairs = [(seconds(torchrun, folder), seconds([sys.executable, "ours.py"], folder)) for _ in range(options.rounds + 1)][1:]
+    facts = {
+        "torchrun_s": round(statistics.median(a for a, _ in pairs), 2),
+        "geartrain_s": round(statistics.median(b for _, b in pairs), 2),
+        "ratio": round(statistics.median(b / a for a, b in pairs), 2),
+        "rounds": options.rounds,
+    }
+    print(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Who started this process, and which rank it is: the variables of every launcher."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from geartrain import UsageError
+from geartrain.process.environment import STARTED_BY, Place, detect, master, node_rank
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
+SRUN = {
+    **SBATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-1",
+    "MASTER_ADDR": "a",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+LSF = {
+    "LSB_JOBID": "12",
+    "JSM_NAMESPACE_RANK": "2",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "0",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+BY_HAND = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12910", "WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "2"}
+
+
+def numbers(place: Place) -> tuple[int, ...]:
+    return place.rank, place.size, place.local_rank, place.local_size, place.node_rank
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "expected", "address"),
+    [
+        (TORCHRUN, "torchrun", (5, 8, 1, 4, 1), "node0"),
+        ({**TORCHRUN, STARTED_BY: str(os.getpid())}, "geartrain", (5, 8, 1, 4, 1), "node0"),
+        (SRUN, "SLURM", (6, 8, 2, 4, 1), "gpu07"),
+        (OPEN_MPI, "Open MPI", (3, 4, 1, 2, 1), "a"),
+        (MPICH, "MPICH", (1, 2, 1, 2, 0), "127.0.0.1"),
+        (BY_HAND, "environment", (2, 3, 2, 3, 0), "localhost"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "environment",
+            (3, 4, 1, 2, 1),
+            "a",
+        ),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "environment",
+            (3, 4, 1, 2, 1),
+            "a",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_places(environ, launcher, expected, address):
+    place = detect(environ)
+    assert place.launcher == launcher
+    assert numbers(place) == expected
+    assert place.master_addr == address
+    if "MASTER_PORT" in environ:
+        assert place.master_port == int(environ["MASTER_PORT"])
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        SBATCH,
+        {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "a"},
+        {**TORCHRUN, STARTED_BY: str(os.getpid() + 1)},
+        {**BY_HAND, STARTED_BY: "1"},
+    ],
+    ids=["nothing", "a batch script", "an interactive step", "no local rank", "inside a rank", "inside a rank by hand"],
+)
+def test_no_place(environ):
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12]", "gpu07"),
+        ("gpu[07-09,12],login", "gpu07"),
+        ("login,gpu[1-2]", "login"),
+        ("rack[1-2]n[03-04]", "rack1n03"),
+        ("gpu[1,3]-ib", "gpu1-ib"),
+        ("n1.example.org", "n1.example.org"),
+    ],
+)
+def test_first_host_of_slurms_list(nodes, first):
+    assert detect({**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
+
+
+def test_ranks_of_a_job_agree_on_a_port_without_being_told():
+    first = detect({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert detect(SRUN).master_port == first.master_port
+    assert detect({**SRUN, "SLURM_JOB_ID": "78"}).master_port != first.master_port
+    assert 1024 < first.master_port < 65536
+
+
+def test_lsf_reads_the_rank_file(tmp_path):
+    path = tmp_path / "ranks"
+    path.write_text("launch\nc1\nc1\nc2\nc2\n")
+    place = detect({**LSF, "LSB_DJOB_RANKFILE": str(path)})
+    assert (place.launcher, numbers(place), place.master_addr) == ("LSF", (2, 4, 0, 2, 1), "c1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, ("torchrun", "rank 8 of 8")),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, ("torchrun", "local rank 4 of 4")),
+        ({**BY_HAND, "LOCAL_RANK": "3"}, ("rank 3 of 3",)),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0", "GROUP_RANK": ""}, ("local rank 1 of 0",)),
+        ({**MPICH, "MPI_LOCALNRANKS": "0"}, ("MPICH", "of 0")),
+        ({**LSF, "LSB_DJOB_RANKFILE": ""}, ("LSF", "2 nodes", "MASTER_ADDR")),
+        ({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}, ("Open MPI", "2 nodes", "MASTER_ADDR")),
+        ({**MPICH, "PMI_SIZE": "4", "MASTER_ADDR": "a"}, ("MPICH", "2 nodes", "MASTER_PORT")),
+        ({**BY_HAND, "NODE_RANK": "1", "LOCAL_RANK": "0"}, ("NODE_RANK=1", "RANK", "LOCAL_WORLD_SIZE")),
+    ],
+)
+def test_contradictions_are_refused(environ, words):
+    with pytest.raises(UsageError) as caught:
+        detect(environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environ", "words"),
+    [
+        (2, {"NODE_RANK": "2"}, ("NODE_RANK=2", "num_nodes=2", "0 to 1")),
+        (1, {"NODE_RANK": "1"}, ("NODE_RANK=1", "num_nodes=1")),
+        (2, {}, ("num_nodes=2", "NODE_RANK", "MASTER_ADDR")),
+        (2, {"NODE_RANK": "-1"}, ("NODE_RANK='-1'",)),
+    ],
+)
+def test_node_rank_is_refused_by_name(nodes, environ, words):
+    with pytest.raises(UsageError) as caught:
+        node_rank(nodes, environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_node_rank():
+    assert [node_rank(1, {}), node_rank(2, {"NODE_RANK": "1"}), node_rank(2, {"GROUP_RANK": "1"})] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
+def test_several_nodes_need_an_address(environ):
+    with pytest.raises(UsageError, match=r"MASTER_ADDR.*MASTER_PORT"):
+        master(2, environ)
+
+
+def test_one_node_needs_none():
+    assert master(1, {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}) == ("127.0.0.1", None)
+
+
+DISAGREE = """
+import sys, torch, geartrain as gt
+from geartrain.parallel import launch
+class Strategy:
+    @gt.hookimpl
+    def plan_processes(self, request): return gt.Layout(2, 1)
+    @gt.hookimpl
+    def launch(self, run, worker): return launch(run, worker)
+class Model(gt.Module):
+    def training_step(self, batch, batch_idx): ...
+    def configure_optimizers(self): ...
+try:
+    gt.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=Strategy()).fit(Model(), [torch.ones(1)])
+except gt.UsageError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def test_a_plan_that_disagrees_with_the_launcher_shows_both_numbers():
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))} | BY_HAND
+    done = subprocess.run([sys.executable, "-c", DISAGREE], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    for words in ("4 processes (2 on each of 2 nodes)", "environment started 3", "--devices 3 --num-nodes 1"):
+        assert words in done.stderr

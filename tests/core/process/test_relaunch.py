@@ -1,0 +1,90 @@
+"""Which programs can be run again as another rank, and that it is the same one, from the directory where it started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from geartrain import UsageError
+from geartrain.process import relaunch
+
+#: Prints the command; as another rank, says so.
+ASK = """
+import os, subprocess, sys
+from geartrain.process import relaunch
+if "AGAIN" in os.environ:
+    print("again", sys.argv[1:], flush=True)
+else:
+    os.chdir(os.sep)
+    try:
+        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.directory(), env={**os.environ, "AGAIN": "1"}).returncode)
+    except relaunch.UsageError as error:
+        print("refused:", error, flush=True)
+"""
+THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
+SESSION = "from geartrain.process import relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
+
+
+def python(*arguments, folder, stdin=""):
+    environ = {key: value for key, value in os.environ.items() if key not in ("PYTEST_CURRENT_TEST", "AGAIN")}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, input=stdin, capture_output=True, text=True, timeout=60)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "program.py").write_text(ASK)
+    (tmp_path / "threaded.py").write_text(THREAD)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(ASK)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("program.py", "-x", "one two"),
+        ("./program.py", "-c"),
+        ("-c", ASK, "--", "x"),
+        ("-Bc", ASK),
+        ("-W", "ignore", "-m", "package", "x"),
+        ("package", "x"),
+    ],
+    ids=["script", "its own -c", "-c", "-Bc", "-m", "folder"],
+)
+def test_runs_the_same_command_again_where_the_program_started(folder, arguments):
+    expected = list(arguments[{"-W": 4, "-c": 2, "-Bc": 2}.get(arguments[0], 1) :])
+    assert f"again {expected}" in python(*arguments, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "reason"),
+    [
+        (("-",), ASK, "standard input"),
+        ((), ASK, "standard input"),
+        (("-", "-c"), ASK, "standard input"),
+        (("/dev/stdin",), ASK, "standard input"),
+        (("-i", "program.py"), "", "interactive"),
+        (("-i",), SESSION, "interactive"),
+        (("threaded.py",), "", "thread"),
+    ],
+    ids=["-", "nothing", "- -c", "a device", "-i program", "-i", "thread"],
+)
+def test_refuses_what_cannot_be_run_again(folder, arguments, stdin, reason):
+    said = python(*arguments, folder=folder, stdin=stdin)
+    assert "refused: " in said
+    assert reason in said
+    assert "--strategy ddp_spawn" in said
+    assert "again" not in said.replace("the same command again", "").replace("run again", "")
+
+
+def test_refuses_under_pytest():
+    with pytest.raises(UsageError, match=r"under pytest.*ddp_spawn"):
+        relaunch.command()
+
+
+def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "x")
+    done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert "again []" in done.stdout

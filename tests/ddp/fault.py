@@ -1,0 +1,102 @@
+"""Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``. Markers in the directory ``marks`` say what ran."""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+
+KIND, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+MARKS = Path("marks")
+
+
+def mine() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def mark(what: str) -> None:
+    (MARKS / f"{what}-{mine()}").write_text(str(os.getpid()))
+
+
+def fault(where: str) -> None:
+    if where != WHERE or mine() != RANK:
+        return
+    mark("fault")
+    if KIND == "exception":
+        raise KeyError("my own error")
+    if KIND == "leave":
+        sys.exit(0)
+    if KIND == "none":
+        return
+    os.kill(os.getpid(), getattr(signal, KIND))
+    threading.Event().wait()
+
+
+class Model(gt.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        mark("training")
+        if batch_idx == 5:
+            fault("train")
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            fault("validation")
+        self.log("mean", self.net(batch[0]).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        fault("setup")
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def teardown(self, stage):
+        mark("teardown")
+
+
+class Watch:
+    @gt.hookimpl
+    def on_exception(self, run, error):
+        mark("on_exception")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    MARKS.mkdir(exist_ok=True)
+    workers = int(os.environ.get("LOADER_WORKERS", "0"))
+    data = TensorDataset(torch.randn(64, 4))
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=int(os.environ.get("DEVICES", "2")),
+        num_nodes=int(os.environ.get("NODES", "1")),
+        max_epochs=int(os.environ.get("EPOCHS", "2")),
+        enable_progress_bar=False,
+        plugins=[Watch()],
+        num_sanity_val_steps=0,
+        strategy_options={"timeout": float(os.environ.get("TIMEOUT", "60"))},
+        output=os.environ.get("OUTPUT"),
+        seed=1,
+    )
+    model = Model()
+    trainer.fit(model, DataLoader(data, 4, shuffle=True, num_workers=workers), DataLoader(data, 4, num_workers=workers))
+    (MARKS / f"weights-{mine()}").write_text(repr(model.net.weight.tolist()))
+    fault("after")
+    if WHERE == "between" and mine() != RANK:
+        trainer.validate(Model(), DataLoader(data, 4))
+    fault("between")
+    mark("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Whatever happens to a rank: the run ends, says whose error came first, and leaves no process."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .launched import HERE, Launched, launched, listening, until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+#: Seconds from a fault to the end of the run.
+PROMPT = 15
+STARTED = 60
+
+
+def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
+    return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
+
+
+def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
+    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
+    began = time.monotonic()
+    code = run.wait(seconds)
+    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
+    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
+    return code
+
+
+def marks(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "marks").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *(("exception", where) for where in ("setup", "train", "validation")),
+        *(("SIGKILL", where) for where in ("setup", "train", "validation")),
+        ("SIGTERM", "train"),
+        ("SIGTERM", "setup"),
+        ("SIGSEGV", "train"),
+    ],
+)
+def test_rank_1(tmp_path, kind, where):
+    with start(tmp_path, kind, 1, where) as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        told = "my own error" if kind == "exception" else kind
+        assert "rank 1" in run.err
+        assert told in run.err
+        assert f"--- the end of rank 1's output ---\n{'[rank1]' if kind == 'exception' else ''}" in run.err or kind != "exception"
+    expected = {"teardown-0", "on_exception-0"}
+    if kind in ("exception", "SIGTERM"):
+        expected |= {"teardown-1", "on_exception-1"}
+    assert expected <= marks(tmp_path)
+    assert "done-0" not in marks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("exception", "setup"), ("exception", "train"), ("exception", "validation"), ("SIGTERM", "train"), ("SIGINT", "validation")],
+)
+def test_rank_0(tmp_path, kind, where):
+    with start(tmp_path, kind, 0, where) as run:
+        assert ends_after_fault(run, tmp_path, 0) != 0
+        assert ("KeyError: 'my own error'" if kind == "exception" else kind) in run.err
+        assert "rank 1 failed" not in run.err
+    assert {"teardown-0", "on_exception-0", "teardown-1"} <= marks(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_starter_while_it_waits_for_a_rank(tmp_path, number):
+    # Rank 1 is stopped, so rank 0 is blocked in a collective where no Python handler runs.
+    with start(tmp_path, "SIGSTOP", 1, "train") as run:
+        until((tmp_path / "marks" / "fault-1").exists, STARTED, "rank 1 stopped")
+        run.process.send_signal(number)
+        assert run.wait(PROMPT) != 0
+        assert number.name in run.err
+        until(lambda: not run.processes(), 2, "no process is left")
+    assert "teardown-0" in marks(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
+    with start(tmp_path, "SIGSTOP", 1, "train", TIMEOUT="5") as run:
+        assert ends_after_fault(run, tmp_path, 1, 5 + PROMPT) > 0
+        assert "rank 1 did not come" in run.err
+    assert "teardown-0" in marks(tmp_path)
+
+
+def test_a_rank_that_leaves_early_is_named(tmp_path):
+    with start(tmp_path, "leave", 1, "train") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1" in run.err.splitlines()[-2] + run.err.splitlines()[-1], run.err
+
+
+@pytest.mark.parametrize("kind", ["exception", "SIGKILL"])
+def test_a_worker_failing_after_fit_fails_the_command(tmp_path, kind):
+    with start(tmp_path, kind, 1, "after") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1" in run.err
+        assert ("my own error" if kind == "exception" else "SIGKILL") in run.err
+    assert "done-0" in marks(tmp_path)
+
+
+def test_rank_0_failing_after_fit_does_not_leave_rank_1_waiting_for_it(tmp_path):
+    with start(tmp_path, "exception", 0, "between") as run:
+        assert ends_after_fault(run, tmp_path, 0) > 0
+        assert "my own error" in run.err
+
+
+def test_success_leaves_nothing(tmp_path):
+    with start(tmp_path, "none", 0, "train") as run:
+        run.succeed()
+        until(lambda: not run.processes(), 5, "no process is left")
+        assert {"done-0", "done-1"} <= marks(tmp_path)
+        assert not list(run.temporary.glob("geartrain-*"))
+
+
+def test_logs_in_the_output_folder(tmp_path):
+    with start(tmp_path, "exception", 1, "train", OUTPUT="out") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "out/logs/rank-1.log" in run.err
+    assert "my own error" in (tmp_path / "out" / "logs" / "rank-1.log").read_text()
+
+
+def test_nothing_listens_outside_loopback(tmp_path):
+    with start(tmp_path, "SIGSTOP", 1, "train", LOADER_WORKERS="1") as run:
+        until((tmp_path / "marks" / "fault-1").exists, STARTED, "rank 1 stopped")
+        found = listening(run.processes())
+    assert found
+    assert [address for address in found if address not in ("0100007F", "0" * 24 + "01000000")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GEARTRAIN_TEST_KILLS", "6"))))
+def test_a_killed_starter_takes_everything_with_it(tmp_path, seed):
+    wait = random.Random(seed).uniform(0.0, 2.0)
+    with start(tmp_path, "none", 0, "train", LOADER_WORKERS="1", EPOCHS="100000") as run:
+        # Even seeds: any moment after the worker was started. Odd ones: while it trains.
+        if seed % 2:
+            until((tmp_path / "marks" / "training-1").exists, STARTED, "training")
+        else:
+            until(lambda: len(run.processes()) > 1, STARTED, "a worker")
+        moment = time.monotonic() + wait
+        until(lambda: time.monotonic() > moment or run.process.poll() is not None, 10, "the moment")
+        assert run.process.poll() is None, run.err
+        run.process.kill()
+        run.process.wait(5)
+        until(lambda: not run.processes(), 10, f"no process is left, but {run.processes()}")

@@ -1,0 +1,188 @@
+"""ddp under torchrun, started by hand, and on two hosts, which are network namespaces joined by a cable."""
+
+import os
+import shutil
+import socket
+import subprocess
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from .launched import HERE, launched, until
+
+FAULT = str(HERE / "fault.py")
+NO_FAULT = ("none", "0", "train")
+
+
+def weights(folder: Path) -> torch.Tensor:
+    state = torch.load(folder / "last.ckpt", weights_only=True)["model"]
+    return torch.cat([state[name].flatten() for name in sorted(state)])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def self_started(tmp_path_factory) -> torch.Tensor:
+    """What two ranks come to that ddp started itself."""
+    folder = tmp_path_factory.mktemp("self-started")
+    with launched(FAULT, *NO_FAULT, folder=folder, OUTPUT="out") as run:
+        run.succeed()
+    return weights(folder / "out")
+
+
+@pytest.mark.slow
+def test_joins_torchrun_and_trains_the_same(tmp_path, self_started):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    with launched(*torchrun, FAULT, *NO_FAULT, folder=tmp_path, OUTPUT="out", LOADER_WORKERS="0") as run:
+        until((tmp_path / "marks" / "training-1").exists, 60, "training")
+        assert len(run.processes()) <= 3  # torchrun and its two
+        run.succeed()
+    assert {(tmp_path / "marks" / f"done-{rank}").exists() for rank in range(2)} == {True}
+    assert not (tmp_path / "out" / "logs").exists()
+    assert torch.equal(weights(tmp_path / "out"), self_started)
+
+
+@pytest.mark.slow
+def test_an_error_under_torchrun_is_that_ranks_own(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    with launched(*torchrun, FAULT, "exception", "1", "train", folder=tmp_path) as run:
+        assert run.wait() != 0
+        root_cause = run.err.partition("Root Cause")[2]
+        assert "rank      : 1" in root_cause
+        assert "my own error" in root_cause
+
+
+def test_started_by_hand(tmp_path, self_started):
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0", "OUTPUT": "out"}
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(launched(FAULT, *NO_FAULT, folder=tmp_path, name=f"rank-{i}", LOCAL_RANK=str(i), RANK=str(i), **common))
+            for i in range(2)
+        ]
+        until((tmp_path / "marks" / "training-1").exists, 60, "training")
+        assert all(len(run.processes()) <= 1 for run in runs)
+        for run in runs:
+            run.succeed()
+    assert torch.equal(weights(tmp_path / "out"), self_started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 1])
+def test_by_hand_a_rank_that_never_comes_is_named(tmp_path, absent):
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0", "TIMEOUT": "5"}
+    rank = str(1 - absent)
+    with launched(FAULT, *NO_FAULT, folder=tmp_path, LOCAL_RANK=rank, RANK=rank, **common) as run:
+        assert run.wait(40) != 0
+        assert ("ranks [1] of 2 did not come" if absent else "rank 1 reached no rank 0") in run.err
+
+
+# --- two hosts -----------------------------------------------------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces, 10.99.0.1 and 10.99.0.2, joined by a veth pair."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    unique = uuid.uuid4().hex[:6]
+    names = [f"gear-{unique}-{i}" for i in range(2)]
+    made = []
+    try:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+            made.append(name)
+        ip("link", "add", f"v{unique}0", "netns", names[0], "type", "veth", "peer", "name", f"v{unique}1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", f"v{unique}{i}")
+            ip("-n", name, "link", "set", f"v{unique}{i}", "up")
+        yield names
+    finally:
+        for name in made:  # the cable goes with them
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def on(host: str) -> dict:
+    return {"before": ("ip", "netns", "exec", host)}
+
+
+def node(stack: ExitStack, hosts: list[str], folder: Path, i: int, *fault: str, **environment: str):
+    """Start one node's program in a folder of its own: hosts share no disk."""
+    path = folder / f"node-{i}"
+    path.mkdir()
+    address = {"NODE_RANK": str(i), "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29511", "NODES": "2", "OUTPUT": "out"}
+    return stack.enter_context(launched(FAULT, *(fault or NO_FAULT), folder=path, **on(hosts[i]), **{**address, **environment}))
+
+
+@pytest.mark.slow
+def test_two_hosts_train_together(tmp_path, hosts):
+    with ExitStack() as stack:
+        for run in [node(stack, hosts, tmp_path, i) for i in range(2)]:
+            run.succeed(100)
+    done = {path.name for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("done-*")}
+    assert done == {"done-0", "done-1", "done-2", "done-3"}
+    assert (tmp_path / "node-0" / "out" / "logs" / "rank-1.log").exists()
+    assert (tmp_path / "node-1" / "out" / "logs" / "rank-3.log").exists()
+    # Every rank ends with the weights of rank 0: each writes a sum of them.
+    sums = {path.read_text() for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")}
+    assert len(sums) == 1
+
+
+@pytest.mark.slow
+def test_an_error_on_the_other_host_ends_both(tmp_path, hosts):
+    with ExitStack() as stack:
+        runs = [node(stack, hosts, tmp_path, i, "exception", "3", "validation") for i in range(2)]
+        assert [run.wait(100) != 0 for run in runs] == [True, True]
+        assert "rank 3 failed: KeyError: 'my own error'" in runs[1].err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["10.99.0.77", "nowhere.invalid", "192.0.2.1"])
+def test_a_wrong_master_address_is_named_by_every_node(tmp_path, hosts, address):
+    with ExitStack() as stack:
+        runs = [node(stack, hosts, tmp_path, i, MASTER_ADDR=address, TIMEOUT="5") for i in range(2)]
+        for run in runs:
+            assert run.wait(60) != 0
+            assert address in run.err
+            assert "MASTER_ADDR" in run.err
+            assert "exit code" not in run.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comes", [0, 1])
+def test_a_node_that_never_comes_is_named(tmp_path, hosts, comes):
+    with ExitStack() as stack:
+        run = node(stack, hosts, tmp_path, comes, TIMEOUT="5")
+        assert run.wait(60) != 0
+        assert ("ranks [2, 3] of 4 did not come" if comes == 0 else "no rank 0 at 10.99.0.1:29511") in run.err
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_hosts(tmp_path, hosts):
+    with ExitStack() as stack:
+        runs = []
+        for i in range(2):
+            path = tmp_path / f"node-{i}"
+            path.mkdir()
+            options = f"--nproc-per-node 2 --nnodes 2 --node-rank {i} --master-addr 10.99.0.1 --master-port 29512"
+            arguments = ("-m", "torch.distributed.run", *options.split(), FAULT, *NO_FAULT)
+            runs.append(stack.enter_context(launched(*arguments, folder=path, NODES="2", OUTPUT="out", **on(hosts[i]))))
+        for run in runs:
+            run.succeed(100)
+    sums = [path.read_text() for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")]
+    assert len(sums) == 4
+    assert len(set(sums)) == 1
