@@ -12,7 +12,6 @@ from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.folder import RunFolder
-from geartrain.builtin.progress import ProgressBar
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -371,6 +370,8 @@ def _core_parts(options: Options, output: str | Path | None, first: bool) -> lis
     if options.gradient_clip_val is not None:
         parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:
+        from geartrain.builtin.progress import ProgressBar  # rich costs a tenth of a second, which ranks without a bar need not pay
+
         parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
     return parts
 

@@ -134,7 +134,9 @@ def _resolve(address: str) -> tuple[int, Any]:
 
 
 def _unreachable(address: str, error: OSError) -> TrainingError:
-    return TrainingError(f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. Fix: its name or number as seen from here")
+    return TrainingError(
+        f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. Fix: its name or number as seen from here"
+    )
 
 
 def interface(place: Place) -> str | None:
