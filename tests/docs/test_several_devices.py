@@ -3,8 +3,9 @@
 import inspect
 from pathlib import Path
 
-import geartrain_ddp
 import pytest
+
+import geartrain_ddp
 from geartrain_ddp import hookspecs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "several-devices.md").read_text(encoding="utf-8")

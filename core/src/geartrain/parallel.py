@@ -135,4 +135,4 @@ def _came(store: Store, rank: int) -> bool:
     try:
         return bool(store.check([f"here/{rank}"]))
     except (dist.DistError, RuntimeError):
-        return False
+        return True  # rank 0 has gone, which kept the store: nothing is known of the others

@@ -15,20 +15,37 @@ import time
 import traceback
 
 
+#: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
+_failed: list[float] = []
+
+
 def report(error: BaseException) -> None:
-    """Write a rank's error where its starter looks for it: now, before teardown closes connections and others fail for it."""
+    """Note when this rank failed, and write its error where its starter looks for it: now, before teardown closes connections and
+    others fail for it."""
+    _failed.append(time.time())
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
-    # The format of torch.distributed.elastic.multiprocessing.errors, which torchrun reads too.
+    # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest the root cause and takes whole
+    # seconds only, within which a lost connection follows its cause: it is dated a second later. ``when`` is ours.
+    stamp = int(_failed[0]) + is_connection(str(error))
     told = {
         "message": f"{type(error).__name__}: {error}\n{text}",
-        # torchrun's agent ends with an error of its own where the timestamp is not whole seconds; ``when`` is ours.
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time())), "when": time.time()},
+        "extraInfo": {"py_callstack": text, "timestamp": str(stamp), "when": _failed[0]},
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": told}, file)
     except OSError:
         pass  # the log has it as well
+
+
+def failed_at() -> float:
+    """When this rank's run failed; now, where it never said so."""
+    return _failed[0] if _failed else time.time()
+
+
+def is_connection(message: str) -> bool:
+    """Whether an error's message is that of a collective whose peer has gone."""
+    return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-import traceback
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
 
 def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], timeout: timedelta) -> Any:
     """Meet the other ranks and do this one's work."""
+    before = _sockets()
     try:
         name = rendezvous.interface(place)
         if name is not None:
@@ -58,20 +60,36 @@ def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], tim
         return worker(place.local_rank)
     except BaseException as error:
         report(error)
-        _forget(error)
+        # Peers may be blocked in a collective with this rank, where they hear nothing. Neither shutdown(), abort() nor
+        # destroy_process_group() closes gloo's connections while something refers to the group.
+        _disconnect(_sockets() - before)
         raise
     finally:
-        # Gloo closes its connections, which unblocks a failed rank's peers, and joins its threads, one of which may abort an
-        # interpreter that is ending, only when nothing refers to the process group: shutdown() and abort() do neither.
-        run.model, run.calls = run.bare, {}
+        # Something does: without this a thread of gloo's may outlive the interpreter and abort a program that succeeded.
+        run.model, run.calls = None, {}
         gc.collect()
 
 
-def _forget(error: BaseException | None) -> None:
-    """Let go of what the frames of an error's traceback refer to; the traceback itself stays."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _sockets() -> set[tuple[int, str]]:
+    """This process's open sockets: (descriptor, identity). Empty where there is no /proc."""
+    found = set()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if target.startswith("socket:"):
+            found.add((int(name), target))
+    return found
+
+
+def _disconnect(sockets: set[tuple[int, str]]) -> None:
+    """Close the TCP connections of a run that failed; their owners keep the descriptors."""
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.getpeername()  # raises for a listening one, which gloo must keep: it aborts when accept() fails
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def check(run: Run, place: Place) -> None:

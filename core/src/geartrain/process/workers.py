@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import bootstrap, relaunch
+from geartrain.process import bootstrap, failed_at, is_connection, relaunch
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -144,7 +144,7 @@ class Workers:
             with hear_signals():
                 return work()
         except BaseException as error:
-            self._explain(error, time.time())
+            self._explain(error, failed_at())
             raise
         finally:
             os.close(stop_write)
@@ -233,7 +233,7 @@ class Workers:
             self.show_logs([first.rank])
             raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
         left = [rank for i, rank in enumerate(self.ranks) if self._done.get(i) == 0]
-        if left and _is_connection(str(error)):
+        if left and is_connection(str(error)):
             raise TrainingError(f"{_ranks(left)} left the program before this run ended (exit code 0): {error}") from error
         if silent and "timed out" in str(error).lower():
             raise TrainingError(
@@ -248,7 +248,7 @@ class Workers:
         first = min(signalled or self.failures, key=lambda failure: failure.when)
         if signalled or isinstance(error, KeyboardInterrupt):
             return first
-        mine, theirs = _is_connection(str(error)), _is_connection(first.message.partition("\n")[0])
+        mine, theirs = is_connection(str(error)), is_connection(first.message.partition("\n")[0])
         own = failed_at < first.when if mine == theirs else theirs
         return None if own else first
 
@@ -316,11 +316,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _is_connection(message: str) -> bool:
-    """Whether an error's message is that of a collective whose peer has gone."""
-    return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
 
 
 def at_exit(workers: Workers) -> None:
