@@ -14,7 +14,6 @@ import os
 import time
 import traceback
 
-
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
 _failed: list[float] = []
 

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+# Imported before any process group is made: its functions keep the group that is the default when they are defined, optimizers import
+# it by way of torch._dynamo, and a group that outlives destroy_process_group() may abort the interpreter at its end.
+import torch.distributed.nn.functional
+
 from geartrain.errors import UsageError
 from geartrain.process import environment, rendezvous, report
 from geartrain.process.environment import STARTED_BY, Place
