@@ -145,7 +145,15 @@ def test_overriding_a_hook_without_hookimpl_is_refused_too():
 def test_data_and_imported_functions_may_have_a_hooks_name():
     module = types.ModuleType("my_hooks")
     module.step, module.forward = 3, sys.exit
-    hooks_of(module, type("Plugin", (), {"step": 3, "barrier": property(lambda self: 1)})())
+    module.on_epoch_end = hookimpl(lambda: None)
+    marked = {"on_epoch_end": hookimpl(lambda self: None)}
+    hooks_of(module, type("Plugin", (), {"step": 3, "barrier": property(lambda self: 1), **marked})())
+
+
+@pytest.mark.parametrize("plugin", [3, None, object(), int])
+def test_what_has_no_hookimpl_is_no_plugin(plugin):
+    with pytest.raises(UsageError, match="nothing marked with @hookimpl"):
+        hooks_of(part(plugin))
 
 
 def test_function_of_a_module_with_a_hooks_name_and_no_hookimpl():

@@ -155,3 +155,17 @@ ddp().fit(Differs(), DataLoader(samples(), batch_size=4))
 """,
     )
     assert "ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both" in printed
+
+
+def test_all_gather_of_different_numbers_of_tensors_is_an_error_on_every_rank(tmp_path):
+    body = """
+class Unequal(Net):
+    def on_train_epoch_end(self):
+        self.all_gather([torch.ones(2)] * (1 + self.global_rank))
+
+
+trainer = gt.Trainer(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, enable_progress_bar=False)
+trainer.fit(Unequal(), DataLoader(samples(), batch_size=8))
+"""
+    printed = failure(tmp_path, body)
+    assert "different numbers of tensors, [1, 2]" in printed

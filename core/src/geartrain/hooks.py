@@ -159,6 +159,8 @@ class Hooks:
                 _wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
             if hook in self._specs and not self.is_single(hook):
                 _wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
+        if not impls and part.choice.kind == "plugin":
+            raise UsageError(f"{part.choice.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark what it should do")
         return impls
 
     def _check_hookimpl(self, part: Part, impl: _Impl, opts: Any) -> None:
@@ -286,8 +288,10 @@ class Hooks:
             # Two plugins may have inherited one function: then the frame's own object tells whose call it was.
             bound = [found for found in impls[frame.f_code] if any(found[0].plugin is value for value in frame.f_locals.values())]
             impl, hook = (bound or impls[frame.f_code])[0]
-            choice = self._choice_of[id(impl.plugin)]
-            if choice.kind not in ("core", "default"):
+            choice = self._choice_of.get(id(impl.plugin))
+            if choice is None:
+                error.add_note(f"raised in hook {hook!r} of {impl.plugin_name}, which was registered by hand")
+            elif choice.kind not in ("core", "default"):
                 error.add_note(f"raised in hook {hook!r} of {choice.label}")
             return
 

@@ -50,6 +50,9 @@ def _closure_step(run: Run, micro_batches: Sequence[Any]) -> bool:
             raise _NothingToStepOn
         if before is not None:
             before(optimizer)
+        if run.world.size > 1:  # ranks that see different losses would search along different lines, and wait for each other
+            losses = run.hooks.all_gather(run=run, tensor=loss.detach())
+            return torch.stack(list(losses)).mean()
         return loss
 
     try:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from geartrain.errors import TrainingError
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -142,6 +144,15 @@ class Module(nn.Module):
         run = self._run
         if run is None:
             raise RuntimeError("self.all_gather works only while a Trainer runs this module")
+        if run.world.size > 1:
+            tensors: list[torch.Tensor] = []
+            map_tensors(data, tensors.append)
+            counts = run.hooks.log_sync(run=run, values=torch.tensor([len(tensors)], dtype=torch.float64))[:, 0].tolist()
+            if len(set(counts)) > 1:  # gloo ends the process on collectives that do not match, and Python cannot catch it
+                raise TrainingError(
+                    f"self.all_gather: ranks bring different numbers of tensors, {[int(n) for n in counts]}. "
+                    "Fix: torch.cat them on each rank first; first dimensions may differ"
+                )
         return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
 
     def optimizers(self) -> Optimizer | list[Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,6 +203,11 @@ def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..
     for owner in owners:
         if owner is not None and run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
+    if run.world.size > 1:
+        # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
+        # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
+        run.model, run.calls = None, {}
+        gc.collect()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
     run.module._run = None

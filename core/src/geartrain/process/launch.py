@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
 from collections.abc import Callable
@@ -68,10 +67,6 @@ def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], tim
         # destroy_process_group() closes gloo's connections while something refers to the group.
         _disconnect(_sockets() - before)
         raise
-    finally:
-        # Something does: without this a thread of gloo's may outlive the interpreter and abort a program that succeeded.
-        run.model, run.calls = None, {}
-        gc.collect()
 
 
 def _sockets() -> set[tuple[int, str]]:

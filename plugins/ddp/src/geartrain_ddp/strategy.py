@@ -5,7 +5,6 @@ DistributedDataParallel: Li et al. 2020, https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -125,15 +124,6 @@ class DDPStrategy:
     @hookimpl
     def reduce_gradients(self) -> None:
         """DDP reduced during backward."""
-
-    @hookimpl
-    def teardown_process_group(self, run: Run) -> None:
-        # DDP's reducer goes first. As the group's last owner it would end gloo's threads while it holds the GIL, and hang where one of
-        # them waits for the GIL; destroy_process_group() lets go of it.
-        run.model, run.calls = None, {}
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     @hookimpl
     def on_validation_start(self, run: Run) -> None:
