@@ -189,6 +189,17 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
     assert {"fake_geartrain_ddp"} == {n for n in sys.modules if n.startswith("fake_")}
 
 
+def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
+    monkeypatch.setattr("geartrain.plan.why_not", lambda: "a notebook has none")
+    dists.strategy("ddp")
+    with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):
+        gt.Trainer(accelerator="cpu", devices=2)
+    dists.strategy("ddp_spawn")
+    made = gt.Trainer(accelerator="cpu", devices=2).plan
+    assert made.strategy.name == "ddp_spawn"
+    assert "a notebook has none" in made.strategy.reason
+
+
 def test_auto_takes_the_next_best_where_ddp_is_blocked(dists):
     dists.strategy("ddp")
     dists.strategy("ddp_spawn")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,11 +48,16 @@ def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_object(run: Run, obj: Any, src: int) -> Any:
-    """``broadcast`` on torch.distributed."""
+    """``broadcast`` on torch.distributed; its own ``broadcast_object_list`` needs NumPy, which torch does not bring."""
     group(run)
-    box = [obj]
-    dist.broadcast_object_list(box, src=src, device=run.device)
-    return box[0]
+    mine = run.world.rank == src
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)], device=run.device)
+    dist.broadcast(size, src)
+    data = data.to(run.device) if mine else torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    dist.broadcast(data, src)
+    data = data.cpu()
+    return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:

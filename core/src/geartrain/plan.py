@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from geartrain.devices import parse_devices
 from geartrain.errors import UsageError, nearest
 from geartrain.parts import Choice, Part
+from geartrain.process.environment import detect
+from geartrain.process.relaunch import why_not
 from geartrain.registry import KNOWN, Candidate, Registry
 
 if TYPE_CHECKING:
@@ -226,13 +228,22 @@ def choose_strategy(
         return part, {
             c.label: _why_not(c, "one device needs no strategy of several") for c in registry.of("strategy") if c.state != "selected"
         }
-    preferred = ["ddp", "ddp_spawn", *(name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1)]
+    # ddp starts ranks by running the command again, unless a launcher has started them.
+    stuck = why_not() if detect() is None else None
+    others = [name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"]
+    preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *others]
     for name in preferred:
         if any(c.name == name and c.state == "available" for c in registry.of("strategy")):
-            part = registry.select(
-                "strategy", name, options, f"'auto': the best installed one for {len(devices)} devices on {num_nodes} nodes"
+            why = f"'auto': the best installed one for {len(devices)} devices on {num_nodes} node(s)" + (
+                f", where {stuck} for ddp" if stuck else ""
             )
+            part = registry.select("strategy", name, options, why)
             return part, {c.label: _why_not(c, f"{name} is preferred") for c in registry.of("strategy") if c.state != "selected"}
+    if stuck and any(c.name == "ddp" for c in registry.of("strategy")):
+        raise UsageError(
+            f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes. ddp would run this program's command "
+            f"again, and {stuck}. Fix: pip install geartrain-spawn, put the program in a file, or devices=1"
+        )
     raise UsageError(
         f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes, and none is installed. "
         "Fix: pip install geartrain-ddp, or devices=1"
