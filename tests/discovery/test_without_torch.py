@@ -52,8 +52,8 @@ def test_no_torch_is_imported_by(statement):
 
 
 def test_an_unknown_name_is_answered_without_torch():
-    result = python("from geartrain.registry import Registry; Registry().find('strategy', 'dpd')")
-    assert "Did you mean 'ddp'?" in result.stderr
+    result = python("from geartrain.registry import Registry; Registry().find('strategy', 'sinlge')")
+    assert "Did you mean 'single'?" in result.stderr
 
 
 @without_torch
