@@ -68,7 +68,8 @@ def seconds(command: list[str], folder: Path) -> float:
     first.unlink(missing_ok=True)
     environment = {**os.environ, "FIRST": str(first), "OMP_NUM_THREADS": "1"}
     start = time.time()
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=120)
+    # The hand-written script sometimes aborts at its end, in a thread of gloo's; what counts here is its first step.
+    subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, timeout=120)
     return float(first.read_text()) - start
 
 
