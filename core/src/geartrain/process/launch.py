@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +22,7 @@ import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
 from geartrain.process import environment, rendezvous, report
+from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.workers import Workers, at_exit, hear_signals
 
@@ -39,6 +44,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         What ``worker`` returned in this process.
     """
     global _runs
+    _tie_children()
     place = environment.detect()
     if place is None:
         place = start(run, timeout)
@@ -50,6 +56,24 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         with hear_signals():
             return work()
     return _workers[0].supervise(work)
+
+
+@cache
+def _tie_children() -> None:
+    """Let what this process forks die with it: torch's loader workers look for their parent, but one that is blocked in writing a
+    batch never does. Only children of the main thread: the signal follows the thread that forked."""
+    if sys.platform != "linux":
+        return
+    libc, main, forking = ctypes.CDLL(None), threading.main_thread(), [False]
+
+    def before() -> None:
+        forking[0] = threading.current_thread() is main
+
+    def in_child() -> None:
+        if forking[0]:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], timeout: timedelta) -> Any:
