@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from geartrain.run import Run
 
 
-class ShardSampler(Sampler[int]):
-    """This rank's indices of another sampler: every ``size``-th, from ``rank``.
+class _Shard(Sampler[Any]):
+    """This rank's items of another sampler: every ``size``-th, from ``rank``.
 
     Args:
-        sampler: gives the same indices in the same order on every rank; random ones are seeded for it.
-        even: whether each rank gets equally many, by starting over at the end (training); else no index stands twice
+        sampler: gives the same items in the same order on every rank; random ones are seeded for it.
+        even: whether each rank gets equally many, by starting over at the end (training); else no item stands twice
             (evaluation), and ranks differ by one at most.
-        seed: for a sampler with a generator; the same on every rank.
+        seed: of the order; the same on every rank.
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
@@ -38,13 +38,20 @@ class ShardSampler(Sampler[int]):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[int]:
-        return _part(self._all(), self.rank, self.size, self.even)
-
     @property
     def empty(self) -> bool:
-        """Whether this rank has no sample of its own."""
+        """Whether this rank has no item of its own."""
         return _is_empty(self.sampler, self.rank)
+
+    def __len__(self) -> int:
+        return _length(len(self.sampler), self.rank, self.size, self.even)
+
+
+class ShardSampler(_Shard):
+    """This rank's indices of a sampler."""
+
+    def __iter__(self) -> Iterator[int]:
+        return _part(self._all(), self.rank, self.size, self.even)
 
     def _all(self) -> Iterable[int]:
         if not hasattr(self.sampler, "__len__"):
@@ -60,21 +67,9 @@ class ShardSampler(Sampler[int]):
                 if own:
                     self.sampler.generator = before
 
-    def __len__(self) -> int:
-        return _length(len(self.sampler), self.rank, self.size, self.even)
 
-
-class ShardBatchSampler(Sampler[list[int]]):
-    """This rank's batches of a batch sampler of the user's own: every ``size``-th; in training each rank gets equally many."""
-
-    def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
-        self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = sampler, rank, size, even, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Passed on to the user's sampler, which must give every rank the same order."""
-        self.epoch = epoch
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+class ShardBatchSampler(_Shard):
+    """This rank's batches of a batch sampler of the user's own."""
 
     def __iter__(self) -> Iterator[list[int]]:
         if not hasattr(self.sampler, "__len__"):
@@ -82,14 +77,6 @@ class ShardBatchSampler(Sampler[list[int]]):
         with _drawing_from(self.seed + self.epoch):
             batches = list(self.sampler)
         return _part(batches, self.rank, self.size, self.even)
-
-    @property
-    def empty(self) -> bool:
-        """Whether this rank has no batch of its own."""
-        return _is_empty(self.sampler, self.rank)
-
-    def __len__(self) -> int:
-        return _length(len(self.sampler), self.rank, self.size, self.even)
 
 
 def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:

@@ -70,7 +70,7 @@ class Trainer:
         deterministic: ask torch for deterministic algorithms; ``"warn"`` only warns where there is none.
         accelerator_options: options of the accelerator, by name.
         strategy_options: options of the strategy, by name.
-        plugin_options: options of named plugins: ``{"csv": {"path": ...}}``.
+        plugin_options: options of named plugins: ``{"gradient_norm": {"every": 10}}``.
         assume: accelerator -> device count, to plan for hardware that is not here; such a trainer can only be explained.
 
     Raises:
