@@ -24,7 +24,7 @@ EVERY = {
     "log_metrics": ("run", "metrics", "step"),
     "on_exception": ("run", "error"),
     "on_step_end": ("run",),
-    "check_plan": ("plan",),
+    "check_plan": ("plan", "module"),
 }
 ARGUMENTS = SINGLE | EVERY
 

@@ -37,6 +37,7 @@ def evaluate(run: Run, stage: str) -> Any:
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
+            same_buffers(run)
             fire(run.hooks.on_validation_start, run=run)
             _own(run, f"on_{prefix}_start")
             _own(run, f"on_{prefix}_epoch_start")
@@ -50,6 +51,16 @@ def evaluate(run: Run, stage: str) -> Any:
     finally:
         run.stage, run.dataloader_idx = before
     return collected if stage == "predict" else metrics
+
+
+def same_buffers(run: Run) -> None:
+    """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
+    buffers = list(run.module.buffers()) if run.world.size > 1 else []
+    if not buffers:
+        return
+    mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
+    for buffer, first in zip(buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True):
+        buffer.copy_(first)
 
 
 def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from geartrain.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.run import Run, World
 
@@ -52,11 +53,11 @@ def plan_processes(request: PlanRequest) -> Layout:
 
 
 @every
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, module: Module | type[Module]) -> None:
     """Refuse a combination that cannot work, by raising ``UsageError``.
 
     Fired: after planning, before anything starts.
-    Arguments: ``plan``, frozen and whole.
+    Arguments: ``plan``, frozen and whole; ``module``, the user's, or its class where none is made (``geartrain explain``).
     """
 
 

@@ -10,7 +10,7 @@ import torch
 
 from geartrain.data import map_tensors
 from geartrain.errors import TrainingError, UsageError
-from geartrain.evaluation import evaluate
+from geartrain.evaluation import evaluate, same_buffers
 from geartrain.hooks import fire
 from geartrain.optim import step_schedules, zero_grad
 from geartrain.sharding import set_epoch
@@ -172,6 +172,8 @@ def fit(run: Run) -> None:
         _call(on.on_train_epoch_end)
         run.logs.end_epoch()
         step_schedules(run, "epoch", run.epoch + 1)
+        with torch.no_grad():
+            same_buffers(run)
         fire(hooks.on_epoch_end, run=run)
         run.epoch += 1
     _call(on.on_train_end)

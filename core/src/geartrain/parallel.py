@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from geartrain.run import Run
 
-__all__ = ["broadcast_tensors", "broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
+__all__ = ["broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
 
 
 def group(run: Run) -> None:
@@ -61,18 +61,14 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
 
 
 def broadcast_weights(run: Run, model: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0: ranks that start apart stay apart, with no error."""
-    broadcast_tensors(run, (value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)))
-
-
-def broadcast_tensors(run: Run, tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank rank 0's values, in place."""
+    """Give every rank the parameters and buffers of rank 0, in place: ranks that start apart stay apart, with no error."""
     group(run)
-    for tensor in tensors:
-        same = tensor.detach().contiguous()
-        dist.broadcast(same, src=0)
-        if same.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(same)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor):
+            same = tensor.detach().contiguous()
+            dist.broadcast(same, src=0)
+            if same.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(same)
 
 
 def wait_for_all(run: Run) -> None:

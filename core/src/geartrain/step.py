@@ -78,12 +78,21 @@ class Step(nn.Module):
         return calls
 
     def forward(self, method: str, *args: Any) -> Any:
+        output = self.part(method, *args)
+        return self.end(method, [output]) if method in self._ends else output
+
+    def part(self, method: str, *args: Any) -> Any:
+        """Call a step method on one part of a batch, without its ``*_step_end``."""
         # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
-        module = self._modules["module"]
-        output = getattr(module, method)(*args[: self._arity[method]])
-        if method in self._ends:
-            output = getattr(module, f"{method}_end")([output])
-        return output
+        return getattr(self._modules["module"], method)(*args[: self._arity[method]])
+
+    def has_end(self, method: str) -> bool:
+        """Whether the module has a ``*_step_end`` for this method."""
+        return method in self._ends
+
+    def end(self, method: str, outputs: list[Any]) -> Any:
+        """Give one output for each part of a batch to the module's ``*_step_end``."""
+        return getattr(self._modules["module"], f"{method}_end")(outputs)
 
 
 def _arity(module: Module, method: str) -> int:

@@ -229,7 +229,7 @@ class Trainer:
         check_module(model, command)
         self.plan = with_batch_size(self.plan, batch_size)
         check_joins(self.plan, self.hooks)
-        self.hooks.check_plan(plan=self.plan)
+        self.hooks.check_plan(plan=self.plan, module=model)
         return self.plan
 
     def _start(self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any) -> Any:

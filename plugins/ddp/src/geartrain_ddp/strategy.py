@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import broadcast_tensors, broadcast_weights, launch, name_absent_ranks
+from geartrain.parallel import broadcast_weights, launch, name_absent_ranks
 from geartrain_ddp import hookspecs
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -124,20 +124,6 @@ class DDPStrategy:
     @hookimpl
     def reduce_gradients(self) -> None:
         """DDP reduced during backward."""
-
-    @hookimpl
-    def on_validation_start(self, run: Run) -> None:
-        _same_buffers(run)
-
-    @hookimpl
-    def on_epoch_end(self, run: Run) -> None:
-        _same_buffers(run)
-
-
-def _same_buffers(run: Run) -> None:
-    """Give every rank rank 0's buffers: DDP does so before each forward, after which BatchNorm's differ again."""
-    if isinstance(run.model, DistributedDataParallel) and run.model.broadcast_buffers:
-        broadcast_tensors(run, run.module.buffers())
 
 
 def _default_backend(accelerator: str) -> str:
