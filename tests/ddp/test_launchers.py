@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .launched import HERE, launched, until
+from .launched import HERE, free_port, launched, until
 
 FAULT = str(HERE / "fault.py")
 NO_FAULT = ("none", "0", "train")
@@ -20,12 +19,6 @@ NO_FAULT = ("none", "0", "train")
 def weights(folder: Path) -> torch.Tensor:
     state = torch.load(folder / "last.ckpt", weights_only=True)["model"]
     return torch.cat([state[name].flatten() for name in sorted(state)])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,14 @@ class Logs(Net):
             found["other types"] = str(error)
 
 
+class EndOnly(Net):
+    def validation_step(self, batch, batch_idx):
+        self.log("in_step", 5.0, sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        self.log("at_the_end", float(self.global_rank), sync_dist=True)
+
+
 class Stops(Net):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and self.current_epoch == 1:
@@ -78,6 +86,7 @@ for metrics in (1, 300):
 three = DataLoader(samples(3), batch_size=2)  # two samples on rank 0 and one on rank 1
 found["validated"] = trainer.validate(Logs(), three)[0]
 trainer.test(Logs(), DataLoader(samples(2)))
+found["one sample"] = trainer.validate(EndOnly(), DataLoader(samples(1)))[0]
 stopping = ddp(max_epochs=50)
 stopping.fit(Stops(), DataLoader(samples(16), batch_size=4))
 found["stopped"] = (stopping.current_epoch, stopping.global_step)
@@ -102,6 +111,11 @@ def test_without_sync_dist_each_rank_has_its_own_and_rank_zero_only_is_no_error(
     assert kept[0]["validated"]["first only"] == 3.0
     assert kept[0]["validated"]["asked everywhere"] == 4.0
     assert "first only" not in kept[1]["validated"]
+
+
+def test_a_rank_without_samples_may_log_what_belongs_to_the_epochs_end(kept):
+    for rank in kept:
+        assert rank["one sample"] == {"in_step": 5.0, "at_the_end": 0.5}
 
 
 def test_many_metrics_take_as_many_collectives_as_one(kept):

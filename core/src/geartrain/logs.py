@@ -228,20 +228,29 @@ class Logs:
         }
 
     def _agree(self, keys: dict[str, _Spec]) -> dict[str, _Spec]:
-        """The keys to sync when ranks differ: a rank without any takes the others'; any other difference is an error."""
+        """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own for
+        those that it lacks (it logs what ``on_validation_epoch_end`` logs, and nothing else); any other difference is an error."""
         run = self._run
-        by_rank = [run.hooks.broadcast(run=run, obj=keys, src=rank) for rank in range(run.world.size)]
-        first = next(i for i, theirs in enumerate(by_rank) if theirs)
+        told = [run.hooks.broadcast(run=run, obj=(keys, self._is_idle()), src=rank) for rank in range(run.world.size)]
+        by_rank, idle = [theirs for theirs, _ in told], [is_idle for _, is_idle in told]
+        first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
         for rank, theirs in enumerate(by_rank):
-            odd = sorted(name for name, _ in {*theirs.items()} ^ {*by_rank[first].items()})
-            if theirs and odd:
+            lacks_some = not theirs or idle[rank]
+            odd = sorted({*theirs.items()} - {*by_rank[first].items()} if lacks_some else {*theirs.items()} ^ {*by_rank[first].items()}, key=str)
+            if odd:
                 raise TrainingError(
-                    f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0]!r} is not the same on both. "
+                    f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
                     "Fix: log the same names on every rank, or rank_zero_only=True"
                 )
         for name, spec in by_rank[first].items():
             self._metrics.setdefault(name, _Metric(name, spec))
         return dict(by_rank[first])
+
+    def _is_idle(self) -> bool:
+        """Whether this rank evaluates without a batch of its own."""
+        stage = "validate" if self._run.stage == "sanity_check" else self._run.stage
+        batches = self._run.batches.get(stage, [])
+        return stage != "train" and bool(batches) and all(count == 0 for count in batches)
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
         run = self._run

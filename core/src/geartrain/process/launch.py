@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 #: What this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
 _runs = 0
+_excepthook = sys.excepthook
 
 
 def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelta(minutes=30)) -> Any:
@@ -51,6 +52,8 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     check(run, place)
     run.place = place
     _runs += 1
+    if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+        sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
     work = partial(_work, run, place, _runs, worker, timeout)
     if not _workers:
         with hear_signals():

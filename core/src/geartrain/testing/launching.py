@@ -1,0 +1,195 @@
+"""Programs of several processes, found again by a token in their environment, always cleaned up, and what they leave behind.
+
+Linux's /proc is what knows processes and sockets; see :data:`HAS_PROC`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TOKEN = "GEARTRAIN_TEST_TOKEN"
+#: Whether processes can be found by their environment here.
+HAS_PROC = Path("/proc/self/environ").exists()
+_SHARED_MEMORY = Path("/dev/shm")
+#: Addresses of loopback as /proc/net writes them, IPv4 and IPv6.
+LOOPBACK = ("0100007F", "0" * 24 + "01000000")
+#: What would make a test's program one of several already, or change what it does.
+_CLEARED = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("GEARTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST"),
+    *("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"),
+)
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until ``condition`` holds.
+
+    Returns:
+        Its value.
+
+    Raises:
+        AssertionError: not within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+    return value
+
+
+class Launched:
+    """A command and whatever it starts.
+
+    Args:
+        command: the program and its arguments.
+        folder: where it runs and where its output goes, to ``NAME.out`` and ``NAME.err``.
+        environment: variables on top of this process's, less those that would make the program a rank.
+        name: of the output files, and of the folder for temporary files.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, name: str = "run") -> None:
+        self.command, self.folder = list(command), folder
+        self.token = uuid.uuid4().hex
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        environ = {key: value for key, value in os.environ.items() if key not in _CLEARED}
+        # A folder of its own for temporary files: what a run leaves there is seen.
+        self.temporary = folder / f"{name}.tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self._shared_before = _shared_memory()
+        environ |= {TOKEN: self.token, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", **(environment or {})}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                list(command), cwd=folder, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code; shows the output where it does not end."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s\n{self.out}\n{self.err}") from None
+
+    def succeed(self, seconds: float = 60) -> Launched:
+        """Wait for exit code 0; shows the output where it is another."""
+        assert self.wait(seconds) == 0, self.out + self.err
+        return self
+
+    def processes(self) -> list[int]:
+        """Living processes of this run, its first one included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    ours = f"{TOKEN}={self.token}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                except OSError:
+                    continue
+                if ours and state not in "ZX":
+                    found.append(int(entry.name))
+        return found
+
+    def left_behind(self, seconds: float = 5) -> list[str]:
+        """What is still there after the program ended, given some seconds to go away: processes, shared memory, temporary files.
+
+        Files in /dev/shm count where they are new and no living process has them open: other programs make some too.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
+        processes = [f"process {pid}: {_command_line(pid)}" for pid in self.processes()]
+        shared = sorted(_shared_memory() - self._shared_before)
+        shared = [f"shared memory {path}" for path in shared if not _is_open(path)]
+        files = [f"temporary file {path.relative_to(self.temporary)}" for path in sorted(self.temporary.rglob("*"))]
+        return processes + shared + files
+
+    def kill(self) -> None:
+        """End every process of this run."""
+        deadline = time.monotonic() + 20
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.02)
+        self.process.wait(5)
+
+
+@contextmanager
+def launched(*arguments: str, folder: Path, name: str = "run", before: Sequence[str] = (), **environment: str) -> Iterator[Launched]:
+    """``python ARGUMENTS``, killed at the end with all that it started; ``before`` goes before it (``ip netns exec NAME``)."""
+    run = Launched([*before, sys.executable, *arguments], folder, environment, name)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def listening(pids: Sequence[int]) -> list[str]:
+    """Addresses, in /proc/net's hexadecimal, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        try:
+            inodes |= {os.readlink(f"/proc/{pid}/fd/{handle}") for handle in os.listdir(f"/proc/{pid}/fd")}
+        except OSError:
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in inodes:
+                found.append(columns[1].partition(":")[0])
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return set(map(str, _SHARED_MEMORY.iterdir())) if _SHARED_MEMORY.is_dir() else set()
+
+
+def _is_open(path: str) -> bool:
+    """Whether a living process has a file open or mapped."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if path in (entry / "maps").read_text() or path in (os.readlink(handle) for handle in (entry / "fd").iterdir()):
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "(gone)"
+
+
+def free_port() -> int:
+    """A TCP port of loopback on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,248 @@
+"""Modules and data that the conformance programs train: small, in float64, the same in every process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import geartrain as gt
+
+
+def samples(count: int) -> TensorDataset:
+    """``count`` samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, and which one it is (int64, 0-d)."""
+    numbers = torch.arange(count)
+    x = torch.stack([torch.sin(numbers * 0.7), torch.cos(numbers * 1.3), torch.sin(numbers * 0.31 + 1)], dim=1).double()
+    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin(), numbers)
+
+
+class Net(gt.Module):
+    """A regression of one hidden layer. Float64, so that ranks which add in another order differ in the last digits only.
+
+    Args:
+        width: of the hidden layers.
+        optimizer: ``"sgd"``, ``"adam"``, or ``"two"``: SGD for the first layer, Adam for the others.
+        norm: whether a BatchNorm stands in between.
+    """
+
+    def __init__(self, width: int = 6, optimizer: str = "sgd", norm: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.first, self.second, self.last = nn.Linear(3, width), nn.Linear(width, width), nn.Linear(width, 1)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.double()
+        self.optimizer = optimizer
+        #: What this rank saw; kept in the rank's record.
+        self.notes: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.first(x)))
+        return self.last(torch.tanh(self.second(hidden)))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"number": batch[2], "prediction": self(batch[0])}
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer == "two":
+            return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
+        return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+
+
+class Frozen(Net):
+    """Its first layer is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class Unused(Net):
+    """Every other step leaves the layer ``second`` out on all ranks; the layer ``extra`` is only for samples of the first of
+    ``ranks``, so that with a loader that gives rank r samples r, r + ranks, … the others never use it."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(optimizer="adam")
+        self.ranks = ranks
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.extra = nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, number = batch
+        hidden = torch.tanh(self.first(x))
+        predicted = self.last(hidden if batch_idx % 2 else torch.tanh(self.second(hidden)))
+        mine = number % self.ranks == 0
+        if mine.any():
+            predicted = predicted + self.extra(x) * mine[:, None]
+        loss = nn.functional.mse_loss(predicted, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class Alternating(Net):
+    """Every other step leaves the layer ``second`` out, on all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = torch.tanh(self.first(batch[0]))
+        return nn.functional.mse_loss(self.last(hidden if batch_idx % 2 else torch.tanh(self.second(hidden))), batch[1])
+
+
+class Scheduled(Net):
+    """The learning rate halves with each optimizer step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_train_end(self) -> None:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self.notes["lr"] = optimizer.param_groups[0]["lr"]
+
+
+class Apart(Net):
+    """Each rank starts from weights of its own."""
+
+    def setup(self, stage: str) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(100 + self.trainer.global_rank)
+            for layer in (self.first, self.second, self.last):
+                layer.reset_parameters()
+
+
+class Gradients(Net):
+    """Notes its gradients after the first micro-batch of the first window."""
+
+    def on_after_backward(self) -> None:
+        if "gradients" not in self.notes:
+            self.notes["gradients"] = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+class Parts(Net):
+    """Computes its losses in ``*_step_end``, over all parts of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch[0]) - batch[1]).square()
+
+    def training_step_end(self, outputs: Any) -> Any:
+        self.notes["training_step_end"] = type(outputs).__name__
+        loss = torch.cat(list(outputs)).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self(batch[0]) - batch[1]).square()
+
+    def validation_step_end(self, outputs: Any) -> Any:
+        self.notes["validation_step_end"] = type(outputs).__name__
+        self.log("val_loss", torch.cat(list(outputs)).mean(), sync_dist=True)
+
+
+class Metrics(Net):
+    """Logs the samples' numbers, whose mean, sum, smallest and largest are known."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        number = batch[2].double()
+        self.log("mean", number.mean(), sync_dist=True)
+        self.log("sum", number.sum(), reduce_fx="sum", sync_dist=True)
+        self.log("min", number.min(), reduce_fx="min", sync_dist=True)
+        self.log("max", number.max(), reduce_fx="max", sync_dist=True)
+        self.log("one", 1.0, sync_dist=True)
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        rank = self.trainer.global_rank
+        self.log("weighted", float(rank), batch_size=rank + 1, sync_dist=True)
+
+
+class GathersInValidation(Net):
+    """A collective in each ``validation_step``."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        gathered = self.all_gather(batch[2].double().sum())
+        self.log("gathered", gathered.sum(), reduce_fx="sum", rank_zero_only=True)
+
+
+class LogsOnOneRank(Net):
+    """Logs a metric on the last rank alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == self.trainer.world_size - 1:
+            self.log("of_one_rank_only", 1.0, on_step=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+#: The error that a rank raises on purpose, before the phase in which it does.
+MEANT = "the conformance kit's own error, raised on purpose in"
+
+
+class Faulty(Net):
+    """Fails on the last rank.
+
+    Args:
+        kind: ``"exception"``, or the name of a signal that the rank sends to itself.
+        where: the phase.
+        marks: folder for the files that say who did what.
+    """
+
+    def __init__(self, kind: str, where: str, marks: str) -> None:
+        super().__init__()
+        self.kind, self.where, self.marks = kind, where, marks
+
+    def fault(self, where: str) -> None:
+        """Fail, if this is the phase and the rank."""
+        trainer = self.trainer
+        if where != self.where or trainer.global_rank != trainer.world_size - 1:
+            return
+        Path(self.marks, "fault").touch()
+        if self.kind == "exception":
+            raise RuntimeError(f"{MEANT} {where}")
+        os.kill(os.getpid(), getattr(signal, self.kind))
+        threading.Event().wait()
+
+    def setup(self, stage: str) -> None:
+        self.fault("setup")
+
+    def configure_optimizers(self) -> Any:
+        self.fault("configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.fault("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fault("validation_step")
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.fault("on_train_end")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fault("test_step")
+        return super().test_step(batch, batch_idx)
+
+    def teardown(self, stage: str) -> None:
+        Path(self.marks, f"teardown-{self.trainer.global_rank}").touch()

@@ -1,0 +1,128 @@
+"""The program that the conformance kit starts: ``python -m geartrain.testing.program REQUEST.json``.
+
+A program of its own and a strategy chosen by name, as a user would, because strategies start their ranks from what the user started:
+by running the same command again, on a function, or under a launcher. It runs the scenarios one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain.process.environment import detect
+from geartrain.testing.nets import Net, samples
+from geartrain.testing.recorder import Recorder, save
+
+
+@dataclass
+class Request:
+    """What a program is asked to do; a JSON file."""
+
+    strategy: str
+    options: dict[str, Any]
+    accelerator: str
+    devices: int
+    folder: str
+    scenarios: list[str]
+    #: How many ranks the data is made for; the same for one process that is compared with them.
+    ranks: int
+    #: Samples in one process's batch, and in those of all ranks together.
+    batch: int
+    global_batch: int
+    num_nodes: int = 1
+    #: For the scenario ``fault``: ``{"kind": ..., "where": ...}``.
+    fault: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        path.write_text(json.dumps(asdict(self), indent=2))
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """Read the file."""
+        return cls(**json.loads(path.read_text()))
+
+
+class Job:
+    """One scenario of a request: what its function makes trainers and loaders with.
+
+    Args:
+        request: what the program was asked.
+        name: of the scenario; its folder has the same name.
+    """
+
+    def __init__(self, request: Request, name: str) -> None:
+        self.request, self.ranks = request, request.ranks
+        self.folder = Path(request.folder, name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        #: What the caller sees after each run.
+        self.caller: list[dict[str, Any]] = []
+
+    def trainer(self, *plugins: Any, **options: Any) -> gt.Trainer:
+        """A trainer with the strategy, a :class:`Recorder` and quiet defaults."""
+        request = self.request
+        defaults = {"enable_progress_bar": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": 1}
+        return gt.Trainer(
+            accelerator=request.accelerator,
+            devices=request.devices,
+            num_nodes=request.num_nodes,
+            strategy=request.strategy,
+            strategy_options=request.options,
+            plugins=[*plugins, Recorder(str(self.folder))],
+            **{**defaults, **options},
+        )
+
+    def batches(self, count: int) -> DataLoader[Any]:
+        """A training loader of ``count`` full batches for each rank, in order."""
+        return DataLoader(samples(count * self.request.global_batch), self.request.batch)
+
+    def fit(self, module: Net, batches: int = 7, **options: Any) -> None:
+        """Train, and keep what the caller sees afterwards."""
+        trainer = self.trainer(**options)
+        trainer.fit(module, self.batches(batches))
+        self.keep(trainer, module)
+
+    def keep(self, trainer: gt.Trainer, module: Net, result: Any = None) -> None:
+        """Note what the caller sees after a run."""
+        self.caller.append(
+            {
+                "weights": {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()},
+                "metrics": dict(trainer.callback_metrics),
+                "step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "result": result,
+                "group stays": dist.is_available() and dist.is_initialized(),
+            }
+        )
+
+    def finish(self, caller: bool) -> None:
+        """Write what the caller saw, and that the scenario is done."""
+        if caller:
+            save(self.caller, self.folder / "caller.pt")
+            (self.folder / "done").touch()
+
+
+def main(path: str) -> None:
+    """Run the scenarios of a request."""
+    from geartrain.testing.scenarios import SCENARIOS
+
+    request = Request.read(Path(path))
+    # Ranks that are this program run again say so in their environment, and so do second nodes; asked before the first fit sets it.
+    place = detect()
+    caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0
+    for name in request.scenarios:
+        job = Job(request, name)
+        SCENARIOS[name](job)
+        job.finish(caller)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
