@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Layout, PlanRequest
@@ -9,6 +11,9 @@ from geartrain.plan import Layout, PlanRequest
 
 class SingleDeviceStrategy:
     """Trains in this process on one device. Every other hook is core's default, which is made for just that."""
+
+    #: What the conformance kit may expect.
+    capabilities: ClassVar[dict[str, bool]] = {"multi_node": False}
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:

@@ -44,7 +44,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     Returns:
         What ``worker`` returned in this process.
     """
-    global _runs
+    global _runs, _excepthook
     _tie_children()
     place = environment.detect()
     if place is None:
@@ -54,6 +54,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     _runs += 1
     if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
+    _excepthook = sys.excepthook
     work = partial(_work, run, place, _runs, worker, timeout)
     if not _workers:
         with hear_signals():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Capabilities", "StrategyConformance"]
 
 #: The modules with the kit's asserts: pytest explains failed ones only where it was told to before they are imported.
-_ASSERTING = ("cases", "checks", "kit", "launching")
+_ASSERTING = ("cases", "cases_failures", "cases_launch", "cases_training", "checks", "kit", "launching")
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,9 @@ class Launched:
         self.temporary = folder / f"{name}.tmp"
         self.temporary.mkdir(exist_ok=True)
         self._shared_before = _shared_memory()
-        environ |= {TOKEN: self.token, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", **(environment or {})}
+        environ |= {TOKEN: self.token, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{name}.inductor")  # torch's own, which it makes when it is imported
+        environ |= environment or {}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 list(command), cwd=folder, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True

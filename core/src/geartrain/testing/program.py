@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -114,13 +115,18 @@ def main(path: str) -> None:
     """Run the scenarios of a request."""
     from geartrain.testing.scenarios import SCENARIOS
 
+    torch.set_num_threads(1)  # tiny models: several ranks' threads would only take turns
     request = Request.read(Path(path))
     # Ranks that are this program run again say so in their environment, and so do second nodes; asked before the first fit sets it.
     place = detect()
     caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0
     for name in request.scenarios:
         job = Job(request, name)
-        SCENARIOS[name](job)
+        try:
+            SCENARIOS[name](job)
+        except gt.UsageError as error:
+            print(f"conformance: {error}", file=sys.stderr)
+            raise SystemExit(2) from error  # as the command line exits
         job.finish(caller)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch.utils.data import DataLoader
 
+import geartrain as gt
 from geartrain.testing import nets
 from geartrain.testing.nets import Net, samples
 from geartrain.testing.program import Job
@@ -197,8 +197,8 @@ class FromObject:
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
 
-    @nets.gt.hookimpl
-    def on_run_start(self, run: nets.gt.Run) -> None:
+    @gt.hookimpl
+    def on_run_start(self, run: gt.Run) -> None:
         run.module.notes["object plugin"] = list(self.numbers)
 
 
@@ -234,6 +234,3 @@ def fault(job: Job) -> None:
     else:
         trainer.fit(module, job.batches(7), _evaluated())
     (job.folder / f"survived-{trainer.global_rank}").touch()
-
-
-torch.set_num_threads(1)  # tiny models: threads of several ranks would only take turns

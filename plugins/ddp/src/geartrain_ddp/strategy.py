@@ -50,6 +50,8 @@ class DDPStrategy:
     ) -> None:
         if timeout <= 0:
             raise UsageError(f"geartrain-ddp[ddp]: timeout={timeout!r} must be above 0 seconds.")
+        #: What the conformance kit may expect.
+        self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout)
         self.ddp_options: dict[str, Any] = {
