@@ -1,0 +1,56 @@
+"""A right strategy, plain and slow: what every wrong one is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geartrain import World, hookimpl
+from geartrain.parallel import launch
+
+
+class Plain:
+    """Averages gradients one parameter at a time, after the last backward.
+
+    Args:
+        timeout: seconds that a rank waits for the others.
+    """
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        self.timeout = timedelta(seconds=timeout)
+
+    @hookimpl
+    def launch(self, run, worker):
+        return launch(run, worker, self.timeout)
+
+    @hookimpl
+    def setup_process_group(self, run):
+        dist.init_process_group("gloo", timeout=self.timeout)
+        return World(dist.get_rank(), dist.get_world_size(), run.place.local_rank, run.place.local_size, run.place.node_rank)
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, run.module.parameters())
+
+
+def average(run, parameters: Iterable[nn.Parameter], by_users: bool = False) -> None:
+    """Make gradients the mean over ranks; where only some ranks have one, the others' are zero.
+
+    Args:
+        by_users: divide by the number of ranks that have a gradient, which is wrong.
+    """
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        users = torch.tensor([parameter.grad is not None], dtype=torch.int)
+        dist.all_reduce(users)
+        if users.item() == 0:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= users.item() if by_users else run.world.size

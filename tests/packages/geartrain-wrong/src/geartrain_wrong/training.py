@@ -1,0 +1,181 @@
+"""Wrong in what is trained."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from geartrain import hookimpl
+from geartrain_wrong.plain import Plain, average
+
+
+class Sums(Plain):
+    """Sums gradients, and forgets to divide."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        for parameter in run.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+
+
+class SkipsTheLastBucket(Plain):
+    """Large parameters do not fit into its bucket, and stay as they are."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, [p for p in run.module.parameters() if p.numel() < 100_000])
+
+
+class ForgetsEarlierMicroBatches(Plain):
+    """Its gradient buffer is cleared at each micro-batch."""
+
+    @hookimpl
+    @contextmanager
+    def micro_step(self, run):
+        for parameter in run.module.parameters():
+            parameter.grad = None
+        yield
+
+
+class ClipsFirst(Plain):
+    """Each rank clips its own gradients, before they are averaged."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        most = run.plan.options.gradient_clip_val
+        if most is not None:
+            torch.nn.utils.clip_grad_norm_(run.module.parameters(), most)
+        average(run, run.module.parameters())
+
+    @hookimpl
+    def clip_gradients(self):
+        return None
+
+
+class StepsAdamAsSGD(Plain):
+    """Knows one optimizer only."""
+
+    @hookimpl
+    def optimizer_step(self, run, optimizer):
+        if not isinstance(optimizer, torch.optim.Adam):
+            optimizer.step()
+            return
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter -= group["lr"] * parameter.grad
+
+
+class FirstOptimizerOnly(Plain):
+    """Averages what the first optimizer trains."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, [p for group in run.optimizers[0].param_groups for p in group["params"]])
+
+
+class NeedsEveryGradient(Plain):
+    """Never heard of frozen parameters."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        for parameter in run.module.parameters():
+            if not parameter.requires_grad:
+                parameter.grad /= run.world.size
+        average(run, run.module.parameters())
+
+
+class DividesByUsers(Plain):
+    """A parameter that one rank of two uses gets that rank's whole gradient."""
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        average(run, run.module.parameters(), by_users=True)
+
+
+class SchedulesOncePerRank(Plain):
+    """Schedulers are stepped by each rank for all of them."""
+
+    @hookimpl
+    def on_step_end(self, run):
+        for schedule in run.schedulers:
+            for _ in range(run.world.size - 1):
+                schedule.scheduler.step()
+
+
+class EndsWithATuple(Plain):
+    """Gives ``training_step_end`` something else than a list."""
+
+    @hookimpl
+    def forward(self, run, method, args):
+        step = run.bare
+        output = step.part(method, *args)
+        return step.end(method, (output,)) if step.has_end(method) else output
+
+
+class FitsOnce(Plain):
+    """Its communication is set up for one fit."""
+
+    fitted = False
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        if not self.fitted:
+            average(run, run.module.parameters())
+
+    @hookimpl
+    def on_run_end(self):
+        self.fitted = True
+
+
+class KeepsBuffersApart(Plain):
+    """Broadcasts of lists are only for rank 0."""
+
+    @hookimpl
+    def broadcast(self, run, obj, src):
+        from geartrain.parallel import broadcast_object
+
+        theirs = broadcast_object(run, obj, src)
+        mine = [buffer.clone() for buffer in run.module.buffers()]
+        return mine if isinstance(theirs, list) and mine else theirs
+
+
+class StartsApart(Plain):
+    """Trusts that every rank made the same weights."""
+
+    @hookimpl
+    def wrap_model(self, run, model):
+        return model
+
+
+class Drifts(Plain):
+    """Adds the last digit's noise, another on each rank."""
+
+    @hookimpl
+    def on_step_end(self, run):
+        with torch.no_grad():
+            for parameter in run.module.parameters():
+                parameter += parameter * run.world.rank * 1e-15
+
+
+class ReducesEveryMicroBatch(Plain):
+    """As many reductions as micro-batches; the result is right."""
+
+    @hookimpl
+    @contextmanager
+    def micro_step(self, run, last):
+        yield
+
+    @hookimpl
+    def backward(self, run, loss):
+        loss.backward()
+        average(run, run.module.parameters())
+
+    @hookimpl
+    def reduce_gradients(self, run):
+        pass

@@ -1,0 +1,98 @@
+"""Which cases of the kit must catch which wrong strategy: all of these, and no other."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EQUAL = "test_equals_one_process[{}]".format
+#: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.
+SHARED = r"^(?!test_(error_in|signal|multi_node|loopback_only|key_on_one_rank))"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A strategy as a test class describes it, and the cases that must fail."""
+
+    strategy: str
+    fails: set[str]
+    #: Regular expression of the cases that are run.
+    chosen: str = SHARED
+    options: dict[str, Any] = field(default_factory=dict)
+    capabilities: dict[str, Any] = field(default_factory=dict)
+    #: Seconds for a scenario that hangs.
+    deadline: float = 20
+
+
+WRONG = {
+    # A right one: nothing may fail.
+    "plain": Wrong("plain", set()),
+    # Training.
+    "sums": Wrong(
+        "sums",
+        {
+            EQUAL(name)
+            for name in ("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen")
+            + ("unused_parameters", "scheduler", "step_end", "fit_twice")
+        },
+    ),
+    "skips the last bucket": Wrong("skips-the-last-bucket", {EQUAL("many_buckets"), "test_identical_weights"}),
+    "forgets earlier micro-batches": Wrong("forgets-earlier-micro-batches", {EQUAL("accumulation")}),
+    "clips first": Wrong("clips-first", {EQUAL("clipping")}),
+    "steps Adam as SGD": Wrong("steps-adam-as-sgd", {EQUAL("adam"), EQUAL("two_optimizers"), EQUAL("unused_parameters")}),
+    "first optimizer only": Wrong("first-optimizer-only", {EQUAL("two_optimizers"), "test_identical_weights"}),
+    "needs every gradient": Wrong("needs-every-gradient", {EQUAL("frozen")}),
+    "divides by users": Wrong("divides-by-users", {EQUAL("unused_parameters")}),
+    "schedules once per rank": Wrong("schedules-once-per-rank", {EQUAL("scheduler")}),
+    "ends with a tuple": Wrong("ends-with-a-tuple", {EQUAL("step_end")}),
+    "fits once": Wrong("fits-once", {EQUAL("fit_twice")}),
+    "keeps buffers apart": Wrong("keeps-buffers-apart", {"test_buffers"}),
+    "starts apart": Wrong("starts-apart", {"test_ranks_that_start_apart"}),
+    "drifts": Wrong("drifts", {"test_identical_weights", "test_ranks_that_start_apart"}),
+    "reduces every micro-batch": Wrong("reduces-every-micro-batch", {"test_no_sync"}),
+    # Data, metrics, collectives, what the caller sees.
+    "one order": Wrong("one-order", {"test_training_coverage"}),
+    "shares nothing": Wrong("shares-nothing", {"test_training_coverage", "test_sharded_loader"}),
+    "pads predictions": Wrong("pads-predictions", {"test_evaluation_coverage"}),
+    "drops tails": Wrong("drops-tails", {"test_evaluation_coverage"}),
+    "copies the only sample": Wrong("copies-the-only-sample", {"test_rank_without_samples"}),
+    "leaves the others waiting": Wrong("leaves-the-others-waiting", {"test_uneven_inputs"}),
+    "logs its own": Wrong("logs-its-own", {"test_metrics", "test_weighted_means", "test_evaluation_coverage"}),
+    "gathers backwards": Wrong("gathers-backwards", {"test_all_gather"}),
+    "keeps padding": Wrong("keeps-padding", {"test_all_gather"}),
+    "broadcasts from rank 0": Wrong("broadcasts-from-rank0", {"test_broadcast"}),
+    "passes barriers": Wrong("passes-barriers", {"test_barrier"}),
+    "evaluates zeros": Wrong("evaluates-zeros", {"test_fit_validate_test"}),
+    "forgets counters": Wrong("forgets-counters", {"test_caller"}),
+    "drops plugins": Wrong("drops-plugins", {"test_plugins"}),
+    # What it leaves.
+    "stays in its group": Wrong("stays-in-its-group", {"test_process_group_is_left"}),
+    "leaves a process": Wrong("leaves", {"test_nothing_is_left"}, options={"what": "process"}),
+    "leaves a file": Wrong("leaves", {"test_nothing_is_left"}, options={"what": "file"}),
+    "leaves shared memory": Wrong("leaves", {"test_nothing_is_left"}, options={"what": "shared memory"}),
+    "untyped": Wrong("untyped", {"test_metadata"}),
+    # Declared unsupported, and works.
+    "no_sync works": Wrong("plain", {"test_no_sync"}, capabilities={"no_sync": False}),
+    "sharded_loader works": Wrong(
+        "plain",
+        {"test_training_coverage", "test_sharded_loader", "test_evaluation_coverage", "test_metrics", "test_rank_without_samples"},
+        r"coverage|sharded|test_metrics|without_samples|weighted",
+        capabilities={"sharded_loader": False},
+    ),
+    "uneven_inputs works": Wrong("plain", {"test_uneven_inputs"}, "uneven", capabilities={"uneven_inputs": False}),
+    "unused_parameters works": Wrong("plain", {"test_unused_parameters_unsupported"}, "unused", capabilities={"unused_parameters": False}),
+    "multi_node works": Wrong("plain", {"test_multi_node"}, "multi_node", capabilities={"multi_node": False}),
+    "loopback_only works": Wrong("plain", {"test_loopback_only"}, "loopback_only", capabilities={"loopback_only": False}),
+    # Approximate: what is no equality may still be near, or not.
+    "near enough": Wrong(
+        "clips-first", set(), r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}
+    ),
+    "not near enough": Wrong("sums", {EQUAL("sgd")}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
+    # In programs of their own.
+    "one node only": Wrong("one-node-only", {"test_multi_node"}, "multi_node"),
+    "hides differences": Wrong("hides-differences", {"test_key_on_one_rank"}, "key_on_one_rank"),
+    "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only"}, "loopback_only"),
+    "dies at once": Wrong(
+        "dies-at-once", {"test_error_in[training_step]", "test_signal[SIGTERM]"}, r"training_step|SIGTERM"
+    ),
+    "swallows": Wrong("swallows", {"test_error_in[validation_step]", "test_signal[SIGKILL]"}, r"validation_step|SIGKILL"),
+    "waits for ever": Wrong("waits-for-ever", {"test_signal[SIGSTOP]"}, "SIGSTOP", deadline=10),
+}
