@@ -89,5 +89,3 @@ def test_every_wrong_strategy_is_listed():
 
     groups = tomllib.loads((PACKAGES / "geartrain-wrong" / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {f"wrong-{wrong.strategy}" for wrong in WRONG.values()} == set(groups["geartrain.strategies"])
-
-

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from geartrain.testing.program import COMPARED
+
 EQUAL = "test_equals_one_process[{}]".format
 #: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.
 SHARED = r"^(?!test_(error_in|signal|multi_node|loopback_only|key_on_one_rank))"
@@ -28,11 +30,7 @@ WRONG = {
     # Training.
     "sums": Wrong(
         "sums",
-        {
-            EQUAL(name)
-            for name in ("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen")
-            + ("unused_parameters", "scheduler", "step_end", "fit_twice")
-        },
+        {EQUAL(name) for name in COMPARED},
     ),
     "skips the last bucket": Wrong("skips-the-last-bucket", {EQUAL("many_buckets"), "test_identical_weights"}),
     "forgets earlier micro-batches": Wrong("forgets-earlier-micro-batches", {EQUAL("accumulation")}),
@@ -82,17 +80,13 @@ WRONG = {
     "multi_node works": Wrong("plain", {"test_multi_node"}, "multi_node", capabilities={"multi_node": False}),
     "loopback_only works": Wrong("plain", {"test_loopback_only"}, "loopback_only", capabilities={"loopback_only": False}),
     # Approximate: what is no equality may still be near, or not.
-    "near enough": Wrong(
-        "clips-first", set(), r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}
-    ),
+    "near enough": Wrong("clips-first", set(), r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}),
     "not near enough": Wrong("sums", {EQUAL("sgd")}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
     # In programs of their own.
     "one node only": Wrong("one-node-only", {"test_multi_node"}, "multi_node"),
     "hides differences": Wrong("hides-differences", {"test_key_on_one_rank"}, "key_on_one_rank"),
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only"}, "loopback_only"),
-    "dies at once": Wrong(
-        "dies-at-once", {"test_error_in[training_step]", "test_signal[SIGTERM]"}, r"training_step|SIGTERM"
-    ),
+    "dies at once": Wrong("dies-at-once", {"test_error_in[training_step]", "test_signal[SIGTERM]"}, r"training_step|SIGTERM"),
     "swallows": Wrong("swallows", {"test_error_in[validation_step]", "test_signal[SIGKILL]"}, r"validation_step|SIGKILL"),
     "waits for ever": Wrong("waits-for-ever", {"test_signal[SIGSTOP]"}, "SIGSTOP", deadline=10),
 }

@@ -235,8 +235,8 @@ class Logs:
         by_rank, idle = [theirs for theirs, _ in told], [is_idle for _, is_idle in told]
         first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
         for rank, theirs in enumerate(by_rank):
-            lacks_some = not theirs or idle[rank]
-            odd = sorted({*theirs.items()} - {*by_rank[first].items()} if lacks_some else {*theirs.items()} ^ {*by_rank[first].items()}, key=str)
+            mine, others = {*theirs.items()}, {*by_rank[first].items()}
+            odd = sorted(mine - others if idle[rank] or not theirs else mine ^ others, key=str)
             if odd:
                 raise TrainingError(
                     f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "

@@ -1,4 +1,4 @@
-"""The command line: ``geartrain fit|validate|test|predict|plugins|explain``, and ``geartrain.cli`` for one's own script.
+"""The command line: ``geartrain fit|validate|test|predict|explain|plugins|conformance``, and ``geartrain.cli`` for one's own script.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
@@ -24,14 +24,18 @@ _COMMANDS = {
     "predict": ("run", "predict with a module"),
     "explain": ("explain", "show the plan and who answers each hook; starts nothing"),
     "plugins": ("plugins", "list what is installed, and why what cannot be used"),
+    "conformance": ("conformance", "test whether an installed strategy does what every strategy must"),
 }
+
+#: Commands that take no target.
+_NO_TARGET = ("plugins", "conformance")
 
 _USAGE = """\
 usage: geartrain COMMAND TARGET [options]
 
 {commands}
 
-TARGET is file.py, file.py:Class or package.module:Class.
+conformance takes a strategy's name, plugins nothing. TARGET is file.py, file.py:Class or package.module:Class.
 geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
 """
 
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:10} {what}" for name, (_, what) in _COMMANDS.items())))
+        print(_USAGE.format(commands="\n".join(f"  {name:11} {what}" for name, (_, what) in _COMMANDS.items())))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
@@ -93,7 +97,7 @@ def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None
         SystemExit: with 1 or 2, as the command line exits.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = arguments.pop(0) if arguments and arguments[0] in _COMMANDS and arguments[0] != "plugins" else "fit"
+    name = arguments.pop(0) if arguments and arguments[0] in _COMMANDS and arguments[0] not in _NO_TARGET else "fit"
     done: list[Any] = []
     module = import_module(f"geartrain.commands.{_COMMANDS[name][0]}")
     code = _guarded(name, lambda: done.append(module.command(name, arguments, target=(model, data))))

@@ -118,7 +118,7 @@ class Cases:
     def test_key_on_one_rank(self, kit: Kit) -> None:
         """A metric that only one rank logs with ``sync_dist`` ends the run with an error that names the key and the rank."""
         need(kit.ranks > 1, ONE_RANK)
-        with kit.program("key_on_one_rank") as run:
+        with kit.program("key_on_one_rank", "key-on-one-rank", {}) as run:
             code = run.finish()
             assert code != 0, f"the last rank alone logged 'of_one_rank_only', and no error came\n{run.shown()}"
             for part in ("of_one_rank_only", str(kit.ranks - 1)):

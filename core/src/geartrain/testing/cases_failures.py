@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from geartrain.testing.cases_launch import NO_PROC
@@ -44,7 +46,7 @@ class FailureCases:
     def test_error_in(self, kit: Kit, phase: str) -> None:
         """An exception on the last rank: the run ends and names it, every rank is torn down, nothing is left."""
         need(HAS_PROC, NO_PROC)
-        with kit.program("fault", f"error-in-{phase}", fault={"kind": "exception", "where": phase}) as run:
+        with kit.program("fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}) as run:
             _ends(run, kit.deadline, late=phase == "on_train_end")
             _named(run, kit, f"{MEANT} {phase}")
             _nothing_left(run)
@@ -59,12 +61,13 @@ class FailureCases:
         ends the run at the strategy's timeout."""
         need(kit.ranks > 1, "one process that is killed can say nothing")
         need(HAS_PROC, NO_PROC)
-        option, changes, seconds = kit.can.timeout_option, {}, kit.deadline
+        option, seconds = kit.can.timeout_option, kit.deadline
+        changes: dict[str, Any] = {"fault": {"kind": kind, "where": "training_step"}}
         if kind == "SIGSTOP":
             need(option is not None, "timeout_option is None: the strategy has no timeout for a rank that hangs")
-            changes = {"options": kit.options(**{str(option): kit.timeout})}
+            changes["options"] = {**kit.request.options, str(option): kit.timeout}
             seconds += kit.timeout
-        with kit.program("fault", kind, fault={"kind": kind, "where": "training_step"}, **changes) as run:
+        with kit.program("fault", kind, changes) as run:
             _ends(run, seconds)
             _named(run, kit, *(() if kind == "SIGSTOP" else (kind,)))
             _nothing_left(run)

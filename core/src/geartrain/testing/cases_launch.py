@@ -73,7 +73,7 @@ class LaunchCases:
         ranks = 2 if kit.can.multi_node else kit.ranks
         batch = BATCH * ranks if kit.can.sharded_loader else BATCH
         changes = {"devices": 1, "num_nodes": 2, "ranks": ranks, "global_batch": batch}
-        with kit.program("sgd", "multi-node", nodes if kit.can.multi_node else nodes[:1], **changes) as run:
+        with kit.program("sgd", "multi-node", changes, nodes if kit.can.multi_node else nodes[:1]) as run:
             codes = [program.wait(kit.deadline) for program in run.programs]
             if not kit.can.multi_node:
                 assert codes[0] == 2, f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
@@ -91,7 +91,7 @@ class LaunchCases:
         """On one machine nothing listens outside loopback while it trains."""
         need(kit.ranks > 1, "one process has nobody to listen to")
         need(HAS_PROC, NO_PROC)
-        with kit.program("fault", "loopback", fault={"kind": "SIGSTOP", "where": "training_step"}) as run:
+        with kit.program("fault", "loopback", {"fault": {"kind": "SIGSTOP", "where": "training_step"}}) as run:
             until(lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None, kit.deadline, "it trains")
             assert run.program.process.poll() is None, run.shown()
             found = sorted(set(listening(run.program.processes())) - set(LOOPBACK))

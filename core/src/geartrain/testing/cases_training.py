@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from geartrain.testing.checks import equals_one_process, identical_on_ranks
-from geartrain.testing.kit import COMPARED, Kit, need
+from geartrain.testing.kit import Kit, need
+from geartrain.testing.program import COMPARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 ONE_RANK = "one rank has nothing to compare with"
@@ -87,6 +88,6 @@ class TrainingCases:
         """Where they are declared unsupported, steps that use other parameters than the one before end in an error: no hang, and no
         training that goes silently on."""
         need(not kit.can.unused_parameters, "unused_parameters is supported; test_equals_one_process is about it")
-        with kit.program("alternating_parameters") as run:
+        with kit.program("alternating_parameters", "alternating-parameters", {}) as run:
             code = run.finish()
             assert code != 0, f"unused_parameters is declared unsupported and no error came\n{run.shown()}"

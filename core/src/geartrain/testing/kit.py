@@ -18,16 +18,11 @@ import torch
 from geartrain.registry import Candidate, Registry
 from geartrain.testing.capabilities import Capabilities
 from geartrain.testing.launching import Launched, launched
-from geartrain.testing.program import Request
+from geartrain.testing.program import COMPARED, Request
 from geartrain.trainer import Trainer
 
 #: Samples in one process's batch.
 BATCH = 4
-#: Scenarios in which N ranks must come to what one process comes to.
-COMPARED = (
-    *("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen", "unused_parameters"),
-    *("scheduler", "step_end", "fit_twice"),
-)
 #: What one process comes to, by batch and ranks: the same for every strategy of as many ranks, so it is run once a session.
 _references: dict[tuple[int, int], Reports] = {}
 
@@ -142,14 +137,16 @@ class Kit:
     # --- programs of their own -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def program(self, scenario: str, name: str = "", environments: Sequence[Mapping[str, str]] = ({},), **changes: Any) -> Iterator[Run]:
+    def program(
+        self, scenario: str, name: str, changes: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ({},)
+    ) -> Iterator[Run]:
         """Start a program of one scenario, once for each environment.
 
         Args:
             name: of its folder.
             changes: of the request.
         """
-        folder = self.folder / (name or scenario)
+        folder = self.folder / name
         folder.mkdir(parents=True)
         request = replace(self.request, scenarios=[scenario], folder=str(folder), **changes)
         request.write(folder / "request.json")
@@ -161,10 +158,6 @@ class Kit:
         finally:
             for run in runs:
                 run.kill()
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        """The strategy's options and more."""
-        return {**self.request.options, **more}
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,12 @@ class Net(gt.Module):
         return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=0.1, momentum=0.5)
 
 
+def notes_of(run: gt.Run) -> dict[str, Any]:
+    """The notes of a run's module."""
+    assert isinstance(run.module, Net)
+    return run.module.notes
+
+
 class Frozen(Net):
     """Its first layer is not trained."""
 

@@ -22,6 +22,12 @@ from geartrain.process.environment import detect
 from geartrain.testing.nets import Net, samples
 from geartrain.testing.recorder import Recorder, save
 
+#: Scenarios in which N ranks must come to what one process comes to.
+COMPARED = (
+    *("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen", "unused_parameters"),
+    *("scheduler", "step_end", "fit_twice"),
+)
+
 
 @dataclass
 class Request:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from geartrain import Run, hookimpl
+from geartrain.testing.nets import notes_of
 
 #: Seconds that a rank which is late to a barrier gives the others to come out of it too early.
 LATE = 0.4
@@ -47,7 +48,7 @@ class Recorder:
     def forward(self, run: Run, args: tuple[Any, ...]) -> Iterator[None]:
         if not run.repeating:
             self.seen.setdefault(f"{run.stage}-{run.epoch}", []).append(args[0][2].tolist())
-        return (yield)  # type: ignore[return-value]
+        return (yield)
 
     @hookimpl
     def log_metrics(self, metrics: dict[str, float]) -> None:
@@ -63,7 +64,7 @@ class Recorder:
             "epoch": run.epoch,
             "metrics": dict(run.metrics),
             "weights": {name: tensor.detach().cpu().clone() for name, tensor in run.module.state_dict().items()},
-            "notes": run.module.notes,
+            "notes": notes_of(run),
             "seen": self.seen,
             "curve": self.curve,
         }
@@ -84,16 +85,16 @@ class Collectives:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        rank, size, gather = run.world.rank, run.world.size, run.module.all_gather
+        rank, size, gather, notes = run.world.rank, run.world.size, run.module.all_gather, notes_of(run)
         mine = torch.arange(3, device=run.device) + 10 * rank
-        run.module.notes["gathered"] = {
+        notes["gathered"] = {
             "equal": gather(mine),
             "scalar": gather(mine[0]),
             "unequal": list(gather(torch.full((rank + 1, 2), rank, device=run.device))),
             "nested": gather({"a": [mine, (mine.double(),)]}),
         }
         objects = [run.hooks.broadcast(run=run, obj={"from": rank, "text": "é" * (rank + 1)}, src=src) for src in range(size)]
-        run.module.notes["broadcast"] = objects
+        notes["broadcast"] = objects
 
 
 class Barriers:
@@ -121,4 +122,4 @@ class Barriers:
             run.hooks.barrier(run=run)
             waited.append(here.exists())
             through.touch()
-        run.module.notes["waited"] = waited
+        notes_of(run)["waited"] = waited

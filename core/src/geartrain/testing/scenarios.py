@@ -199,7 +199,7 @@ class FromObject:
 
     @gt.hookimpl
     def on_run_start(self, run: gt.Run) -> None:
-        run.module.notes["object plugin"] = list(self.numbers)
+        nets.notes_of(run)["object plugin"] = list(self.numbers)
 
 
 @scenario

@@ -138,5 +138,3 @@ class EvaluatesZeros(Plain):
                 for parameter in model.parameters():
                     parameter.zero_()
         return model
-
-

@@ -1,0 +1,56 @@
+"""``geartrain conformance NAME``."""
+
+import importlib.util
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", ["which strategy", "geartrain conformance NAME"]),
+        ("sngle", ["'sngle'", "'single'"]),
+        ("ddp", ["'ddp'", "not installed", "pip install geartrain-ddp"]),
+        ("single --without no_such", ["no_such", "no_sync"]),
+        ("single --device 2", ["--device", "--devices"]),
+        ("single --devices many", ["--devices", "many"]),
+        ("single --convergence -1", ["convergence=-1.0", "above 0"]),
+        ("single --strategy.depth 3", ["geartrain[single]", "depth"]),
+        ("scaled --strategy.scale much", ["geartrain-chip[scaled]", "scale"]),
+    ],
+)
+def test_what_cannot_be_meant(chip, refused, line, words):
+    message = refused(f"conformance {line}")
+    for word in words:
+        assert word in message
+
+
+def test_without_pytest_it_names_the_extra(refused, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pytest" else real(name, *rest))
+    assert "pip install geartrain[testing]" in refused("conformance single")
+
+
+COMMAND = ("-c", "import sys; from geartrain.commands import main; sys.exit(main())", "conformance", "single", "--devices", "1")
+
+
+def test_single_conforms_in_what_k_chooses(python, folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = python(*COMMAND, "-k", "metadata")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert not list(folder.glob("geartrain-conformance-*"))
+
+
+def test_one_that_does_not_conform_exits_with_1_and_says_where_to_look(python, folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = python(*COMMAND, "--without", "uneven_inputs", "-k", "uneven_inputs")
+    assert done.returncode == 1
+    assert "uneven_inputs is declared unsupported and works" in done.stdout
+    (kept,) = folder.glob("geartrain-conformance-*")
+    assert f"'single' does not conform, as pytest says above. The test and what it ran: {kept}" in done.stderr
+    assert "'uneven_inputs': False" in (kept / "test_conformance.py").read_text()
+
+
+def test_k_that_chooses_nothing(refused):
+    assert "-k chooses no test" in refused("conformance single --devices 1 -k no_such_case")
