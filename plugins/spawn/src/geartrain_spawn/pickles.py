@@ -1,4 +1,4 @@
-"""What goes to a rank by pickling, and the path to what does not pickle."""
+"""The path to what cannot be pickled."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ import inspect
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, Any
-
-import cloudpickle  # type: ignore[import-untyped]
+from typing import Any
 
 from geartrain import UsageError
+from geartrain_spawn.files import Pickler
 
 
-def dump(thing: Any, file: IO[bytes]) -> None:
-    """Pickle by cloudpickle: what is defined in a script or a notebook travels by value, so that a rank need not run that again."""
-    cloudpickle.Pickler(file, protocol=5).dump(thing)
-
-
-def check(belongings: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
+def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
     """The error that names what does not pickle.
 
     Args:
@@ -40,7 +34,7 @@ def check(belongings: Mapping[str, Any], error: Exception, strategy: str) -> Usa
 
 def _why_not(thing: Any) -> str | None:
     try:
-        dump(thing, _Nowhere())  # type: ignore[arg-type]
+        Pickler(_Nowhere(), lambda buffer: None).dump(thing)  # type: ignore[arg-type]
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
         return f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
     return None

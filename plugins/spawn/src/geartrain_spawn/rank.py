@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
@@ -23,7 +22,6 @@ import torch
 from geartrain import Run
 from geartrain.parallel import Place, join, outcome, registered_names, threads, variables
 from geartrain.process.bootstrap import PR_SET_PDEATHSIG
-from geartrain_spawn import pickles
 from geartrain_spawn.files import AnonymousFile
 
 
@@ -86,12 +84,18 @@ class Job:
     surroundings: Surroundings | None
 
 
+#: What a rank leaves that has done its work and brings nothing.
+DONE = "done"
+
+
 @dataclass(slots=True)
 class Told:
     """A rank's own error."""
 
     #: The exception, where it can be pickled.
     error: BaseException | None
+    #: Its type and message.
+    summary: str
     traceback: str
 
 
@@ -105,12 +109,10 @@ def main(job: Job) -> None:
         os.environ.update(variables(job.place), TORCHELASTIC_ERROR_FILE=str(job.error_file))
         # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
-        run, worker = pickle.loads(job.payload.read()) if isinstance(job.payload, AnonymousFile) else job.payload
+        run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
         run.trainer.place, run.handed_over = job.place, registered_names(run.module)
         result = join(run, worker, job.place, job.number, job.timeout)
-        if job.place.local_rank == 0:
-            with job.answer.open_to_write() as file:
-                pickles.dump(outcome(run, result), file)
+        job.answer.dump(outcome(run, result) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
         _tell(job, error)
         sys.exit(1)
@@ -120,11 +122,10 @@ def _tell(job: Job, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error)).rstrip()
     if job.log is not None:
         print(text, file=sys.stderr, flush=True)
-    for told in (Told(error, text), Told(None, text)):
+    summary = f"{type(error).__name__}: {error}"
+    for told in (Told(error, summary, text), Told(None, summary, text)):
         try:
-            with job.answer.open_to_write() as file:
-                file.truncate()
-                pickles.dump(told, file)
+            job.answer.dump(told)
             return
         except Exception:  # an error may hold what cannot be pickled; its text can
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import pickle
 import shutil
 import signal
 import sys
@@ -83,11 +82,10 @@ def _check(run: Run, start_method: str) -> None:
 def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
     payload = AnonymousFile()
     try:
-        with payload.open_to_write() as file:
-            pickles.dump((run, worker), file)
+        payload.dump((run, worker))
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
         payload.close()
-        raise pickles.check(belongings(run, worker), error, run.plan.strategy.label) from error
+        raise pickles.refusal(belongings(run, worker), error, run.plan.strategy.label) from error
     return payload
 
 
@@ -108,11 +106,6 @@ class _Rank:
             return float(json.loads(self.error_file.read_text())["message"]["extraInfo"]["when"])
         except (OSError, ValueError, KeyError, TypeError):
             return self.ended or time.time()
-
-    def told(self) -> Any:
-        """What it has left: an :class:`~geartrain.process.handover.Outcome`, a :class:`rank.Told`, or ``None``."""
-        with self.answer.read() as data:
-            return pickle.loads(data) if data else None
 
 
 class Ranks:
@@ -158,10 +151,10 @@ class Ranks:
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
                 self._raise()
-        told = [each.told() for each in self._ranks if each.process.exitcode == 0][:1]
-        if not told or told[0] is None:
-            raise TrainingError(f"rank {self._ranks[0].number} left before the run ended (exit code 0)")
-        return told[0]
+        left = [each.number for each in self._ranks if each.answer.is_empty()]
+        if left:
+            raise TrainingError(f"{_named(left)} left before the run ended (exit code 0)")
+        return self._ranks[0].answer.load()
 
     def _alive(self) -> list[_Rank]:
         return [each for each in self._ranks if each.process.is_alive()]
@@ -195,7 +188,7 @@ class Ranks:
 
     def _raise(self) -> None:
         failed = [each for each in self._ranks if each.ended is not None and each.process.exitcode != 0]
-        told = {each.number: each.told() for each in failed}
+        told = {each.number: each.answer.load() for each in failed}
         # A signal's victim says nothing; a lost connection says only that another has gone.
         failed.sort(key=lambda each: (_is_victim(told[each.number]), each.failed_at()))
         signalled = [each for each in failed if (each.process.exitcode or 0) < 0]
@@ -204,17 +197,16 @@ class Ranks:
         if signalled:
             raise TrainingError(f"rank {first.number} was ended by {signal.Signals(-(first.process.exitcode or 0)).name}{where}")
         answer = told[first.number]
-        hung = [each.number for each in self._ranks if each.killed]
-        if hung and _is_victim(answer):
-            raise TrainingError(
-                f"rank {', '.join(map(str, hung))} did not come to a collective within the strategy's timeout (hung or stopped): "
-                f"{answer.traceback.splitlines()[-1]}"
-            )
-        left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.number]
-        if left and _is_victim(answer):
-            raise TrainingError(f"rank {left[0]} left before the run ended (exit code 0): {answer.traceback.splitlines()[-1]}")
         if not isinstance(answer, rank.Told):
             raise TrainingError(f"rank {first.number} ended with exit code {first.process.exitcode} and said nothing{where}")
+        if _is_victim(answer):
+            hung = [each.number for each in self._ranks if each.killed]
+            left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+            if hung:
+                what = f"{_named(hung)} did not come to a collective within the strategy's timeout (hung or stopped)"
+                raise TrainingError(f"{what}: {answer.summary}")
+            if left:
+                raise TrainingError(f"{_named(left)} left before the run ended (exit code 0): {answer.summary}")
         raise _again(answer, first.number)
 
     def _show_log(self, failed: _Rank, lines: int = 40) -> str:
@@ -235,18 +227,25 @@ class RankError(Exception):
 
 def _again(told: rank.Told, number: int) -> BaseException:
     """A rank's own error, to be raised here: of its own type, its traceback as its cause."""
-    summary = f"rank {number} failed: {told.traceback.splitlines()[-1]}"
-    if told.error is None or isinstance(told.error, SystemExit):
-        error: BaseException = TrainingError(summary)
+    error: BaseException | None = told.error
+    if isinstance(error, KeyboardInterrupt):
+        error = TrainingError(f"rank {number} was {error}")  # "ended by SIGTERM"
+    elif isinstance(error, SystemExit):
+        error = TrainingError(f"rank {number} left before the run ended ({told.summary})")
+    elif error is None:
+        error = TrainingError(f"rank {number} failed: {told.summary}")
     else:
-        error = told.error
         error.add_note(f"raised on rank {number}")
     error.__cause__ = RankError(told.traceback)
     return error
 
 
 def _is_victim(answer: Any) -> bool:
-    return isinstance(answer, rank.Told) and is_connection(answer.traceback.splitlines()[-1])
+    return isinstance(answer, rank.Told) and is_connection(answer.summary)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 # --- starting ------------------------------------------------------------------------------------------------------------
