@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from geartrain.data import DataSource, map_tensors
 from geartrain.logs import Logs
@@ -129,10 +130,12 @@ def _update_module(module: Module, brought: Outcome) -> None:
     mine = dict(_tensors(module))
     with torch.no_grad():
         for name, theirs in brought.tensors.items():
+            if isinstance(mine[name], UninitializedTensorMixin):
+                mine[name].materialize(theirs.shape, dtype=theirs.dtype)
             if mine[name].shape == theirs.shape and mine[name].dtype == theirs.dtype:
                 mine[name].copy_(theirs)
             else:
-                mine[name].data = theirs  # resized in the run, or made there, as a lazy module's are
+                mine[name].data = theirs  # resized in the run
     for path, attributes in brought.attributes.items():
         _set(parts[path], attributes)
 

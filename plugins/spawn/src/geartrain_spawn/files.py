@@ -5,17 +5,15 @@ Unlike a pipe nobody must read while another writes, and unlike a named file not
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import pickle
 import struct
 import tempfile
 from multiprocessing import reduction
-from typing import IO, Any
+from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
-import torch
+from geartrain_spawn.pickles import Pickler
 
 #: Where in a file a tensor's memory may begin: what torch's own allocator keeps to.
 _ALIGNED = 64
@@ -83,40 +81,6 @@ class AnonymousFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (reduction.DupFd(self.descriptor),)
-
-
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value what is defined in a script or a notebook, so that a rank need not run that again; tensors' memory goes to
-    ``buffers``, once for all tensors that share it."""
-
-    def __init__(self, file: IO[bytes], buffers: Any = None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers)
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.UntypedStorage and obj.nbytes():
-            memory = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
-            return _storage, (pickle.PickleBuffer(memory),)
-        if type(obj) is torch.Tensor and _is_plain(obj):
-            storage = self._storages.setdefault(obj.untyped_storage().data_ptr(), obj.untyped_storage())
-            return _tensor, (storage, obj.dtype, obj.storage_offset(), obj.shape, obj.stride(), obj.requires_grad)
-        return super().reducer_override(obj)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory and shape say all of it; torch pickles any other itself."""
-    strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-    return bool(
-        strided and tensor.is_leaf and not (tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks) and len(tensor.__dict__) == 0
-    )
-
-
-def _storage(buffer: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-
-
-def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(requires_grad)
 
 
 def _received(duplicate: Any) -> AnonymousFile:

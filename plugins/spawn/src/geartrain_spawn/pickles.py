@@ -1,16 +1,88 @@
-"""The path to what cannot be pickled."""
+"""How things travel to a rank, and the path to what cannot."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
+import pickle
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from functools import cache
+from importlib.machinery import ModuleSpec
+from typing import IO, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
 
 from geartrain import UsageError
-from geartrain_spawn.files import Pickler
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what is defined in a script, a notebook or any other module that a fresh process could not import, so that a
+    rank need not run the script again.
+
+    Args:
+        buffers: called with the memory of tensors, once for all that share it.
+    """
+
+    def __init__(self, file: IO[bytes], buffers: Any = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.UntypedStorage:
+            if not obj.nbytes():
+                return torch.UntypedStorage, (0,)
+            memory = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
+            return _storage, (pickle.PickleBuffer(memory),)
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            storage = self._storages.setdefault(obj.untyped_storage().data_ptr(), obj.untyped_storage())
+            return _tensor, (storage, obj.dtype, obj.storage_offset(), obj.shape, obj.stride(), obj.requires_grad)
+        if isinstance(obj, type | types.FunctionType):
+            _by_value_where_needed(obj.__module__)
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory and shape say all of it; torch pickles any other itself."""
+    strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    return bool(
+        strided and tensor.is_leaf and not (tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks) and len(tensor.__dict__) == 0
+    )
+
+
+def _storage(buffer: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(requires_grad)
+
+
+@cache
+def _by_value_where_needed(name: str) -> None:
+    """Let cloudpickle take along what is in a module that was loaded in another way than a plain import would: a test's, or one that
+    was loaded from a file."""
+    module = sys.modules.get(name)
+    origin = getattr(module, "__file__", None)
+    if module is None or origin is None or name == "__main__":
+        return  # built in, made by hand, or by value anyway
+    found: ModuleSpec | None = None
+    path: Any = None
+    for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
+        finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        found = next((spec for find in finders if (spec := find(name[:end], path)) is not None), None)
+        if found is None:
+            break
+        path = found.submodule_search_locations
+    if found is None or found.origin is None or not os.path.exists(found.origin) or not os.path.samefile(found.origin, origin):
+        cloudpickle.register_pickle_by_value(module)
+
+
+# --- what does not pickle ------------------------------------------------------------------------------------------------
 
 
 def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
