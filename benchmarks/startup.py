@@ -1,7 +1,7 @@
-"""Start to first step of two processes: `geartrain fit --strategy ddp`, against torchrun on a hand-written DDP script.
+"""Start to first step of two processes: strategies ddp and ddp_spawn, against torchrun on a hand-written DDP script.
 
-The same small model and data, whole programs from the shell's point of view until rank 0 has done its first optimizer step; the two
-in turn, medians and the ratio of each pair.
+The same small model and data, whole programs from the shell's point of view until rank 0 has done its first optimizer step; all in
+turn, medians, and the median ratio of a round.
 
     python benchmarks/startup.py [--rounds 7]
 """
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 """
 
 OURS = """
-import os, time, torch, geartrain as gt
+import os, sys, time, torch, geartrain as gt
 from torch import nn
 
 class Net(gt.Module):
@@ -57,7 +57,7 @@ class First:
             open(os.environ.pop("FIRST"), "w").write(repr(time.time()))
 
 data = torch.utils.data.TensorDataset(torch.randn(512, 64), torch.randint(0, 10, (512,)))
-trainer = gt.Trainer(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, seed=0, enable_progress_bar=False, plugins=[First()])
+trainer = gt.Trainer(accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, seed=0, enable_progress_bar=False, plugins=[First()])
 trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=32, shuffle=True))
 """
 
@@ -81,15 +81,16 @@ def main() -> None:
         folder = Path(name)
         (folder / "by_hand.py").write_text(BY_HAND)
         (folder / "ours.py").write_text(OURS)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "by_hand.py"]
-        pairs = [(seconds(torchrun, folder), seconds([sys.executable, "ours.py"], folder)) for _ in range(options.rounds + 1)][1:]
-    facts = {
-        "torchrun_s": round(statistics.median(a for a, _ in pairs), 2),
-        "geartrain_s": round(statistics.median(b for _, b in pairs), 2),
-        "ratio": round(statistics.median(b / a for a, b in pairs), 2),
-        "rounds": options.rounds,
-    }
-    print(json.dumps(facts, indent=2))
+        commands = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "by_hand.py"],
+            "ddp": [sys.executable, "ours.py", "ddp"],
+            "ddp_spawn": [sys.executable, "ours.py", "ddp_spawn"],
+        }
+        rounds = [{name: seconds(command, folder) for name, command in commands.items()} for _ in range(options.rounds + 1)][1:]
+    facts: dict[str, float] = {f"{name}_s": round(statistics.median(one[name] for one in rounds), 2) for name in commands}
+    for name, base in (("ddp", "torchrun"), ("ddp_spawn", "ddp")):
+        facts[f"{name} / {base}"] = round(statistics.median(one[name] / one[base] for one in rounds), 2)
+    print(json.dumps({**facts, "rounds": options.rounds}, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain.errors import TrainingError
-from geartrain.process.launch import launch
+from geartrain.process import is_connection
+from geartrain.process.environment import Place
+from geartrain.process.handover import belongings, outcome, registered_names, take_back
+from geartrain.process.launch import join, launch, reserve, threads, variables
+from geartrain.process.workers import hear_signals
 from geartrain.sharding import shard
 
 if TYPE_CHECKING:
@@ -22,7 +26,24 @@ if TYPE_CHECKING:
 
     from geartrain.run import Run
 
-__all__ = ["broadcast_weights", "gather_uneven", "launch", "name_absent_ranks", "shard"]
+__all__ = [
+    "Place",
+    "belongings",
+    "broadcast_weights",
+    "gather_uneven",
+    "hear_signals",
+    "is_connection",
+    "join",
+    "launch",
+    "name_absent_ranks",
+    "outcome",
+    "registered_names",
+    "reserve",
+    "shard",
+    "take_back",
+    "threads",
+    "variables",
+]
 
 
 def group(run: Run) -> None:

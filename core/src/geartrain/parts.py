@@ -38,3 +38,14 @@ class Part:
     plugin: Any
     #: The options it was made with, as the user gave them.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: By what it can be made again in another process: its name, or its file with the class; ``None`` for an object of the user's.
+    source: str | None = None
+
+
+def state_of(plugin: Any) -> Any:
+    """A plugin's ``state_dict()``, or ``None`` where it keeps no state."""
+    return plugin.state_dict() if _keeps_state(plugin) else None
+
+
+def _keeps_state(plugin: Any) -> bool:
+    return all(callable(getattr(plugin, name, None)) for name in ("state_dict", "load_state_dict"))

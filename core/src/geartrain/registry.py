@@ -190,7 +190,7 @@ class Registry:
         plugin = make(cls, candidate.label, options or {})
         candidate.state, candidate.reason = "selected", reason
         choice = Choice(candidate.name, kind, candidate.distribution, candidate.version, reason)
-        return Part(choice, plugin, dict(options or {}))
+        return Part(choice, plugin, dict(options or {}), source=candidate.name)
 
     def adopt(self, kind: str, given: Any, reason: str) -> Part:
         """A part for an object or a class that the user made; its entry point's name where it has one."""
@@ -217,7 +217,10 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
         unknown = next((name for name in options if name not in known), None)
         hint = nearest(unknown, known) if unknown else f"Its options: {', '.join(known)}."
         raise UsageError(f"{label}: {error}. {hint}") from error
-    return cls(**options)
+    try:
+        return cls(**options)
+    except UsageError as error:
+        raise error if str(error).startswith(label) else UsageError(f"{label}: {error}") from error
 
 
 # --- one-file plugins ----------------------------------------------------------------------------------------------------

@@ -97,8 +97,22 @@ class Run:
     rounds: dict[str, list[int | None]] = field(default_factory=dict)
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
+    #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.
+    handed_over: frozenset[str] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.
     should_stop: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
+        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from geartrain.hooks import Hooks
+        from geartrain.process.handover import registered_names
+
+        trainer = state["trainer"]
+        Run.__init__(self, hooks=Hooks(trainer._parts), handed_over=registered_names(state["module"]), **state)
+        trainer._run = self
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from geartrain._version import __version__
-from geartrain.builtin.clipping import GradientClipping
-from geartrain.builtin.defaults import Defaults
-from geartrain.builtin.folder import RunFolder
+from geartrain.assembly import core_parts, plugin_parts, recipes, remake
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
-from geartrain.parts import Choice, Part
 from geartrain.plan import (
     Plan,
     check_joins,
@@ -29,7 +26,7 @@ from geartrain.plan import (
     with_batch_size,
 )
 from geartrain.process.environment import Place, detect
-from geartrain.registry import Registry, file_plugin, is_file, make
+from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
 from geartrain.step import check_module
@@ -140,13 +137,14 @@ class Trainer:
             raise UsageError(f"num_nodes={num_nodes!r} must be a whole number, at least 1.")
         if seed is not None:
             seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
+        self._block = list(block)
         self.registry, self._assume, self.place = Registry(block), dict(assume or {}), detect()
         devices, num_nodes = _as_launched(self.place, accelerator, devices, num_nodes)
         chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
         indices = choose_devices(chip, devices, self._assume)
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
-        extra = _plugin_parts(self.registry, plugins, plugin_options or {})
-        self._parts = (*_core_parts(options, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
+        extra = plugin_parts(self.registry, plugins, plugin_options or {})
+        self._parts = (*core_parts(options, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)
         self.plan = make_plan(
             self.hooks,
@@ -267,11 +265,25 @@ class Trainer:
         return hooks.launch(run=run, worker=partial(work, run, source, Path(checkpoint) if checkpoint is not None else None))
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
-        count = len(self.run.loaders[stage])
+        count = len(self.run.batches[stage])
         if count == 1:
             return [metrics]
         suffix = "/dataloader_idx_"
         return [{k: v for k, v in metrics.items() if suffix not in k or k.endswith(f"{suffix}{i}")} for i in range(count)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a process on another node, or a fresh one on this, needs to make this trainer again."""
+        left_out = ("registry", "hooks", "place", "_parts", "_run")
+        return {key: value for key, value in vars(self).items() if key not in left_out} | {"recipes": recipes(self._parts)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = state.pop("recipes")
+        vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _run=None)
+        # This process did not begin the run's folder: whoever handed the trainer over did.
+        self._parts = (*core_parts(self.plan.options, self.output, False), *remake(self.registry, made))
+        self.hooks = Hooks(self._parts)
+        if self.datamodule is not None:
+            self.datamodule.trainer = self
 
     # --- what one asks a trainer -----------------------------------------------------------------------------------------
 
@@ -358,46 +370,3 @@ def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes:
     if devices == "auto" and accelerator == "cpu":
         devices = place.local_size
     return devices, place.nodes if num_nodes == 1 else num_nodes
-
-
-def _core_parts(options: Options, output: str | Path | None, first: bool) -> list[Part]:
-    def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
-        return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
-
-    parts = [part("defaults", Defaults(), "one process on one device", "default")]
-    if output is not None and not options.fast_dev_run:
-        parts.append(part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
-    if options.gradient_clip_val is not None:
-        parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
-    if options.enable_progress_bar:
-        from geartrain.builtin.progress import ProgressBar  # rich costs a tenth of a second, which ranks without a bar need not pay
-
-        parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
-    return parts
-
-
-def _plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:
-    given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
-    parts, left = [], dict(options)
-    for plugin in given:
-        if not isinstance(plugin, str):
-            parts.append(registry.adopt("plugin", plugin, "given as an object"))
-        elif is_file(plugin):
-            name, found = file_plugin(plugin)
-            own = left.pop(name, {})
-            if isinstance(found, type):
-                found = make(found, plugin, own)
-            elif own:
-                raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
-            parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own))
-        else:
-            parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
-    labels = [part.choice.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
-    if left:
-        raise UsageError(
-            f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
-        )
-    return parts

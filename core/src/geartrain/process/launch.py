@@ -45,12 +45,10 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         What ``worker`` returned in this process.
     """
     global _runs, _excepthook
-    _tie_children()
     place = environment.detect()
     if place is None:
         place = start(run, timeout)
     check(run, place)
-    run.place = place
     _runs += 1
     if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
@@ -60,6 +58,20 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         with hear_signals():
             return work()
     return _workers[0].supervise(work)
+
+
+def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
+    """Call ``worker`` as the rank that ``place`` says, in a process that something else has started and watches.
+
+    Args:
+        number: which run of the program this is; the same on every rank.
+        timeout: how long to wait for ranks to come.
+
+    Returns:
+        What ``worker`` returned in this process.
+    """
+    with hear_signals():
+        return _work(run, place, number, worker, timeout)
 
 
 @cache
@@ -82,6 +94,8 @@ def _tie_children() -> None:
 
 def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], timeout: timedelta) -> Any:
     """Meet the other ranks and do this one's work."""
+    _tie_children()
+    run.place = place
     before = _sockets()
     try:
         name = rendezvous.interface(place)
@@ -139,32 +153,40 @@ def check(run: Run, place: Place) -> None:
 
 def start(run: Run, timeout: timedelta) -> Place:
     """Start this node's other ranks and become its first."""
+    places = reserve(run, timeout)
+    if len(places) > 1:
+        logs = None if run.output is None else run.output / "logs"
+        _workers.append(Workers([variables(place) for place in places[1:]], logs))
+        at_exit(_workers[0])
+    os.environ.update(variables(places[0]))
+    torch.set_num_threads(threads(len(places)))
+    return places[0]
+
+
+def reserve(run: Run, timeout: timedelta) -> list[Place]:
+    """The places of this node's ranks; on node 0 this process serves the store through which all of them meet.
+
+    Raises:
+        UsageError: several nodes, and the environment does not say which this is or where rank 0 will be.
+    """
     local_size, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
     assert local_size is not None
     node = environment.node_rank(nodes)
     address, port = environment.master(nodes)
     if node == 0:
-        listener = rendezvous.bind(address, port)
-        port = listener.getsockname()[1]
-        rendezvous.set_program_store(rendezvous.serve(listener, timeout))
+        port = rendezvous.serve_program(address, port, timeout)
     assert port is not None
-    places = [Place("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port) for i in range(local_size)]
-    if local_size > 1:
-        logs = None if run.output is None else run.output / "logs"
-        _workers.append(Workers([_variables(place) for place in places[1:]], logs))
-        at_exit(_workers[0])
-    os.environ.update(_variables(places[0]))
-    torch.set_num_threads(_threads(local_size))
-    return places[0]
+    return [Place("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port) for i in range(local_size)]
 
 
-def _threads(processes: int) -> int:
+def threads(processes: int) -> int:
     """Threads for each of a node's processes: with torch's default, each would take all cores and they would take turns."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
 
 
-def _variables(place: Place) -> dict[str, str]:
+def variables(place: Place) -> dict[str, str]:
+    """What a rank's environment says of its place, for itself and for code that asks torch's variables."""
     return {
         STARTED_BY: str(os.getpid()),
         "RANK": str(place.rank),
@@ -174,7 +196,7 @@ def _variables(place: Place) -> dict[str, str]:
         "NODE_RANK": str(place.node_rank),
         "MASTER_ADDR": str(place.master_addr),
         "MASTER_PORT": str(place.master_port),
-        "OMP_NUM_THREADS": str(_threads(place.local_size)),
+        "OMP_NUM_THREADS": str(threads(place.local_size)),
         # The store is served already: whoever calls init_process_group() must connect, not serve one of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

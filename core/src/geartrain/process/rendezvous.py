@@ -12,14 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from geartrain.errors import TrainingError
 from geartrain.process.environment import Place
 
 _LOOPBACK = "127.0.0.1"
-_program: list[Store] = []
+#: The program's store by the process that made it: a forked rank must connect anew, and must not destroy its starter's server.
+_program: dict[int, TCPStore] = {}
 
 
 def bind(address: str, port: int | None) -> socket.socket:
@@ -63,9 +64,18 @@ def connect(address: str, port: int, timeout: timedelta, rank: int) -> TCPStore:
         ) from error
 
 
-def set_program_store(store: Store) -> None:
-    """Keep the store of this program, which geartrain's own rank 0 serves before it starts the others."""
-    _program[:] = [store]
+def serve_program(address: str, port: int | None, timeout: timedelta) -> int:
+    """Serve the store of this program, once, before other ranks are started.
+
+    Returns:
+        Its port.
+
+    Raises:
+        TrainingError: the port is taken, or the address is not this machine's.
+    """
+    if os.getpid() not in _program:
+        _program[os.getpid()] = serve(bind(address, port), timeout)
+    return int(_program[os.getpid()].port)
 
 
 def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
@@ -79,15 +89,14 @@ def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
     assert place.master_port is not None
     # A restart by torchrun is another program to the store that its agents keep.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if not _program:
+    if os.getpid() not in _program:
         hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = (
+        _program[os.getpid()] = (
             serve(bind(place.master_addr, place.master_port), timeout)
             if hosts
             else connect(place.master_addr, place.master_port, timeout, place.rank)
         )
-        set_program_store(store)
-    program = PrefixStore(f"geartrain/{attempt}", _program[0])
+    program = PrefixStore(f"geartrain/{attempt}", _program[os.getpid()])
     if place.rank == 0:
         store = serve(bind(_own_address(place), None), timeout)
         program.set(f"run/{number}", f"{store.host} {store.port}")

@@ -49,7 +49,7 @@ class DDPStrategy:
         bucket_cap_mb: float | None = None,
     ) -> None:
         if timeout <= 0:
-            raise UsageError(f"geartrain-ddp[ddp]: timeout={timeout!r} must be above 0 seconds.")
+            raise UsageError(f"timeout={timeout!r} must be above 0 seconds.")
         #: What the conformance kit may expect.
         self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend
@@ -90,7 +90,7 @@ class DDPStrategy:
         right = [name for name in _BACKENDS if dist.is_backend_available(name) and (name != "nccl" or accelerator == "cuda")]
         if backend not in right:
             fix = " or ".join(right) or "a torch built with one"
-            raise UsageError(f"geartrain-ddp[ddp]: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
+            raise UsageError(f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:

@@ -1,0 +1,116 @@
+"""The parts of a run: core's own and the chosen plugins, and how another process makes the same ones again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geartrain._version import __version__
+from geartrain.builtin.clipping import GradientClipping
+from geartrain.builtin.defaults import Defaults
+from geartrain.builtin.folder import RunFolder
+from geartrain.errors import UsageError
+from geartrain.options import Options
+from geartrain.parts import Choice, Part, state_of
+from geartrain.registry import Registry, file_plugin, is_file, make
+
+
+def core_parts(options: Options, output: str | Path | None, first: bool) -> list[Part]:
+    """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
+
+    def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
+        return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+
+    parts = [part("defaults", Defaults(), "one process on one device", "default")]
+    if output is not None and not options.fast_dev_run:
+        parts.append(part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
+    if options.gradient_clip_val is not None:
+        parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
+    if options.enable_progress_bar:
+        from geartrain.builtin.progress import ProgressBar  # rich costs a tenth of a second, which ranks without a bar need not pay
+
+        parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
+    return parts
+
+
+def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+    """The chosen plugins, in the order given.
+
+    Args:
+        plugins: one, or several: names of installed ones, files, classes or objects.
+        options: for those given by name or file, by name.
+
+    Raises:
+        UsageError: an unknown or broken one, one given twice, or options of one that is not among them.
+    """
+    given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
+    parts, left = [], dict(options)
+    for plugin in given:
+        if not isinstance(plugin, str):
+            parts.append(registry.adopt("plugin", plugin, "given as an object"))
+        elif is_file(plugin):
+            name, found = file_plugin(plugin)
+            own = left.pop(name, {})
+            if isinstance(found, type):
+                found = make(found, plugin, own)
+            elif own:
+                raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
+            parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own, source=os.path.abspath(plugin)))
+        else:
+            parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+    labels = [part.choice.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
+    if left:
+        raise UsageError(
+            f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
+        )
+    return parts
+
+
+# --- the same parts in another process -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One part as it goes to another process."""
+
+    choice: Choice
+    options: Mapping[str, Any]
+    source: str | None
+    #: The object itself, where it has no source; it must pickle.
+    plugin: Any
+    #: What its ``state_dict()`` gave, where it has a source and a state.
+    state: Any
+
+
+def recipes(parts: Iterable[Part]) -> list[Recipe]:
+    """How to make the chosen accelerator, strategy and plugins again. What has a name or a file is made anew from it, because it may
+    hold what cannot travel (files, connections), and given its state."""
+    return [
+        Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)
+        for part in parts
+        if part.choice.kind not in ("core", "default")
+    ]
+
+
+def remake(registry: Registry, made: Iterable[Recipe]) -> list[Part]:
+    """The same parts, in this process."""
+    return [Part(recipe.choice, _plugin(registry, recipe), recipe.options, recipe.source) for recipe in made]
+
+
+def _plugin(registry: Registry, recipe: Recipe) -> Any:
+    if recipe.source is None:
+        return recipe.plugin
+    if recipe.choice.kind == "plugin" and is_file(recipe.source):
+        _, found = file_plugin(recipe.source)
+        plugin = make(found, recipe.choice.name, recipe.options) if isinstance(found, type) else found
+    else:
+        plugin = registry.select(recipe.choice.kind, recipe.source, recipe.options, recipe.choice.reason).plugin
+    if recipe.state is not None:
+        plugin.load_state_dict(recipe.state)
+    return plugin

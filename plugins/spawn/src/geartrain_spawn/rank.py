@@ -1,0 +1,158 @@
+"""What a started process does: become its rank, work, and leave the outcome where its starter looks. Preloaded by the forkserver."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geartrain import Run
+from geartrain.parallel import Place, join, outcome, registered_names, threads, variables
+from geartrain.process.bootstrap import PR_SET_PDEATHSIG
+from geartrain_spawn.files import AnonymousFile
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What a rank takes over from its starter, which a fresh process has otherwise: code that the user ran may have set it."""
+
+    environment: dict[str, str]
+    directory: str
+    dtype: torch.dtype
+    matmul_precision: str
+    random: Any
+    torch_random: torch.Tensor
+    numpy_random: Any
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        numpy = sys.modules.get("numpy.random")
+        return cls(
+            dict(os.environ),
+            os.getcwd(),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            random.getstate(),
+            torch.get_rng_state(),
+            None if numpy is None else numpy.get_state(),
+        )
+
+    def take_over(self) -> None:
+        os.environ.clear()  # a forkserver's is that of the first run
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        random.setstate(self.random)
+        torch.set_rng_state(self.torch_random)
+        if self.numpy_random is not None:
+            import numpy
+
+            numpy.random.set_state(self.numpy_random)
+
+
+@dataclass(slots=True)
+class Job:
+    """What one rank is told."""
+
+    place: Place
+    #: Which run of the program this is.
+    number: int
+    timeout: timedelta
+    #: The pickled run, or the run itself in a fork.
+    payload: AnonymousFile | tuple[Run, Callable[[int], Any]]
+    #: Where the outcome or the error goes.
+    answer: AnonymousFile
+    #: Where its output goes; ``None`` for the starter's own.
+    log: Path | None
+    #: Where its error is told; see ``geartrain.process.report``.
+    error_file: Path
+    #: ``None`` in a fork, which has them.
+    surroundings: Surroundings | None
+
+
+#: What a rank leaves that has done its work and brings nothing.
+DONE = "done"
+
+
+@dataclass(slots=True)
+class Told:
+    """A rank's own error."""
+
+    #: The exception, where it can be pickled.
+    error: BaseException | None
+    #: Its type and message.
+    summary: str
+    traceback: str
+
+
+def main(job: Job) -> None:
+    """Run in a fresh process; exits with 1 after an error."""
+    _die_with_starter()
+    _direct_output(job.log)
+    try:
+        if job.surroundings is not None:
+            job.surroundings.take_over()
+        os.environ.update(variables(job.place), TORCHELASTIC_ERROR_FILE=str(job.error_file))
+        # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
+        torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
+        run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
+        run.trainer.place, run.handed_over = job.place, registered_names(run.module)
+        result = join(run, worker, job.place, job.number, job.timeout)
+        job.answer.dump(outcome(run, result) if job.place.local_rank == 0 else DONE)
+    except BaseException as error:
+        _tell(job, error)
+        sys.exit(1)
+
+
+def _tell(job: Job, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    if job.log is not None:
+        print(text, file=sys.stderr, flush=True)
+    summary = f"{type(error).__name__}: {error}"
+    for told in (Told(error, summary, text), Told(None, summary, text)):
+        try:
+            job.answer.dump(told)
+            return
+        except Exception:  # an error may hold what cannot be pickled; its text can
+            continue
+
+
+def _die_with_starter() -> None:
+    """End when the starter does, however that ends."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    if sys.platform == "linux" and os.getppid() == starter.pid:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        # A forkserver's child is no child of its starter, and the server may live on.
+        connection.wait([starter.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="geartrain-starter", daemon=True).start()
+
+
+def _direct_output(log: Path | None) -> None:
+    """Let what this rank and its libraries print go to its log."""
+    if log is None:
+        return
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # In a fork of a notebook these would go to the notebook.
+    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,0 +1,333 @@
+"""After a run in other processes, its caller is as after one in its own."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+
+from .models import Net, loader, trainer
+
+METHODS = ["forkserver", "spawn", "fork"]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def fitted(request):
+    """A trainer and its module after two fits, and what was seen after the first."""
+    one = trainer(request.param)  # seeds the weights
+    module = Net()
+    one.fit(module, loader(), loader(20))
+    seen = {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "losses": list(module.losses),
+        "metrics": dict(one.callback_metrics),
+        "counters": (one.global_step, one.current_epoch, one.world_size, one.global_rank, one.num_training_batches),
+    }
+    one.fit(module, loader(), loader(20))
+    return module, one, seen
+
+
+def test_weights_and_buffers(fitted):
+    module, _, seen = fitted
+    torch.manual_seed(3)
+    fresh = Net()
+    assert not torch.equal(seen["weights"]["net.0.weight"], fresh.net[0].weight)
+    assert seen["weights"]["net.1.num_batches_tracked"] == 12
+    assert module.net[1].num_batches_tracked == 24
+    assert seen["losses"][-1] < seen["losses"][0]
+    assert all(parameter.grad_fn is None and parameter.requires_grad for parameter in module.parameters())
+
+
+def test_metrics_and_counters(fitted):
+    _, one, seen = fitted
+    assert set(seen["metrics"]) == {"loss", "val_loss"}
+    assert seen["counters"] == (12, 2, 2, 0, 6)
+    assert one.callback_metrics["val_loss"] != seen["metrics"]["val_loss"]
+    assert one.logged_metrics == one.callback_metrics
+
+
+def test_second_fit_goes_on_from_the_first_ones_weights(fitted):
+    module, _, seen = fitted
+    assert len(module.losses) == 24
+    assert module.losses[:12] == seen["losses"]
+    assert module.best["loss"] == min(module.losses)
+    assert torch.is_tensor(module.best["weights"][0])
+
+
+def test_optimizer_and_schedule(fitted):
+    module, one, _ = fitted
+    (optimizer,), (schedule,) = one.run.optimizers, one.run.schedulers
+    assert optimizer.param_groups[0]["params"][0] is module.net[0].weight
+    assert optimizer.state[module.net[0].weight]["step"] == 12
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    assert schedule.scheduler.last_epoch == 2
+
+
+def test_evaluation_after_fit(fitted):
+    module, one, _ = fitted
+    (validated,) = one.validate(module, loader(20))
+    assert validated["val_loss"] == pytest.approx(one.callback_metrics["val_loss"])
+    assert one.test(module, loader(21)) == [{"samples": 21.0}]
+    assert one.global_step == 12
+    predicted = one.predict(module, loader(8))
+    module.eval()
+    expected = module.net(loader(8).dataset.tensors[0])
+    # Rank 0's batches: every second sample.
+    assert torch.allclose(torch.cat(predicted), expected[::2], atol=1e-6)
+
+
+def test_start_methods_train_alike(fitted, request):
+    _, _, seen = fitted
+    first = request.config.stash.setdefault(_LOSSES, seen["losses"])
+    assert seen["losses"] == pytest.approx(first, rel=1e-6)
+
+
+_LOSSES = pytest.StashKey[list]()
+
+
+# --- modules, plugins, data ----------------------------------------------------------------------------------------------
+
+
+class Grows(Net):
+    """Makes a layer, a parameter and a buffer only in the process that trains."""
+
+    def setup(self, stage):
+        if stage == "fit":
+            self.head = nn.Linear(1, 1)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.net[1].register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        self.net[1].seen += 1
+        return (self.head(self.net(batch[0])) * self.scale - batch[1]).square().mean()
+
+    def on_train_end(self):
+        pass
+
+
+def test_layers_made_in_setup_come_back():
+    module = Grows()
+    trainer().fit(module, loader())
+    assert isinstance(module.head, nn.Linear)
+    assert module.scale.item() != 1.0
+    assert module.net[1].seen.item() == 12
+    assert set(module.state_dict()) >= {"head.weight", "scale", "net.1.seen"}
+    assert len(list(module.parameters())) == 9
+
+
+class Lazy(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.LazyLinear(1)
+
+    def setup(self, stage):
+        self.net(torch.zeros(1, 4))
+
+    def on_train_end(self):
+        pass
+
+
+def test_lazy_layers_come_back_made():
+    module = Lazy()
+    trainer(max_epochs=1).fit(module, loader())
+    assert module.net.weight.shape == (1, 4)
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.net[1].weight = self.net[0].weight
+
+
+def test_tied_weights_stay_tied():
+    module = Tied()
+    before = module.net[0].weight.detach().clone()
+    trainer(max_epochs=1).fit(module, loader())
+    assert module.net[1].weight is module.net[0].weight
+    assert not torch.equal(before, module.net[0].weight)
+
+
+class Counts:
+    """Keeps no state_dict: its plain attributes come back."""
+
+    def __init__(self):
+        self.steps, self.console = 0, None
+
+    @gt.hookimpl
+    def on_step_end(self, run):
+        self.steps += 1
+        self.console = open(os.devnull)  # noqa: SIM115 (cannot travel, and need not)
+
+
+class Remembers:
+    def __init__(self):
+        self._seen = []
+
+    @gt.hookimpl
+    def on_step_end(self, run):
+        self._seen.append(run.step)
+
+    def state_dict(self):
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state):
+        self._seen = [*state["seen"], "loaded"]
+
+
+class Data(gt.DataModule):
+    def __init__(self):
+        self.setups = 0
+
+    def setup(self, stage):
+        self.setups += 1
+
+    def train_dataloader(self):
+        assert self.trainer.world_size == 2
+        return loader()
+
+
+def test_plugins_and_datamodule():
+    counts, remembers, data = Counts(), Remembers(), Data()
+    one = trainer(plugins=[counts, remembers], max_epochs=1)
+    one.fit(Net(), datamodule=data)
+    assert counts.steps == 6
+    assert counts.console is None
+    assert remembers._seen == [1, 2, 3, 4, 5, 6, "loaded"]
+    assert data.setups == 1
+    assert data.trainer is one
+
+
+HOOKS = """
+import geartrain as gt
+
+class Mine:
+    def __init__(self, every: int = 1):
+        self.every, self.calls = every, 0
+
+    @gt.hookimpl
+    def on_step_end(self, run):
+        self.calls += run.step % self.every == 0
+        run.module.seen_by_a_file = self.every
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+"""
+
+
+def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_state(tmp_path, monkeypatch):
+    (tmp_path / "spawned_hooks.py").write_text(HOOKS)
+    monkeypatch.chdir(tmp_path)
+    one = trainer(plugins=["spawned_hooks.py"], plugin_options={"spawned_hooks": {"every": 2}}, max_epochs=1)
+    module = Net()
+    one.fit(module, loader())
+    one.fit(module, loader())
+    assert module.seen_by_a_file == 2
+    plugin = next(part.plugin for part in one._parts if part.choice.name == "spawned_hooks")
+    assert plugin.calls == 6
+
+
+def test_the_run_folder_is_written_by_rank_0(tmp_path):
+    trainer(output=tmp_path / "out").fit(Net(), loader())
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "logs"}
+
+
+def test_optimizer_that_cannot_be_made_twice_costs_a_warning_and_no_weights():
+    class Once(Net):
+        def configure_optimizers(self):
+            if self.global_step or self._trainer.run.handed_over is None:
+                raise RuntimeError("only in a rank")
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Once()
+    before = module.net[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="only in a rank"):
+        trainer(max_epochs=1).fit(module, loader())
+    assert not torch.equal(before, module.net[0].weight)
+
+
+# --- size ----------------------------------------------------------------------------------------------------------------
+
+
+class Big(gt.Module):
+    """A gibibyte of frozen weights and 300 metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(256, 1024, 1024), requires_grad=False)
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        for i in range(300):
+            self.log(f"metric {i}", float(i), sync_dist=True)
+        return (self.scale - 1).square().sum()
+
+    def on_train_end(self):
+        self.table.fill_(7.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.scale], lr=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_gigabyte_and_300_metrics_come_back_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    module, one = Big(), trainer(max_epochs=1)
+    one.fit(module, DataLoader(torch.zeros(4, 1)))
+    assert module.table.min() == module.table.max() == 7.0
+    assert module.scale.item() > 0
+    assert [one.callback_metrics[f"metric {i}"] for i in range(300)] == list(range(300))
+    assert list(tmp_path.iterdir()) == []
+    if shared.is_dir():
+        assert {path for path in shared.iterdir() if path not in before and path.name.startswith(("torch", "geartrain", "sem"))} == set()
+
+
+# --- what a rank takes over ----------------------------------------------------------------------------------------------
+
+
+class Looks(Net):
+    def setup(self, stage):
+        self.dtype_there = torch.zeros(1).dtype is torch.float64
+        self.drawn = torch.rand(1, dtype=torch.float32).item()
+        self.variable = os.environ.get("OF_THE_CALLER")
+        self.directory = os.getcwd()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_take_over_dtype_random_state_environment_and_directory(method, monkeypatch, tmp_path):
+    monkeypatch.setenv("OF_THE_CALLER", method)  # a forkserver started with another environment
+    monkeypatch.chdir(tmp_path)
+    module = Looks()
+    one = trainer(method, max_epochs=1, seed=None)
+    torch.manual_seed(11)
+    expected = torch.rand(1, dtype=torch.float32).item()
+    torch.manual_seed(11)
+    torch.set_default_dtype(torch.float64)
+    try:
+        one.validate(module.double(), DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1)), batch_size=2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert module.dtype_there
+    assert module.variable == method
+    assert module.directory == str(tmp_path)
+    assert module.drawn == expected
+
+
+def test_a_trainer_can_be_pickled():
+    one = trainer(plugins=[Counts()])
+    same = pickle.loads(pickle.dumps(gt.Trainer(accelerator="cpu", devices=1, strategy="single", max_epochs=3)))
+    assert same.max_epochs == 3
+    assert same.plan.strategy.name == "single"
+    assert one.plan.processes == 2
