@@ -90,4 +90,5 @@ class TrainingCases:
         need(not kit.can.unused_parameters, "unused_parameters is supported; test_equals_one_process is about it")
         with kit.program("alternating_parameters", "alternating-parameters", {}) as run:
             code = run.finish()
+            assert list(run.folder.glob("started-*")), f"failed before it trained\n{run.shown()}"
             assert code != 0, f"unused_parameters is declared unsupported and no error came\n{run.shown()}"

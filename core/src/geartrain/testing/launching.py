@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,8 +67,11 @@ class Launched:
         # A folder of its own for temporary files: what a run leaves there is seen.
         self.temporary = folder / f"{name}.tmp"
         self.temporary.mkdir(exist_ok=True)
+        # By a short name: sockets of AF_UNIX, which multiprocessing makes there, have paths of 107 characters at most.
+        self._short = Path(tempfile.gettempdir(), f"gt-{self.token[:8]}")
+        self._short.symlink_to(self.temporary.absolute(), target_is_directory=True)
         self._shared_before = _shared_memory()
-        environ |= {TOKEN: self.token, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
+        environ |= {TOKEN: self.token, "TMPDIR": str(self._short), "PYTHONUNBUFFERED": "1"}
         environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{name}.inductor")  # torch's own, which it makes when it is imported
         environ |= environment or {}
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -137,6 +141,7 @@ class Launched:
                     continue
             time.sleep(0.02)
         self.process.wait(5)
+        self._short.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class Recorder:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self.seen, self.curve = {}, []
+        (self.folder / f"started-{run.world.rank}").touch()
 
     @hookimpl(wrapper=True)
     def forward(self, run: Run, args: tuple[Any, ...]) -> Iterator[None]:
