@@ -1,9 +1,13 @@
 """Every wrong strategy of tests/packages/geartrain-wrong is caught, by exactly the cases that are about what is wrong in it."""
 
+import tomllib
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from geartrain.testing import StrategyConformance
 
 from ..sites import PACKAGES, ROOT, build, environment
 from .wrong import WRONG
@@ -66,6 +70,8 @@ def outcomes(site, request, tmp_path_factory):
         outcome.ran.add(case.get("name"))
         for problem in (*case.findall("failure"), *case.findall("error")):
             outcome.failed[case.get("name")] = problem.text or problem.get("message")
+    for path in Path("/dev/shm").glob("geartrain-wrong-*"):
+        path.unlink()
     return found
 
 
@@ -78,14 +84,10 @@ def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
 
 
 def test_every_case_catches_something():
-    from geartrain.testing import StrategyConformance
-
     caught = {case.partition("[")[0] for wrong in WRONG.values() for case in wrong.fails}
     assert {name for name in dir(StrategyConformance) if name.startswith("test_")} <= caught
 
 
 def test_every_wrong_strategy_is_listed():
-    import tomllib
-
     groups = tomllib.loads((PACKAGES / "geartrain-wrong" / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {f"wrong-{wrong.strategy}" for wrong in WRONG.values()} == set(groups["geartrain.strategies"])

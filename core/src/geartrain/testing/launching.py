@@ -6,11 +6,13 @@ Linux's /proc is what knows processes and sockets; see :data:`HAS_PROC`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +80,18 @@ class Launched:
             self.process = subprocess.Popen(
                 list(command), cwd=folder, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
             )
+        self._ended = threading.Event()
+        self._pids: set[int] = {self.process.pid}
+        self._mapped: set[str] = set()
+        if HAS_PROC:
+            threading.Thread(target=self._look, name="launched-look", daemon=True).start()
+
+    def _look(self) -> None:
+        """Note which processes are this run's and which shared memory they have: afterwards nobody could tell."""
+        while not self._ended.wait(0.3):
+            for pid in self.processes():
+                self._pids.add(pid)
+                self._mapped |= _mapped(pid)
 
     @property
     def out(self) -> str:
@@ -116,7 +130,8 @@ class Launched:
     def left_behind(self, seconds: float = 5) -> list[str]:
         """What is still there after the program ended, given some seconds to go away: processes, shared memory, temporary files.
 
-        Files in /dev/shm count where they are new and no living process has them open: other programs make some too.
+        Files in /dev/shm count where they are new, no living process has them, and one of this run's had, or its id is in their name:
+        other programs leave some there too.
         """
         deadline = time.monotonic() + seconds
         while (left := self._left()) and time.monotonic() < deadline:
@@ -125,13 +140,16 @@ class Launched:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {_command_line(pid)}" for pid in self.processes()]
-        shared = sorted(_shared_memory() - self._shared_before)
-        shared = [f"shared memory {path}" for path in shared if not _is_open(path)]
+        new = _shared_memory() - self._shared_before
+        mine = {path for path in new if path in self._mapped or self._pids & {int(digits) for digits in re.findall(r"\d+", path)}}
+        living = set().union(*(_mapped(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())) if mine else set()
+        shared = [f"shared memory {path}" for path in sorted(mine - living)]
         files = [f"temporary file {path.relative_to(self.temporary)}" for path in sorted(self.temporary.rglob("*"))]
         return processes + shared + files
 
     def kill(self) -> None:
         """End every process of this run."""
+        self._ended.set()
         deadline = time.monotonic() + 20
         while (left := self.processes()) and time.monotonic() < deadline:
             for pid in left:
@@ -176,16 +194,14 @@ def _shared_memory() -> set[str]:
     return set(map(str, _SHARED_MEMORY.iterdir())) if _SHARED_MEMORY.is_dir() else set()
 
 
-def _is_open(path: str) -> bool:
-    """Whether a living process has a file open or mapped."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if path in (entry / "maps").read_text() or path in (os.readlink(handle) for handle in (entry / "fd").iterdir()):
-                    return True
-            except OSError:
-                continue
-    return False
+def _mapped(pid: int) -> set[str]:
+    """Shared memory that a process has mapped or open."""
+    try:
+        maps, folder = Path(f"/proc/{pid}/maps").read_text(errors="replace"), Path(f"/proc/{pid}/fd")
+        handles = [os.readlink(handle) for handle in folder.iterdir()]
+    except OSError:
+        return set()
+    return {*re.findall(rf"{_SHARED_MEMORY}/\S+", maps), *(path for path in handles if path.startswith(f"{_SHARED_MEMORY}/"))}
 
 
 def _command_line(pid: int) -> str:

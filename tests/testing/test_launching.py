@@ -1,0 +1,106 @@
+"""What the kit sees of a program and of what it leaves."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from geartrain.testing.launching import HAS_PROC, Launched, launched, listening, until
+
+pytestmark = pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
+
+CHILD = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
+"""
+FILE = "import os, tempfile; os.close(tempfile.mkstemp(prefix='left-')[0])"
+LISTENS = """
+import pathlib, socket, threading
+listener = socket.create_server(("127.0.0.1", 0))
+pathlib.Path("listening").touch()
+threading.Event().wait()
+"""
+
+
+def test_a_program_that_leaves_nothing(tmp_path):
+    with launched("-c", "print('hello')", folder=tmp_path) as run:
+        assert run.succeed().out == "hello\n"
+        assert run.left_behind() == []
+        assert run.processes() == []
+
+
+def test_a_process_in_a_session_of_its_own_is_found_and_ended(tmp_path):
+    with launched("-c", CHILD, folder=tmp_path) as run:
+        run.succeed()
+        (left,) = run.left_behind(0.5)
+        assert "threading.Event().wait()" in left
+    assert run.processes() == []
+
+
+def test_a_temporary_file_is_found(tmp_path):
+    with launched("-c", FILE, folder=tmp_path) as run:
+        run.succeed()
+        (left,) = run.left_behind(0.1)
+        assert left.startswith("temporary file left-")
+
+
+MAPS = """
+import pathlib, sys, threading
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(create=True, size=8)
+resource_tracker.unregister(memory._name, "shared_memory")  # nobody removes it
+print(memory.name, flush=True)
+sys.stdin.read()
+threading.Event().wait()
+"""
+
+
+def test_shared_memory_of_a_killed_process_is_found_and_a_strangers_is_not(tmp_path):
+    with launched("-c", MAPS, folder=tmp_path) as run:
+        name = until(lambda: run.out.strip(), 30, "shared memory")
+        mine, strangers = Path("/dev/shm", name), Path("/dev/shm/of-a-stranger")
+        try:
+            strangers.touch()
+            until(lambda: str(mine) in run._mapped, 30, "it was seen")
+            run.process.kill()
+            run.process.wait(10)
+            assert run.left_behind(0.1) == [f"shared memory {mine}"]
+        finally:
+            mine.unlink(missing_ok=True)
+            strangers.unlink(missing_ok=True)
+
+
+def test_a_path_of_temporary_files_is_short_enough_for_sockets(tmp_path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    program = "import socket, tempfile; socket.socket(socket.AF_UNIX).bind(tempfile.mkdtemp() + '/' + 'y' * 40)"
+    with launched("-c", program, folder=folder) as run:
+        run.succeed()
+
+
+def test_variables_that_would_make_it_a_rank_do_not_reach_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with launched("-c", "import os; print('RANK' in os.environ, 'WORLD_SIZE' in os.environ)", folder=tmp_path) as run:
+        assert run.succeed().out == "False False\n"
+
+
+def test_listening_addresses_in_hexadecimal(tmp_path):
+    with launched("-c", LISTENS, folder=tmp_path) as run:
+        until((tmp_path / "listening").exists, 30, "it listens")
+        assert listening(run.processes()) == ["0100007F"]
+
+
+def test_one_that_does_not_end_is_shown(tmp_path):
+    run = Launched([sys.executable, "-c", "print('before'); import threading; threading.Event().wait()"], tmp_path)
+    try:
+        until(lambda: run.out, 30, "output")
+        with pytest.raises(AssertionError, match=r"still running after 0.1 s\nbefore"):
+            run.wait(0.1)
+    finally:
+        run.kill()
+
+
+def test_until_says_what_did_not_happen():
+    with pytest.raises(AssertionError, match=r"not within 0.05 s: the moon"):
+        until(lambda: False, 0.05, "the moon")
