@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +39,8 @@ class DDPStrategy:
     """
 
     hookspecs = hookspecs
+    #: How errors name the strategy.
+    label = "geartrain-ddp[ddp]"
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class DDPStrategy:
         bucket_cap_mb: float | None = None,
     ) -> None:
         if timeout <= 0:
-            raise UsageError(f"geartrain-ddp[ddp]: timeout={timeout!r} must be above 0 seconds.")
+            raise UsageError(f"{self.label}: timeout={timeout!r} must be above 0 seconds.")
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout)
         self.ddp_options: dict[str, Any] = {
@@ -72,12 +75,15 @@ class DDPStrategy:
 
     def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
         """Wrap the model, which is on its device; called once in each process and run."""
-        device_ids = None if run.device.type == "cpu" else [run.device]
-        ddp = DistributedDataParallel(model, device_ids=device_ids, **self.ddp_options)
+        ddp = DistributedDataParallel(model, device_ids=self.ddp_device_ids(run), **self.ddp_options)
         if run.hooks.implementers("reduce_bucket"):
             # A lambda, because DDP compares annotations with types, and those here are strings.
             ddp.register_comm_hook(run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket))
         return ddp
+
+    def ddp_device_ids(self, run: Run) -> list[torch.device] | None:
+        """The device to which DDP moves what its forward is given; ``None`` where nothing is to be moved."""
+        return None if run.device.type == "cpu" else [run.device]
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
 
@@ -88,7 +94,7 @@ class DDPStrategy:
         right = [name for name in _BACKENDS if dist.is_backend_available(name) and (name != "nccl" or accelerator == "cuda")]
         if backend not in right:
             fix = " or ".join(right) or "a torch built with one"
-            raise UsageError(f"geartrain-ddp[ddp]: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
+            raise UsageError(f"{self.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
