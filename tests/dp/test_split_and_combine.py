@@ -92,7 +92,10 @@ def test_numbers_become_means_weighted_by_samples():
 
 
 def test_rows_are_concatenated_and_equal_values_stay():
-    parts = [Pair({"logits": torch.ones(2, 3), "names": ["a", "b"], "ids": [1, 2]}, "val"), Pair({"logits": torch.zeros(1, 3), "names": ["c"], "ids": [3]}, "val")]
+    parts = [
+        Pair({"logits": torch.ones(2, 3), "names": ["a", "b"], "ids": [1, 2]}, "val"),
+        Pair({"logits": torch.zeros(1, 3), "names": ["c"], "ids": [3]}, "val"),
+    ]
     combined = combine("validation_step", parts, [2, 1])
     assert isinstance(combined, Pair)
     assert combined.x["logits"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]

@@ -43,13 +43,21 @@ class Watch:
                 "Fix: return it and keep it in a *_step_end or another hook of the module, or use --strategy ddp",
                 stacklevel=2,
             )
-        changed = _new((name for name, buffer, version in self._buffers if buffer._version != version), warned)
+        changed = _new(self._changed(), warned)
         if changed:
             warnings.warn(
                 f"{label}: {method} changed the buffers {_some(changed)} on every replica. The first replica's are kept and the others' "
                 "are lost, so running statistics have seen the first part of each batch only. Fix: --strategy ddp, or a layer without them",
                 stacklevel=2,
             )
+
+    def _changed(self) -> Iterator[str]:
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                yield name
+                module, _, own = name.rpartition(".")
+                if own == "num_batches_tracked":  # torch's batch_norm changes the statistics beside it without counting that
+                    yield from (f"{module}.running_mean", f"{module}.running_var")
 
     def _lost(self) -> Iterator[str]:
         for modules in self._modules:
