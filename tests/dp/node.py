@@ -28,7 +28,7 @@ class Gathering(Net):
         self.all_gather(batch[0])
 
 
-found, parts, rows, reductions = {"cases": {}}, [], [], []
+found, parts, rows, reductions, through_ddp = {"cases": {}}, [], [], [], set()
 nodes = {"num_nodes": 2, "strategy": "ddp2"}
 for name, (_, _, size, _) in CASES.items():
     if size % 2 == 0:
@@ -43,6 +43,7 @@ class Counting:
     def wrap_model(self, run):
         model = yield
         model.register_comm_hook(None, reduced)
+        model.register_forward_pre_hook(lambda ddp, args: through_ddp.add(args[0]))
         return model
 
 
@@ -53,8 +54,8 @@ def reduced(state, bucket):
 
 
 trainer = one_trainer(devices=2, accumulate_grad_batches=3, plugins=[Counting()], **nodes)
-trainer.fit(Net(), DataLoader(samples(), batch_size=4))
-found["reductions"] = (len(reductions), trainer.global_step)
+trainer.fit(Net(), DataLoader(samples(), batch_size=4), DataLoader(samples(), batch_size=4))
+found["reductions"], found["through DDP"] = (len(reductions), trainer.global_step), through_ddp
 
 module = Uneven()
 val = DataLoader(samples(15), batch_size=4)  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other

@@ -54,6 +54,10 @@ def test_gradients_are_reduced_once_a_step(nodes):
     assert nodes[0]["reductions"] == nodes[1]["reductions"] == (2, 2)
 
 
+def test_only_training_goes_through_ddps_forward(nodes):
+    assert nodes[0]["through DDP"] == {"training_step"}
+
+
 def test_evaluation_splits_and_counts_every_sample_once(nodes):
     first, second = nodes
     assert first["validated"]["samples"] == 15

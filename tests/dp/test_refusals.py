@@ -52,7 +52,7 @@ def test_manual_optimisation_is_refused(strategy):
     for module in (Manual(), Manual):
         with pytest.raises(gt.UsageError, match=r"geartrain-dp\[\w+\]: Manual.automatic_optimization is False"):
             strategy().check_plan(plan, module)
-    with pytest.raises(gt.UsageError, match="Manual.automatic_optimization is False"):
+    with pytest.raises(gt.UsageError, match=r"Manual\.automatic_optimization is False"):
         dp().fit(Manual(), DataLoader(samples(), batch_size=4))
 
 
@@ -137,7 +137,8 @@ def test_explain_in_words(tmp_path):
 def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):
     (tmp_path / "both.py").write_text(
         "import sys, geartrain as gt\n"
-        "def made(strategy): return gt.Trainer(accelerator='cpu', devices=2, strategy=strategy, enable_progress_bar=False).plan.strategy.name\n"
+        "def made(strategy):\n"
+        "    return gt.Trainer(accelerator='cpu', devices=2, strategy=strategy, enable_progress_bar=False).plan.strategy.name\n"
         "print(made('dp'), 'geartrain_ddp' in sys.modules, made('auto'), 'geartrain_dp.ddp2' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, str(tmp_path / "both.py")], capture_output=True, text=True, timeout=60)

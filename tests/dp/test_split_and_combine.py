@@ -57,6 +57,20 @@ def test_every_form_of_nesting_is_kept():
     assert first["zero"] is second["zero"] is batch["zero"]
 
 
+class Graph:
+    """Keeps its tensors in a way of its own, as graph libraries' batches do."""
+
+    def to(self, device):
+        return self
+
+
+def test_an_object_with_tensors_of_its_own_is_one_part_alone_and_an_error_beside_tensors():
+    graph = Graph()
+    assert split(graph, 2) == ([graph], [1])
+    with pytest.raises(TrainingError, match=r"batch\[0\] is a Graph, whose tensors cannot be split.*Fix: give them as tensors"):
+        split((graph, torch.ones(4)), 2)
+
+
 @pytest.mark.parametrize("batch", [{"text": ["a", "b"]}, torch.tensor(1.0), torch.empty(0, 3), None], ids=["text", "0-d", "empty", "None"])
 def test_a_batch_without_rows_is_one_part(batch):
     parts, sizes = split(batch, 2)

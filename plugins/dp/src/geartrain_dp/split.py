@@ -29,7 +29,8 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
         The parts, and the samples in each; the batch itself, with one sample, where nothing in it has a first dimension.
 
     Raises:
-        TrainingError: tensors with different first dimensions, or a packed sequence.
+        TrainingError: tensors with different first dimensions, a packed sequence, or an object beside the tensors that keeps tensors
+            of its own where they cannot be split.
     """
     n: int | None = None
     for where, rows in _rows(batch, path):
@@ -39,6 +40,13 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
                 f"{where} has {rows} rows where the batch has {n}: it cannot be split over devices. "
                 "Fix: give every tensor one row a sample, or keep what is no sample's in a buffer of the module"
             )
+    opaque = list(_opaque(batch, path))
+    if n is not None and opaque:
+        where, name = opaque[0]
+        raise TrainingError(
+            f"{where} is a {name}, whose tensors cannot be split over devices as those beside it are. "
+            "Fix: give them as tensors, in lists, dicts or dataclasses, or use --strategy ddp"
+        )
     if not n:
         return [batch], [1]
     size = -(-n // count)
@@ -77,6 +85,14 @@ def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
         yield path, int(data.shape[0])
     for name, item in children(data):
         yield from _rows(item, path + name)
+
+
+def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Where objects stand that hold tensors in a way of their own, as those do that can be moved to a device, and their types."""
+    if callable(getattr(data, "to", None)) and not isinstance(data, torch.Tensor) and not children(data):
+        yield path, type(data).__name__
+    for name, item in children(data):
+        yield from _opaque(item, path + name)
 
 
 def children(data: Any) -> list[tuple[str, Any]]:
