@@ -107,14 +107,22 @@ def test_batch_norm_evaluates_as_on_one_device():
     assert other.callback_metrics == pytest.approx(trainer.callback_metrics, rel=1e-5)
 
 
-def test_lazy_parameters_are_refused_with_the_fix():
-    class Lazy(Net):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.LazyLinear(8)
-
-    with pytest.raises(gt.TrainingError, match=r"geartrain-dp\[dp\]: Lazy has lazy parameters.*Fix: call the module on one batch"):
-        dp().fit(Lazy(), DataLoader(samples(), batch_size=8))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda net: setattr(net, "first", nn.LazyLinear(8)), "first has lazy parameters.*Fix: call the module on one batch"),
+        (lambda net: setattr(net, "extra", torch.compile(net.extra, backend="eager")), "extra is compiled, .*Fix: leave it"),
+        (lambda net: net.extra.compile(backend="eager"), "extra is compiled"),
+        (lambda net: setattr(net, "extra", torch.jit.trace(net.extra, torch.ones(1, 8))), "extra is a ScriptModule"),
+    ],
+    ids=["lazy", "torch.compile", "compile", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_that_cannot_be_replicated_are_refused(change, message):
+    module = Net()
+    change(module)
+    with pytest.raises(gt.TrainingError, match=rf"geartrain-dp\[dp\]: {message}"):
+        dp().fit(module, DataLoader(samples(), batch_size=8))
 
 
 def test_the_module_is_whole_inside_a_step():

@@ -49,7 +49,7 @@ class Replicas(nn.Module):
         label: what errors and warnings call the strategy.
 
     Raises:
-        TrainingError: several devices that are neither the CPU nor CUDA, or parameters that have no shape yet.
+        TrainingError: several devices that are neither the CPU nor CUDA, or modules that cannot be replicated.
     """
 
     def __init__(self, run: Run, step: Step, label: str) -> None:
@@ -57,16 +57,10 @@ class Replicas(nn.Module):
         self.part = Part(step)
         self._run, self._label = run, label
         self._warned: set[str] = set()
-        count = run.plan.layout.devices_per_process
-        first = run.device
+        count, first = run.plan.layout.devices_per_process, run.device
         self.devices = [first, *(torch.device(first.type, i) if first.type != "cpu" else first for i in run.plan.devices[1:count])]
-        if count > 1 and first.type not in ("cpu", "cuda"):
-            raise TrainingError(f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp")
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in step.parameters()):
-            raise TrainingError(
-                f"{label}: {type(step.module).__name__} has lazy parameters, whose shapes no replica could set. "
-                "Fix: call the module on one batch before"
-            )
+        if count > 1:
+            _check(step, first, label)
 
     def forward(self, method: str, *args: Any) -> Any:
         if len(self.devices) == 1:
@@ -105,6 +99,27 @@ class Replicas(nn.Module):
             f"{self._label}: self.all_gather inside a step sees a part of the batch only, and nodes may have different numbers of parts. "
             "Fix: gather in training_step_end, validation_step_end or test_step_end"
         )
+
+
+def _check(step: Step, first: torch.device, label: str) -> None:
+    """Refuse what cannot be replicated.
+
+    Raises:
+        TrainingError: devices, or the first module that cannot.
+    """
+    if first.type not in ("cpu", "cuda"):
+        raise TrainingError(f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp")
+    for name, module in step.module.named_modules():
+        name = name or type(module).__name__
+        # A compiled module's replica would still call the original; torch.compile(net)'s would even empty the original's parameters.
+        compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            what = "compiled" if compiled else "a ScriptModule"
+            raise TrainingError(f"{label}: {name} is {what}, which cannot be replicated. Fix: leave it as it is written, or --strategy ddp")
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module._parameters.values()):
+            raise TrainingError(
+                f"{label}: {name} has lazy parameters, whose shapes no replica could set. Fix: call the module on one batch before"
+            )
 
 
 def _apply(replicas: Sequence[Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[Any]:
