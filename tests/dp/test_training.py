@@ -1,5 +1,8 @@
 """dp trains, evaluates and predicts as one device does."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -124,8 +127,9 @@ def test_an_error_in_a_part_is_the_users_own_and_the_module_is_left_as_it_was():
             return super().training_step(batch, batch_idx)
 
     module, trainer = Failing(), dp(2)
-    with pytest.raises(KeyError, match="my own error"):
+    with pytest.raises(KeyError, match="my own error") as caught:
         trainer.fit(module, DataLoader(samples(), batch_size=5))
+    assert not hasattr(caught.value, "__notes__")  # it is nobody else's
     assert "loss" not in trainer.callback_metrics
     dp(2).fit(module, DataLoader(samples(), batch_size=8))
 
@@ -156,3 +160,64 @@ def test_a_batch_that_cannot_be_split_names_the_tensor():
     with pytest.raises(gt.TrainingError, match=r"batch\['w'\] has 5 rows where the batch has 4"):
         dp(2).fit(Weighted(), batches)
     one_trainer(strategy="single").fit(Weighted(), batches)
+
+
+# --- side by side, as on CUDA --------------------------------------------------------------------------------------------
+
+
+def test_parts_in_threads_log_as_those_one_after_another_do(monkeypatch):
+    """torch's parallel_apply gives each replica a thread; here they are on the CPU."""
+
+    def in_threads(replicas, inputs, devices):
+        together = threading.Barrier(len(replicas))
+
+        def one(replica, arguments):
+            together.wait(20)
+            return replica(*arguments)
+
+        with ThreadPoolExecutor(len(replicas)) as pool:
+            return list(pool.map(one, replicas, inputs))
+
+    _, curve, expected = train("5 samples on 4 devices", "single")
+    monkeypatch.setattr("geartrain_dp.replicas._apply", in_threads)
+    _, theirs, trained = train("5 samples on 4 devices", "dp")
+    assert theirs == pytest.approx(curve, rel=1e-5)
+    for key, value in expected.items():
+        torch.testing.assert_close(trained[key], value, rtol=1e-5, atol=1e-6)
+
+
+class Cuda:
+    """CUDA without the plugin."""
+
+    priority = 0
+
+    def unavailable(self):
+        return None
+
+    def device_count(self):
+        return torch.cuda.device_count()
+
+    @gt.hookimpl
+    def setup_device(self, run):
+        return torch.device("cuda", run.plan.devices[0])
+
+
+class OnDevice(Net):
+    def training_step(self, batch, batch_idx):
+        assert batch[0].device == self.device == self(batch[0]).device
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_cuda_devices_train_as_one_does():
+    trained = []
+    for strategy, devices in (("single", 1), ("dp", 2)):
+        module = OnDevice("adam")
+        trainer = one_trainer(accelerator=Cuda(), strategy=strategy, devices=devices)
+        trainer.fit(module, DataLoader(samples(), batch_size=5), DataLoader(samples(23), batch_size=5))
+        trained.append(({key: value.cpu() for key, value in weights(module).items()}, dict(trainer.callback_metrics)))
+    (expected, metrics), (theirs, their_metrics) = trained
+    assert their_metrics == pytest.approx(metrics, rel=1e-3)
+    for key, value in expected.items():
+        torch.testing.assert_close(theirs[key], value, rtol=1e-3, atol=1e-4)
