@@ -3,7 +3,7 @@
 import pytest
 from pluggy import HookCaller
 
-from geartrain import UsageError, hookimpl, hookspec
+from geartrain import Module, UsageError, hookimpl, hookspec
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks import Hooks, fire
 
@@ -154,3 +154,21 @@ def test_blame_says_nothing_of_core_and_of_the_users_own_code():
         raise RuntimeError("broken")
 
     assert blamed(hooks, users) == []
+
+
+def test_blame_spares_the_hook_that_called_the_users_module():
+    class Model(Module):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    class Strategy:
+        @hookimpl
+        def forward(self, method):
+            if method == "training_step":
+                Model().training_step(None, 0)
+            raise RuntimeError("broken by the strategy")
+
+    hooks = hooks_of(strategy(Strategy(), "dp"))
+    assert blamed(hooks, lambda: hooks.forward(run=None, method="training_step", args=())) == []
+    (note,) = blamed(hooks, lambda: hooks.forward(run=None, method="test_step", args=()))
+    assert "geartrain-strat[dp]" in note

@@ -24,7 +24,7 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     their form, anything else stays as it is."""
     if isinstance(data, torch.Tensor):
         return function(data)
-    return _map_nested(data, lambda item: map_tensors(item, function))
+    return map_nested(data, lambda item: map_tensors(item, function))
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -36,10 +36,12 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
-    return _map_nested(batch, lambda item: move(item, device))
+    return map_nested(batch, lambda item: move(item, device))
 
 
-def _map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
+def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
+    """``data`` with ``function`` applied to each item of a list, tuple, named tuple, mapping or dataclass, one level deep, keeping its
+    form; anything else stays as it is."""
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(function, data))
     if isinstance(data, list | tuple):

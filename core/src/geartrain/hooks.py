@@ -276,7 +276,10 @@ class Hooks:
         self._manager.frozen = True
 
     def blame(self, error: BaseException) -> None:
-        """Add a note to ``error`` that names the plugin whose hookimpl raised it; core's own are not named."""
+        """Add a note to ``error`` that names the plugin whose hookimpl raised it; neither core's own nor one that called the user's
+        module, which raised, are named."""
+        from geartrain.module import Module  # not above: planning needs no torch
+
         impls: dict[Any, list[tuple[HookImpl, str]]] = {}
         for hook, caller in self._specs.items():
             for impl in caller.get_hookimpls():
@@ -284,6 +287,8 @@ class Hooks:
         # The innermost frame that belongs to a hookimpl is the one that raised; those around it only passed it on.
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             if frame.f_code not in impls:
+                if isinstance(frame.f_locals.get("self"), Module):
+                    return
                 continue
             # Two plugins may have inherited one function: then the frame's own object tells whose call it was.
             bound = [found for found in impls[frame.f_code] if any(found[0].plugin is value for value in frame.f_locals.values())]

@@ -343,8 +343,8 @@ class DataModule:
         return {key: value for key, value in vars(self).items() if key != "trainer"}
 
 
-def overridden(thing: Module | DataModule, name: str) -> bool:
-    """Whether a subclass (or the instance) defines ``name`` anew."""
-    base = Module if isinstance(thing, Module) else DataModule
+def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:
+    """Whether a subclass, which may be given itself, or the instance defines ``name`` anew."""
+    base = Module if issubclass(thing if isinstance(thing, type) else type(thing), Module) else DataModule
     found = getattr(thing, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

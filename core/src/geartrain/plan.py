@@ -242,7 +242,7 @@ def choose_strategy(
     if stuck and any(c.name == "ddp" for c in registry.of("strategy")):
         raise UsageError(
             f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes. ddp would run this program's command "
-            f"again, and {stuck}. Fix: pip install geartrain-spawn, put the program in a file, or devices=1"
+            f"again, and {stuck}. Fix: pip install geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
         )
     raise UsageError(
         f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes, and none is installed. "

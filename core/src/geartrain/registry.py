@@ -197,11 +197,17 @@ class Registry:
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
         for candidate in self.of(kind):
-            if candidate.entry_point.value == f"{cls.__module__}:{cls.__qualname__}":
+            if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
                 return Part(Choice(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
         return Part(Choice(name, kind, None, None, reason), plugin)
+
+
+def _names(entry_point: EntryPoint, cls: type) -> bool:
+    """Whether an entry point names this class; nothing is imported for it."""
+    module, _, attribute = entry_point.value.partition(":")
+    return getattr(sys.modules.get(module.strip()), attribute.strip(), None) is cls
 
 
 def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:

@@ -102,6 +102,13 @@ class Run:
     #: Set by anyone, takes effect on all ranks at the next flush.
     should_stop: bool = False
 
+    def __copy__(self) -> Run:
+        same: Run = object.__new__(type(self))
+        for name in self.__slots__:
+            if hasattr(self, name):  # some are set only once the run is set up
+                setattr(same, name, getattr(self, name))
+        return same
+
     def __getstate__(self) -> dict[str, Any]:
         """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
         return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch")}

@@ -76,6 +76,7 @@ def test_refuses_what_cannot_be_run_again(folder, arguments, stdin, reason):
     assert "refused: " in said
     assert reason in said
     assert "--strategy ddp_spawn" in said
+    assert "--strategy dp (pip install geartrain-dp)" in said
     assert "again" not in said.replace("the same command again", "").replace("run again", "")
 
 

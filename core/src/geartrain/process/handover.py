@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from geartrain.data import DataSource, map_tensors
 from geartrain.logs import Logs
@@ -130,12 +130,13 @@ def _update_module(module: Module, brought: Outcome) -> None:
     mine = dict(_tensors(module))
     with torch.no_grad():
         for name, theirs in brought.tensors.items():
-            if isinstance(mine[name], UninitializedTensorMixin):
-                mine[name].materialize(theirs.shape, dtype=theirs.dtype)
-            if mine[name].shape == theirs.shape and mine[name].dtype == theirs.dtype:
-                mine[name].copy_(theirs)
+            own = mine[name]
+            if isinstance(own, UninitializedParameter | UninitializedBuffer):
+                own.materialize(theirs.shape, dtype=theirs.dtype)
+            if own.shape == theirs.shape and own.dtype == theirs.dtype:
+                own.copy_(theirs)
             else:
-                mine[name].data = theirs  # resized in the run
+                own.data = theirs  # resized in the run
     for path, attributes in brought.attributes.items():
         _set(parts[path], attributes)
 

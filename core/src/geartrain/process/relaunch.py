@@ -20,7 +20,7 @@ def command() -> list[str]:
     if reason:
         raise UsageError(
             f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
-            "that, or use a strategy that starts processes on a function: --strategy ddp_spawn (pip install geartrain-spawn)"
+            "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
         )
     return [sys.executable, *sys.orig_argv[1:]]
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -74,12 +75,15 @@ class DDPStrategy:
 
     def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
         """Wrap the model, which is on its device; called once in each process and run."""
-        device_ids = None if run.device.type == "cpu" else [run.device]
-        ddp = DistributedDataParallel(model, device_ids=device_ids, **self.ddp_options)
+        ddp = DistributedDataParallel(model, device_ids=self.ddp_device_ids(run), **self.ddp_options)
         if run.hooks.implementers("reduce_bucket"):
             # A lambda, because DDP compares annotations with types, and those here are strings.
             ddp.register_comm_hook(run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket))
         return ddp
+
+    def ddp_device_ids(self, run: Run) -> list[torch.device] | None:
+        """The device to which DDP moves what its forward is given; ``None`` where nothing is to be moved."""
+        return None if run.device.type == "cpu" else [run.device]
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
 

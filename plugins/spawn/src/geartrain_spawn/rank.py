@@ -31,6 +31,8 @@ class Surroundings:
 
     environment: dict[str, str]
     directory: str
+    #: How loader workers start: a started process has otherwise the method by which it was started itself.
+    start_method: str | None
     dtype: torch.dtype
     matmul_precision: str
     random: Any
@@ -43,6 +45,7 @@ class Surroundings:
         return cls(
             dict(os.environ),
             os.getcwd(),
+            multiprocessing.get_start_method(allow_none=True),
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             random.getstate(),
@@ -54,6 +57,7 @@ class Surroundings:
         os.environ.clear()  # a forkserver's is that of the first run
         os.environ.update(self.environment)
         os.chdir(self.directory)
+        multiprocessing.set_start_method(self.start_method, force=True)
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         random.setstate(self.random)

@@ -1,0 +1,43 @@
+"""ddp2: dp inside a node, ddp across nodes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from geartrain import Layout, Module, Plan, PlanRequest, Run, hookimpl
+from geartrain.step import Step
+from geartrain_ddp import DDPStrategy
+from geartrain_dp.replicas import Replicas
+from geartrain_dp.strategy import refuse
+
+
+class DDP2Strategy(DDPStrategy):
+    """One process a node, which splits each of its batches over the node's devices; gradients are averaged over the nodes during
+    backward, once a step. The options are ddp's."""
+
+    def ddp_device_ids(self, run: Run) -> None:
+        """The replicas move each part to its device; DDP moves nothing."""
+
+    @hookimpl
+    def plan_processes(self, request: PlanRequest) -> Layout:
+        return Layout(1, len(request.devices))
+
+    @hookimpl
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]  # hooks are called by name
+        super().check_plan(plan)
+        refuse(plan, module)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        return super().wrap_model(run, Replicas(run, cast(Step, model), run.plan.strategy.label))
+
+    @hookimpl
+    def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
+        model = run.model
+        assert model is not None
+        if method != "training_step" and isinstance(model, DistributedDataParallel):
+            model = model.module  # DDP's own forward may communicate, and nodes may have unequal numbers of batches
+        return model(method, *args)

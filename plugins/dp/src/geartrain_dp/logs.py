@@ -1,0 +1,110 @@
+"""``self.log`` on the replicas -> one entry for the whole batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+
+from geartrain import Run
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of ``self.log`` in one part."""
+
+    value: Any
+    #: What the value weighs in a mean: ``batch_size``, else the samples in the part.
+    weight: int
+    batch_size: int | None
+    options: dict[str, Any]
+
+
+class PartLogs:
+    """Stands in for ``run.logs`` while the parts run, records what each logs, and afterwards logs it combined.
+
+    Args:
+        sizes: the samples in each part.
+    """
+
+    def __init__(self, run: Run, sizes: list[int]) -> None:
+        self._run, self._logs, self._sizes = run, run.logs, sizes
+        #: (name, how often the part had logged it before) -> part -> the call.
+        self._calls: dict[tuple[str, int], dict[int, _Call]] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+        #: Which part the running thread is in.
+        self._here = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logs, name)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Be ``run.logs``; then log what was recorded, unless a part failed."""
+        self._run.logs = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._run.logs = self._logs
+        self._replay()
+
+    @contextmanager
+    def part(self, index: int) -> Iterator[None]:
+        """Whatever this thread logs inside is logged by this part."""
+        self._here.index = index
+        try:
+            yield
+        finally:
+            self._here.index = None
+
+    def log(self, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
+        index = getattr(self._here, "index", None)
+        one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number) and not isinstance(value, complex)
+        if index is None or not one or not isinstance(name, str):
+            # Not logged by a part; or wrong, and core's own error should show the line that did it.
+            self._logs.log(name, value, batch_size=batch_size, **options)
+            return
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()  # it may be changed in place before all parts have run
+        with self._lock:
+            occurrence = self._counts.get((name, index), 0)
+            self._counts[name, index] = occurrence + 1
+            weight = self._sizes[index] if batch_size is None else batch_size
+            self._calls.setdefault((name, occurrence), {})[index] = _Call(value, weight, batch_size, options)
+
+    def _replay(self) -> None:
+        for (name, _), by_part in self._calls.items():
+            calls = [by_part[index] for index in sorted(by_part)]
+            odd = next((call for call in calls if call.options != calls[0].options), None)
+            if odd is not None:  # core's own error says which option differs
+                self._log(name, calls[0].value, calls[0].batch_size, calls[0].options)
+                self._log(name, odd.value, odd.batch_size, odd.options)
+            whole = len(calls) == len(self._sizes) and all(call.batch_size is None for call in calls)
+            # Without a batch_size core weighs the whole batch, as it does in one process.
+            self._log(name, self._combined(calls), None if whole else sum(call.weight for call in calls), calls[0].options)
+
+    def _log(self, name: str, value: Any, batch_size: int | None, options: dict[str, Any]) -> None:
+        self._logs.log(name, value, batch_size=batch_size, **options)
+
+    def _combined(self, calls: list[_Call]) -> Any:
+        """The parts' values as one, in float64; a tensor stays on the first device, and nothing waits for it."""
+        device = self._run.device if any(isinstance(call.value, torch.Tensor) for call in calls) else torch.device("cpu")
+        values = torch.stack([torch.as_tensor(call.value).to(device, torch.float64).reshape(()) for call in calls])
+        reduce_fx = calls[0].options.get("reduce_fx", "mean")
+        match reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", ""):
+            case "sum":
+                combined = values.sum()
+            case "min":
+                combined = values.amin()  # NaN wins, as in core
+            case "max":
+                combined = values.amax()
+            case _:  # a mean; core refuses what it does not know
+                total = sum(call.weight for call in calls) or 1
+                combined = sum((value * call.weight for value, call in zip(values, calls, strict=True)), values.new_zeros(())) / total
+        return combined if any(isinstance(call.value, torch.Tensor) for call in calls) else combined.item()

@@ -1,0 +1,143 @@
+"""The model on k devices: a replica for each, one after another on the CPU, side by side on CUDA.
+
+Replicas share the parameters, so that gradients come together in the module's own, as torch.nn.DataParallel's do:
+https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import parallel_apply, replicate
+
+from geartrain import Run, TrainingError
+from geartrain.data import map_tensors, move
+from geartrain.step import Step
+from geartrain_dp.combine import combine
+from geartrain_dp.logs import PartLogs
+from geartrain_dp.split import split
+from geartrain_dp.watch import Watch
+
+
+class Part(nn.Module):
+    """A step method on one part of a batch, as a ``forward``; this is what is replicated."""
+
+    #: Which part this replica works on.
+    index = 0
+    #: Where it logs.
+    logs: PartLogs
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, method: str, *args: Any) -> Any:
+        with self.logs.part(self.index):
+            return self.step.part(method, *args)
+
+
+class Replicas(nn.Module):
+    """The ``Step`` that splits: ``replicas("training_step", batch, batch_idx)`` runs a part of the batch on each device, and gives
+    what one process would have returned for the whole batch.
+
+    Args:
+        step: the module's, on the first device when it is called.
+        label: what errors and warnings call the strategy.
+
+    Raises:
+        TrainingError: several devices that are neither the CPU nor CUDA, or modules that cannot be replicated.
+    """
+
+    def __init__(self, run: Run, step: Step, label: str) -> None:
+        super().__init__()
+        self.part = Part(step)
+        self._run, self._label = run, label
+        self._warned: set[str] = set()
+        count, first = run.plan.layout.devices_per_process, run.device
+        self.devices = [first, *(torch.device(first.type, i) if first.type != "cpu" else first for i in run.plan.devices[1:count])]
+        if count > 1:
+            _check(step, first, label)
+
+    def forward(self, method: str, *args: Any) -> Any:
+        if len(self.devices) == 1:
+            return self.part.step(method, *args)
+        batch, *rest = args
+        parts, sizes = split(batch, len(self.devices))
+        devices, logs = self.devices[: len(parts)], PartLogs(self._run, sizes)
+        with logs.standing_in():
+            replicas = self._replicate(devices, logs)
+            watch = Watch(replicas)
+            outputs = _apply(replicas, [(method, part, *rest) for part in parts], devices)
+        watch.warn(method, self._label, self._warned)
+        if self.part.step.has_end(method):
+            return self.part.step.end(method, outputs)
+        return combine(method, outputs, sizes)
+
+    def _replicate(self, devices: Sequence[torch.device], logs: PartLogs) -> list[Part]:
+        made: Sequence[nn.Module]
+        if devices[0].type == "cpu":
+            made = [_share(self.part, first=i == 0) for i in range(len(devices))]
+        else:
+            made = replicate(self.part, devices, detach=not torch.is_grad_enabled())
+        replicas = [cast(Part, replica) for replica in made]
+        for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
+            replica.index, replica.logs = index, logs
+            own = copy.copy(self._run)
+            own.device = device  # so that self.device is the replica's
+            vars(replica.step.module)["_run"] = own
+            if own.world.size > 1:
+                vars(replica.step.module)["all_gather"] = self._refuse_all_gather
+        return replicas
+
+    def _refuse_all_gather(self, data: Any) -> Any:
+        # Nodes may have different numbers of parts, and on CUDA the parts run side by side: the ranks' collectives would not match.
+        raise TrainingError(
+            f"{self._label}: self.all_gather inside a step sees a part of the batch only, and nodes may have different numbers of parts. "
+            "Fix: gather in training_step_end, validation_step_end or test_step_end"
+        )
+
+
+def _check(step: Step, first: torch.device, label: str) -> None:
+    """Refuse what cannot be replicated.
+
+    Raises:
+        TrainingError: devices, or the first module that cannot.
+    """
+    if first.type not in ("cpu", "cuda"):
+        raise TrainingError(f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp")
+    for name, module in step.module.named_modules():
+        name = name or type(module).__name__
+        # A compiled module's replica would still call the original; torch.compile(net)'s would even empty the original's parameters.
+        compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
+            what = "compiled" if compiled else "a ScriptModule"
+            raise TrainingError(f"{label}: {name} is {what}, which cannot be replicated. Fix: leave it as it is written, or --strategy ddp")
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module._parameters.values()):
+            raise TrainingError(
+                f"{label}: {name} has lazy parameters, whose shapes no replica could set. Fix: call the module on one batch before"
+            )
+
+
+def _apply(replicas: Sequence[Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[Any]:
+    """Each replica's output, all on the first device."""
+    if devices[0].type == "cpu":
+        return [replica(*arguments) for replica, arguments in zip(replicas, inputs, strict=True)]
+    there = [tuple(move(argument, device) for argument in arguments) for arguments, device in zip(inputs, devices, strict=True)]
+    outputs = parallel_apply(replicas, there, None, devices)
+    return [map_tensors(output, lambda tensor: tensor.to(devices[0])) for output in outputs]
+
+
+def _share(network: nn.Module, first: bool) -> nn.Module:
+    """torch.nn.parallel.replicate for the CPU: new modules around the same parameters; the first replica has the same buffers too,
+    the others copies of them."""
+    copies = {module: module._replicate_for_data_parallel() for module in network.modules()}  # type: ignore[no-untyped-call]
+    buffers = {buffer: buffer if first else buffer.clone() for buffer in network.buffers()}
+    for module, replica in copies.items():
+        replica._parameters = module._parameters.copy()
+        replica._buffers = {name: None if buffer is None else buffers[buffer] for name, buffer in module._buffers.items()}
+        replica._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+    return cast(nn.Module, copies[network])

@@ -1,0 +1,91 @@
+"""What a step method changed on the replicas, which are thrown away after it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from geartrain_dp.split import is_plain
+
+#: The dicts in which nn.Module keeps what is assigned to it.
+_STORES = ("_parameters", "_buffers", "_modules")
+#: Path of the user's module in a replica.
+_PREFIX = "step.module."
+
+
+class Watch:
+    """Remembers what replicas hold, and says afterwards what was set on them and which of their buffers were changed in place.
+
+    Nothing is read from a device: attributes are compared by identity, buffers by torch's count of their in-place changes.
+    """
+
+    def __init__(self, replicas: Sequence[nn.Module]) -> None:
+        self._modules = [[(name, module, _held(module)) for name, module in replica.named_modules()] for replica in replicas]
+        # The first replica's buffers are the module's own: what happens to them in place stays.
+        self._buffers = [(name, buffer, buffer._version) for replica in replicas[1:] for name, buffer in replica.named_buffers()]
+
+    def warn(self, method: str, label: str, warned: set[str]) -> None:
+        """Warn of each name once.
+
+        Args:
+            method: the step method that ran.
+            label: the strategy, as errors name it.
+            warned: names that were warned of before; new ones are added.
+        """
+        lost = _new(self._lost(), warned)
+        if lost:
+            warnings.warn(
+                f"{label}: {_some(lost)} was set on a replica in {method} and is lost: replicas are made anew for each batch. "
+                "Fix: return it and keep it in a *_step_end or another hook of the module, or use --strategy ddp",
+                stacklevel=2,
+            )
+        changed = _new(self._changed(), warned)
+        if changed:
+            warnings.warn(
+                f"{label}: {method} changed the buffers {_some(changed)} on every replica. The first replica's are kept and the others' "
+                "are lost, so running statistics have seen the first part of each batch only. Fix: --strategy ddp, or a layer without them",
+                stacklevel=2,
+            )
+
+    def _changed(self) -> Iterator[str]:
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                yield name
+                module, _, own = name.rpartition(".")
+                if own == "num_batches_tracked":  # torch's batch_norm changes the statistics beside it without counting that
+                    yield from (f"{module}.running_mean", f"{module}.running_var")
+
+    def _lost(self) -> Iterator[str]:
+        for modules in self._modules:
+            for name, module, before in modules:
+                after = _held(module)
+                path = f"{name}." if name else ""
+                yield from (path + key for key in before.keys() | after.keys() if not _same(before.get(key, ...), after.get(key, ...)))
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Every attribute, parameter, buffer and submodule of a module by name."""
+    held = {name: value for name, value in vars(module).items() if name not in _STORES}
+    for store in _STORES:
+        held |= vars(module)[store]
+    return held
+
+
+def _same(before: Any, after: Any) -> bool:
+    return before is after or (
+        is_plain(before) and type(before) is type(after) and not isinstance(before, torch.Tensor) and before == after
+    )
+
+
+def _new(names: Iterable[str], warned: set[str]) -> list[str]:
+    found = sorted({name.removeprefix(_PREFIX) for name in names} - warned)
+    warned.update(found)
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,155 @@
+"""What dp and ddp2 refuse before anything starts, and what they plan."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain.strategies import DataParallelStrategy, DDP2Strategy
+
+from .cases import Net, dp, one_trainer, samples
+
+STRATEGIES = [DataParallelStrategy, DDP2Strategy]
+
+
+class Moving(Net):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("make", [Moving, lambda: Moving], ids=["module", "class"])
+def test_overridden_transfer_is_refused_with_the_fix(strategy, make):
+    trainer = one_trainer(strategy=strategy(), devices=2)
+    with pytest.raises(gt.UsageError, match=r"geartrain-dp\[\w+\]: Moving.transfer_batch_to_device .* Fix: on_after_batch_transfer"):
+        trainer.check(make())
+    trainer.check(Net())
+    trainer.check(Net)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
+def test_16_bit_is_refused(strategy, precision):
+    plan = one_trainer(strategy=strategy(), devices=2).plan
+    plan = replace(plan, precision=replace(plan.precision, name=precision))
+    with pytest.raises(gt.UsageError, match=rf"geartrain-dp\[\w+\] trains in 32 bits only, not in {precision}: .*Fix: --precision 32"):
+        strategy().check_plan(plan, Net())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_manual_optimisation_is_refused(strategy):
+    class Manual(Net):
+        automatic_optimization = False
+
+    plan = one_trainer(strategy=strategy(), devices=2).plan
+    for module in (Manual(), Manual):
+        with pytest.raises(gt.UsageError, match=r"geartrain-dp\[\w+\]: Manual.automatic_optimization is False"):
+            strategy().check_plan(plan, module)
+    with pytest.raises(gt.UsageError, match=r"Manual\.automatic_optimization is False"):
+        dp().fit(Manual(), DataLoader(samples(), batch_size=4))
+
+
+def test_several_nodes_are_ddp2s():
+    with pytest.raises(gt.UsageError, match=r"geartrain-dp\[dp\] drives the devices of one node, not num_nodes=2. Fix: --strategy ddp2"):
+        dp(num_nodes=2)
+    assert one_trainer(strategy="ddp2", devices=2, num_nodes=2).plan.processes == 2
+
+
+def test_what_ddp2_refuses_of_ddp_it_refuses_under_its_own_name():
+    with pytest.raises(gt.UsageError, match=r"^geartrain-dp\[ddp2\]: timeout"):
+        one_trainer(strategy="ddp2", devices=2, strategy_options={"timeout": 0.0})
+    with pytest.raises(gt.UsageError, match=r"^geartrain-dp\[ddp2\]: process_group_backend='nccl' cannot be used on cpu"):
+        one_trainer(strategy="ddp2", devices=2, strategy_options={"process_group_backend": "nccl"}).check(Net)
+
+
+def test_other_devices_than_cpu_and_cuda_are_refused():
+    class Other:
+        priority = 0
+
+        def unavailable(self):
+            return None
+
+        def device_count(self):
+            return 2
+
+        @gt.hookimpl
+        def setup_device(self):
+            return torch.device("meta")
+
+    with pytest.raises(gt.TrainingError, match=r"geartrain-dp\[dp\] makes replicas on cpu and cuda only, not on meta"):
+        dp(accelerator=Other()).fit(Net(), DataLoader(samples(), batch_size=4))
+
+
+# --- plans ---------------------------------------------------------------------------------------------------------------
+
+SIZED = """
+import geartrain as gt
+import torch
+
+
+class Sized(gt.Module):
+    def __init__(self, batch_size: int = 31):
+        super().__init__()
+
+    def training_step(self, batch, batch_idx): ...
+    def configure_optimizers(self): ...
+"""
+
+
+def explained(folder, *words):
+    (folder / "sized.py").write_text(SIZED)
+    main = "import sys; from geartrain.commands import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "explain", "sized.py", "--accelerator", "cpu", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "sizes"),
+    [
+        (("dp", "--devices", "4"), 1, {"per_device": 8, "global": 31}),
+        (("dp", "--devices", "2", "--accumulate-grad-batches", "4"), 1, {"per_device": 16, "global": 124}),
+        (("ddp2", "--devices", "4", "--num-nodes", "2"), 2, {"per_device": 8, "global": 62}),
+        (("ddp2", "--devices", "4"), 1, {"per_device": 8, "global": 31}),
+    ],
+)
+def test_explain_shows_processes_and_batch_sizes(tmp_path, words, processes, sizes):
+    done = explained(tmp_path, "--strategy", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["strategy"]["distribution"] == "geartrain-dp"
+    assert (facts["processes"], facts["batch_size"]) == (processes, sizes)
+    assert facts["hooks"]["forward"] == [words[0]]
+
+
+def test_explain_in_words(tmp_path):
+    done = explained(tmp_path, "--strategy", "dp", "--devices", "4")
+    assert "4 device(s) each" in done.stdout
+    assert "global 31" in done.stdout
+
+
+def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):
+    (tmp_path / "both.py").write_text(
+        "import sys, geartrain as gt\n"
+        "def made(strategy):\n"
+        "    return gt.Trainer(accelerator='cpu', devices=2, strategy=strategy, enable_progress_bar=False).plan.strategy.name\n"
+        "print(made('dp'), 'geartrain_ddp' in sys.modules, made('auto'), 'geartrain_dp.ddp2' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, str(tmp_path / "both.py")], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["dp", "False", "ddp", "False"], done.stderr
+
+
+def test_version_is_geartrains():
+    import geartrain_dp
+
+    assert geartrain_dp.__version__ == gt.__version__
+    assert set(geartrain_dp.__all__) <= {*dir(geartrain_dp), "DDP2Strategy"}
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = geartrain_dp.nonsense
+    assert Path(geartrain_dp.__file__).with_name("py.typed").exists()

@@ -1,0 +1,80 @@
+"""The same ``*_step_end`` under single, dp and ddp: a loss over the whole batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ..ddp.ranks import results
+from .cases import Contrastive, Curve, dp, one_trainer, samples, weights
+
+HERE = Path(__file__).parent
+
+
+def contrastive(strategy, devices, batch_size=7):
+    module, curve = Contrastive(), Curve("loss_step")
+    trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve], max_epochs=2)
+    trainer.fit(module, DataLoader(samples(), batch_size=batch_size), DataLoader(samples(20), batch_size=8))
+    fitted = trainer.callback_metrics
+    tested = trainer.test(module, DataLoader(samples(20), batch_size=8))
+    return {**fitted, **tested[0]}, curve.values, weights(module)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_loss_over_the_whole_batch_is_that_of_one_device(devices):
+    metrics, curve, expected = contrastive("single", 1)
+    theirs, their_curve, trained = contrastive("dp", devices)
+    parts = {name for name in metrics if name.endswith("parts")}
+    assert len(parts) == 3
+    assert all(metrics[name] == 1 < theirs[name] <= devices for name in parts)
+    assert len(curve) == 14
+    assert their_curve == pytest.approx(curve, rel=1e-6)
+    for name in metrics.keys() - parts:
+        assert theirs[name] == pytest.approx(metrics[name], rel=1e-6), name
+    for key, value in expected.items():
+        torch.testing.assert_close(trained[key], value, rtol=1e-6, atol=1e-7)
+
+
+def test_ddp_gives_a_list_of_one(tmp_path):
+    body = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("dp_cases", {str(HERE / "cases.py")!r})
+dp_cases = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(dp_cases)
+module = dp_cases.Contrastive()
+trainer = one_trainer(strategy="ddp", devices=2)
+trainer.fit(module, DataLoader(samples(), batch_size=4), DataLoader(samples(20), batch_size=5))
+keep(trainer, metrics=dict(trainer.callback_metrics), weights=module.state_dict())
+"""
+    first, second = results(tmp_path, body)
+    assert first["metrics"]["val_loss parts"] == first["metrics"]["loss parts"] == 1
+    assert first["metrics"]["val_loss"] == second["metrics"]["val_loss"]
+    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
+def test_step_end_gets_the_parts_outputs_in_order():
+    class Ordered(Contrastive):
+        def validation_step(self, batch, batch_idx):
+            return batch[0]
+
+        def validation_step_end(self, outputs):
+            seen.append([len(output) for output in outputs])
+            assert torch.equal(torch.cat(outputs), data.tensors[0])
+
+    seen, data = [], samples(8)
+    dp(3).validate(Ordered(), DataLoader(data, batch_size=8))
+    assert seen == [[3, 3, 2]]
+
+
+def test_what_step_end_keeps_on_the_module_stays():
+    class Keeping(Contrastive):
+        batches = 0
+
+        def training_step_end(self, outputs):
+            self.batches += 1
+            return super().training_step_end(outputs)
+
+    module = Keeping()
+    dp().fit(module, DataLoader(samples(), batch_size=8))
+    assert module.batches == 6

@@ -1,0 +1,228 @@
+"""From wherever ``fit`` is called: notebooks, interactive sessions, scripts without a guard, standard input, the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geartrain.testing.launching import HAS_PROC, LOOPBACK, Launched, free_port, launched, listening, until
+
+STARTED = 60
+#: Seconds from a fault to the end of everything.
+PROMPT = 30
+
+NET = """
+import os, threading
+from pathlib import Path
+import torch
+import geartrain as gt
+
+class Ones(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return (torch.ones(4),)
+
+class Net(gt.Module):
+    def __init__(self, wait: bool = False):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.wait = wait
+
+    def training_step(self, batch, batch_idx):
+        Path(f"step-{self.global_rank}").write_text(str(os.getpid()))
+        if self.wait and batch_idx == 1:
+            Path(f"waits-{self.global_rank}").touch()
+            threading.Event().wait()
+        loss = (self.net(batch[0]) - 1).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=int(os.environ.get("LOADER_WORKERS", "0")))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def teardown(self, stage):
+        Path(f"teardown-{self.global_rank}").touch()
+"""
+FIT = """
+trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", strategy_options=OPTIONS, max_epochs=4, enable_progress_bar=False)
+module = Net()
+before = module.net.weight.detach().clone()
+trainer.fit(module)
+trainer.fit(module)
+print("steps", trainer.global_step, "moved", bool((module.net.weight != before).all()), "loss", trainer.callback_metrics["loss"] < 0.1)
+"""
+#: The `geartrain` command.
+GEARTRAIN = "import sys; from geartrain.commands import main; sys.exit(main())"
+EXPECTED = "steps 8 moved True loss True"
+
+
+def fit(start_method="forkserver"):
+    return f"OPTIONS = dict(start_method={start_method!r})\n" + FIT
+
+
+METHODS = ["forkserver", "spawn", "fork"]
+
+
+# --- sessions ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_a_notebook(tmp_path, method, monkeypatch):
+    """A real one: a kernel of its own runs the cells."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    kernels = tmp_path / "jupyter" / "kernels" / "here"
+    kernels.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernels / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "here", "language": "python"}))
+    cells = [
+        NET,
+        fit(method),
+        "trainer.validate",
+        "assert trainer.run.optimizers",
+        "import multiprocessing; multiprocessing.active_children()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    text = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert EXPECTED in text
+    assert notebook.cells[-1].outputs[0]["data"]["text/plain"] == "[]"
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0", "step-1"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_an_interactive_session(tmp_path, method):
+    session = f"{NET}\n\n{fit(method)}"
+    (tmp_path / "session.py").write_text(session)
+    # Typed in, as a person does: -i with a file would leave a script that could be run again.
+    typed = "exec(compile(open('session.py').read(), '<typed>', 'exec'), globals())\n"
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], cwd=tmp_path, input=typed, capture_output=True, text=True, timeout=100, env=_environment(tmp_path)
+    )
+    assert EXPECTED in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_script_without_a_guard(tmp_path, method):
+    (tmp_path / "train.py").write_text(f"print('the script runs')\n{NET}\n{fit(method)}")
+    with launched("train.py", folder=tmp_path) as run:
+        run.succeed()
+        assert run.out.count("the script runs") == 1
+        assert EXPECTED in run.out
+        assert not run.left_behind()
+
+
+def test_a_program_from_standard_input(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-"], cwd=tmp_path, input=NET + fit(), capture_output=True, text=True, timeout=100, env=_environment(tmp_path)
+    )
+    assert EXPECTED in done.stdout, done.stderr
+
+
+def test_from_a_thread(tmp_path):
+    program = f"{NET}\nimport threading\ndef work():\n    exec(compile({fit()!r}, '<work>', 'exec'), globals())\n"
+    (tmp_path / "train.py").write_text(program + "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\n")
+    with launched("train.py", folder=tmp_path) as run:
+        assert EXPECTED in run.succeed().out
+
+
+def test_the_command_line(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    arguments = ("fit", "net.py", "--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu", "--max-epochs", "2")
+    with launched("-c", GEARTRAIN, *arguments, folder=tmp_path) as run:
+        assert "loss" in run.succeed().out
+        assert not run.left_behind()
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
+def test_spawn_is_another_name(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    arguments = ("explain", "net.py", "--strategy", "spawn", "--devices", "2", "--accelerator", "cpu", "--json")
+    with launched("-c", GEARTRAIN, *arguments, folder=tmp_path) as run:
+        plan = json.loads(run.succeed().out)
+    assert plan["processes"] == 2
+    assert plan["strategy"]["distribution"] == "geartrain-spawn"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loaders_with_workers(tmp_path, method):
+    (tmp_path / "train.py").write_text(NET + fit(method))
+    with launched("train.py", folder=tmp_path, LOADER_WORKERS="1") as run:
+        assert EXPECTED in run.succeed(100).out
+        assert not run.left_behind()
+
+
+def test_two_nodes(tmp_path):
+    port = str(free_port())
+    program = NET + fit().replace("devices=2", "devices=1, num_nodes=2")
+    runs = []
+    for node in ("0", "1"):
+        folder = tmp_path / node
+        folder.mkdir()
+        (folder / "train.py").write_text(program)
+        variables = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        runs.append(Launched([sys.executable, "train.py"], folder, variables))
+    try:
+        assert [EXPECTED in run.succeed(100).out for run in runs] == [True, True]
+        assert (tmp_path / "1" / "step-1").exists()
+    finally:
+        for run in runs:
+            run.kill()
+
+
+# --- the starter ends ----------------------------------------------------------------------------------------------------
+
+
+def waiting(tmp_path, method="forkserver", **environment):
+    (tmp_path / "train.py").write_text(NET + fit(method).replace("Net()", "Net(wait=True)"))
+    return launched("train.py", folder=tmp_path, **environment)
+
+
+def until_waiting(run, tmp_path):
+    there = (tmp_path / "waits-0", tmp_path / "waits-1")
+    until(lambda: all(path.exists() for path in there) or run.process.poll() is not None, STARTED, "both ranks are in their second step")
+    assert run.process.poll() is None, run.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number):
+    with waiting(tmp_path) as run:
+        until_waiting(run, tmp_path)
+        run.process.send_signal(number)
+        assert run.wait(PROMPT) != 0
+        assert number.name in run.err
+        until(lambda: not run.processes(), PROMPT, "no process is left")
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_starter_takes_everything_with_it(tmp_path, method):
+    with waiting(tmp_path, method, LOADER_WORKERS="1") as run:
+        until_waiting(run, tmp_path)
+        assert len(run.processes()) >= 3
+        run.process.kill()
+        until(lambda: not run.processes(), PROMPT, "no process is left")
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="finds sockets through /proc")
+def test_nothing_listens_outside_loopback(tmp_path):
+    with waiting(tmp_path) as run:
+        until_waiting(run, tmp_path)
+        found = listening(run.processes())
+    assert found
+    assert [address for address in found if address not in LOOPBACK] == []
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**kept, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
