@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from geartrain_dp.replicas import Replicas
 class DataParallelStrategy:
     """Splits each batch over the devices of one process: a replica of the module works on each part, and the parts' outputs come
     together on the first device, in ``*_step_end`` where the module has one."""
+
+    #: What the conformance kit may expect.
+    capabilities: ClassVar[dict[str, bool]] = {"multi_node": False}
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:

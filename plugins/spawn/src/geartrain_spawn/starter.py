@@ -145,8 +145,8 @@ class Ranks:
             TrainingError: one was killed, hung or left.
             Exception: a rank's own error.
         """
-        while alive := self._alive():
-            connection.wait([each.process.sentinel for each in alive])
+        while running := [each.process.sentinel for each in self._ranks if each.ended is None]:
+            connection.wait(running)
             self._look()
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
