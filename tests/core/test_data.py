@@ -123,7 +123,8 @@ def test_what_has_no_tensor_stays_itself(thing):
     ("batch", "size"),
     [
         (torch.ones(5, 2), 5),
-        (torch.ones(()), 1),
+        (torch.ones(()), None),
+        ({"temperature": torch.ones(()), "x": torch.ones(4, 2)}, 4),
         ([torch.ones(4, 2), torch.ones(9)], 4),
         ({"text": ["a", "b"], "x": torch.ones(3)}, 3),
         (("text", Pair(None, torch.ones(2))), 2),
@@ -320,7 +321,8 @@ def test_one_transfer_hook_alone(hook):
 def test_numpy_arrays_are_sized_by_their_shape():
     numpy = pytest.importorskip("numpy", reason="the size of NumPy batches needs NumPy")
     assert first_size({"x": numpy.zeros((5, 2))}) == 5
-    assert first_size(numpy.float32(1)) == 1
+    assert first_size(numpy.float32(1)) is None
+    assert first_size((numpy.float32(1), numpy.zeros(3))) == 3
 
 
 def test_training_takes_one_loader():

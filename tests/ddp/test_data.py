@@ -255,3 +255,48 @@ keep(trainer, **{"found": found})
             assert found[n, size] == pytest.approx(expected, rel=1e-6)
     assert {found["rounds"] for found in ranks} == {6 + 26 + 1}
     assert all(found["gathered"] == {4} for found in ranks)
+
+
+UNEVEN = """
+from torch.utils.data import IterableDataset
+
+class Mine(IterableDataset):
+    '''Rank 0 has 5 batches and rank 1 has 3; neither can tell.'''
+
+    def __iter__(self):
+        rank = int(os.environ.get("RANK", 0))
+        return iter([(torch.ones(3), torch.ones(1) * rank)] * ((5, 3)[rank] * 2))
+
+class Gathers(Net):
+    def validation_step(self, batch, batch_idx):
+        self.gathered = self.all_gather(batch[1].sum()).tolist()
+        self.log("seen", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+"""
+
+
+def test_training_loaders_that_cannot_tell_their_length_end_together(tmp_path):
+    body = (
+        UNEVEN
+        + """
+trainer = ddp(max_epochs=2, limit_train_batches=10)
+trainer.fit(Gathers(), DataLoader(Mine(), batch_size=2))
+keep(trainer, steps=trainer.global_step)
+"""
+    )
+    assert [kept["steps"] for kept in results(tmp_path, body)] == [6, 6]
+    printed = (tmp_path / "run.err").read_text()
+    assert "the training loaders of ranks [1] have run out before the others'" in printed
+
+
+def test_evaluation_loaders_that_cannot_tell_their_length_use_every_batch(tmp_path):
+    body = (
+        UNEVEN
+        + """
+trainer, module = ddp(), Gathers()
+found = trainer.validate(module, DataLoader(Mine(), batch_size=2))
+keep(trainer, found=found, gathered=module.gathered)
+"""
+    )
+    for kept in results(tmp_path, body):
+        assert kept["found"] == [{"seen": 16.0}]
+        assert kept["gathered"] == [0.0, 2.0]  # rank 1 repeats its last

@@ -73,11 +73,11 @@ def transfer(run: Run, batch: Any) -> Any:
 
 
 def first_size(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch: how many samples it has; ``None`` if there is no such tensor."""
+    """The first dimension of the first tensor in a batch that has one: how many samples it has; ``None`` if there is none."""
     if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.ndim else 1
+        return batch.size(0) if batch.ndim else None
     if hasattr(batch, "__array__") and hasattr(batch, "shape"):
-        return int(batch.shape[0]) if batch.shape else 1
+        return int(batch.shape[0]) if batch.shape else None
     if isinstance(batch, Mapping):
         batch = batch.values()
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):

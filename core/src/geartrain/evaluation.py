@@ -11,6 +11,7 @@ import torch
 
 from geartrain.data import map_tensors
 from geartrain.hooks import fire
+from geartrain.rounds import repeated, while_any_has
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,8 +76,9 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
     more = (index,) if len(run.loaders[loaders]) > 1 else ()
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
-    for batch_idx, batch in enumerate(_rounds(batches, limit, rounds)):
-        run.batch, run.repeating = batch, limit is not None and batch_idx >= limit
+    turns = while_any_has(run, islice(batches, limit)) if run.unsure[loaders] else repeated(batches, limit, rounds)
+    for batch_idx, (batch, again) in enumerate(turns):
+        run.batch, run.repeating = batch, again
         with run.logs.scope(keep=False) if run.repeating else nullcontext():
             if starts is not None:
                 starts(batch, batch_idx, *more)
@@ -89,19 +91,6 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
             run.logs.fold()
     run.batch, run.repeating = None, False
     return outputs
-
-
-def _rounds(batches: Iterator[Any], limit: int | None, rounds: int | None) -> Iterator[Any]:
-    """This rank's ``limit`` batches, and then the last again until every rank had its ``rounds``."""
-    if limit == rounds or limit is None or rounds is None:
-        yield from islice(batches, limit)
-        return
-    batch, done = None, 0
-    for batch in islice(batches, max(limit, 1)):
-        done += 1
-        yield batch
-    for _ in range(rounds - done):
-        yield batch
 
 
 def _own(run: Run, name: str, *arguments: Any) -> None:

@@ -13,6 +13,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate, same_buffers
 from geartrain.hooks import fire
 from geartrain.optim import step_schedules, zero_grad
+from geartrain.rounds import while_all_have
 from geartrain.sharding import set_epoch
 
 if TYPE_CHECKING:
@@ -125,8 +126,11 @@ def train_epoch(run: Run) -> None:
     validation_due = _validation_schedule(run)
     step, on_step_end, run.batch_idx = hooks.step, hooks.on_step_end, 0
     device_batches = hooks.device_batches(run=run, loader=run.loaders["train"][0], stage="train")
+    batches: Iterator[Any] = islice(device_batches, run.batches["train"][0])
+    if run.unsure["train"]:
+        batches = while_all_have(run, batches)
     try:
-        for window in _windows(islice(device_batches, run.batches["train"][0]), options.accumulate_grad_batches):
+        for window in _windows(batches, options.accumulate_grad_batches):
             step(run=run, micro_batches=window)
             run.step, run.batch_idx, run.batch = run.step + 1, run.batch_idx + len(window), None
             if on_step_end is not None:

@@ -95,6 +95,8 @@ class Run:
     batches: dict[str, list[int | None]] = field(default_factory=dict)
     #: The most batches that any rank has, by stage: so many times every rank calls the step in evaluation.
     rounds: dict[str, list[int | None]] = field(default_factory=dict)
+    #: Whether ranks must agree at each batch whether there is another, by stage: some rank's loader cannot tell its length.
+    unsure: dict[str, bool] = field(default_factory=dict)
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
     #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.

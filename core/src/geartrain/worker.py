@@ -21,6 +21,7 @@ from geartrain.logs import Logs
 from geartrain.module import DataModule, Module, overridden
 from geartrain.optim import needs_closure, read_optimizers
 from geartrain.process import report
+from geartrain.rounds import is_sure
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
 from geartrain.sharding import is_spare
@@ -63,6 +64,7 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         else:
             result = evaluate(run, run.command)
         fire(run.hooks.on_run_end, run=run)
+        run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
     return result
 
 
@@ -140,16 +142,19 @@ def _agree_on_rounds(run: Run, stage: str) -> None:
         TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
     """
     mine = run.batches[stage]
-    run.rounds[stage] = mine
+    run.rounds[stage], run.unsure[stage] = mine, False
     if run.world.size == 1 or not mine:
         return
-    table = run.hooks.log_sync(run=run, values=torch.tensor([-1 if n is None else n for n in mine], dtype=torch.float64))
-    if stage == "train" and bool((table != table[0]).any()):
+    sure = all(map(is_sure, run.loaders[stage]))
+    numbers = [sure, *(-1 if n is None else n for n in mine)]
+    table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
+    run.unsure[stage] = not table[:, 0].all()
+    if stage == "train" and not run.unsure[stage] and bool((table != table[0]).any()):
         raise TrainingError(
-            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 0]]} batches, rank by rank. "
+            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
             "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
         )
-    run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table.T]
+    run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
 
 
 def _set_up_model(run: Run, checkpoint: Path | None) -> None:

@@ -16,15 +16,14 @@ PHASES = ("setup", "configure_optimizers", "training_step", "validation_step", "
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
 
 
-def _ends(run: Run, seconds: float, late: bool = False) -> None:
-    """The program ends within ``seconds`` of its fault, with an error, and no rank's call returns; ``late`` where the fault is after
-    all communication, so that other ranks may have been done."""
+def _ends(run: Run, seconds: float) -> None:
+    """The program ends within ``seconds`` of its fault, with an error, and no rank's call returns."""
     until(lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None, run.deadline, f"a fault\n{run.shown()}")
     code = run.finish(seconds)
     assert (run.folder / "fault").exists(), f"the program ended before its fault\n{run.shown()}"
     assert code != 0, f"the program succeeded, although its last rank failed\n{run.shown()}"
     survived = sorted(path.name for path in run.folder.glob("survived-*"))
-    assert late or not survived, f"the call returned after a rank had failed, in {survived}\n{run.shown()}"
+    assert not survived, f"the call returned after a rank had failed, in {survived}\n{run.shown()}"
 
 
 def _named(run: Run, kit: Kit, *words: str) -> None:
@@ -47,7 +46,7 @@ class FailureCases:
         """An exception on the last rank: the run ends and names it, every rank is torn down, nothing is left."""
         need(HAS_PROC, NO_PROC)
         with kit.program("fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}) as run:
-            _ends(run, kit.deadline, late=phase == "on_train_end")
+            _ends(run, kit.deadline)
             _named(run, kit, f"{MEANT} {phase}")
             _nothing_left(run)
             marks = {path.name for path in run.folder.iterdir()}
