@@ -1,5 +1,6 @@
 """Whatever happens to a rank: the caller gets the error that came first, and nothing is left of the others."""
 
+import gc
 import os
 import time
 
@@ -113,6 +114,24 @@ def test_a_run_after_a_failed_one(tmp_path):
     module = Net()
     trainer(max_epochs=1).fit(module, loader())
     assert len(module.losses) == 6
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors through /proc")
+def test_runs_leave_no_descriptor_and_no_file_in_memory(tmp_path):
+    def opened():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    one, module = trainer(max_epochs=1), Net()
+    one.fit(module, loader())  # the helper process's descriptors stay
+    before = opened()
+    one.fit(module, loader())
+    predicted = one.predict(module, loader())
+    fails(tmp_path, "exception", 1, error=KeyError("mine"))
+    assert opened() == before
+    with open("/proc/self/maps") as maps:
+        assert "memfd:geartrain" not in maps.read()
+    assert predicted
 
 
 def test_logs_stay_after_a_failure_and_tell_why(tmp_path, capfd):

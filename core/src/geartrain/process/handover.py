@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,8 @@ def outcome(run: Run, result: Any) -> Outcome:
 def take_back(run: Run, brought: Outcome) -> Any:
     """Let the caller's module, plugins, trainer and run be as if the run had been in this process.
 
+    Nothing keeps a tensor of ``brought``: they may lie in a mapped file, all of which one of them would keep.
+
     Returns:
         What the worker returned.
     """
@@ -111,22 +114,22 @@ def take_back(run: Run, brought: Outcome) -> Any:
         setattr(run.logs, name, value)
     _update_module(run.module, brought)
     if run.trainer.datamodule is not None:
-        _set(run.trainer.datamodule, brought.datamodule)
+        _set(run.trainer.datamodule, _copy(brought.datamodule))
     for part, state in zip(_plugins(run), brought.plugins, strict=True):
         if state_of(part.plugin) is not None:
-            part.plugin.load_state_dict(state)
+            part.plugin.load_state_dict(_copy(state))
         else:
-            _set(part.plugin, state)
+            _set(part.plugin, _copy(state))
     if brought.optimizers:
         _make_optimizers(run, brought)
-    return brought.result
+    return _copy(brought.result)
 
 
 def _update_module(module: Module, brought: Outcome) -> None:
     parts = dict(module.named_modules())
     for path, new in brought.added.items():
         for kind, items in new.items():
-            vars(parts[path])[kind].update(items)
+            vars(parts[path])[kind].update(deepcopy(items))
     mine = dict(_tensors(module))
     with torch.no_grad():
         for name, theirs in brought.tensors.items():
@@ -136,9 +139,9 @@ def _update_module(module: Module, brought: Outcome) -> None:
             if own.shape == theirs.shape and own.dtype == theirs.dtype:
                 own.copy_(theirs)
             else:
-                own.data = theirs  # resized in the run
+                own.data = theirs.clone()  # resized in the run
     for path, attributes in brought.attributes.items():
-        _set(parts[path], attributes)
+        _set(parts[path], _copy(attributes))
 
 
 def _set(thing: Any, attributes: dict[str, Any]) -> None:
@@ -153,9 +156,9 @@ def _make_optimizers(run: Run, brought: Outcome) -> None:
     try:
         run.optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
         for optimizer, state in zip(run.optimizers, brought.optimizers, strict=True):
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(_copy(state))
         for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):
-            schedule.scheduler.load_state_dict(state)
+            schedule.scheduler.load_state_dict(_copy(state))
     except Exception as error:  # the run is done and its weights are here: an optimizer that cannot be made twice must not lose them
         warnings.warn(
             f"the optimizers' state did not come back: {type(module).__name__}.configure_optimizers failed in the calling process "
@@ -201,6 +204,10 @@ def _is_plain(value: Any) -> bool:
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
+
+
+def _copy(thing: Any) -> Any:
+    return map_tensors(thing, torch.clone)
 
 
 def _plugins(run: Run) -> list[Part]:

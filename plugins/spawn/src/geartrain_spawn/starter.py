@@ -58,7 +58,7 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
                 ranks.start(place, number, timeout, payload)
             brought = ranks.outcome()
     finally:
-        ranks.end()
+        ranks.close()
         if isinstance(payload, AnonymousFile):
             payload.close()
     if run.output is None:
@@ -183,6 +183,13 @@ class Ranks:
             each.killed = True
             each.process.kill()
             each.process.join()
+
+    def close(self) -> None:
+        """End every rank, and let go of what they left."""
+        self.end()
+        for each in self._ranks:
+            each.answer.close()
+            each.process.close()
 
     # --- whose error came first ------------------------------------------------------------------------------------------
 
