@@ -64,7 +64,8 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         else:
             result = evaluate(run, run.command)
         fire(run.hooks.on_run_end, run=run)
-        run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
+        if run.world.size > 1:
+            run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
     return result
 
 
