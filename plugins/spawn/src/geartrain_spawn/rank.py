@@ -1,4 +1,4 @@
-"""What a started process does: become its rank, work, and leave the outcome where its starter looks. Preloaded by the forkserver."""
+"""What a started process does: become its rank, work, and leave the outcome where its starter looks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import torch
 
 from geartrain import Run
 from geartrain.parallel import Place, join, outcome, registered_names, threads, variables
-from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain_spawn.files import AnonymousFile
 
 
@@ -88,6 +87,8 @@ class Job:
     surroundings: Surroundings | None
 
 
+#: Linux's prctl(2) option: the signal that this process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 #: What a rank leaves that has done its work and brings nothing.
 DONE = "done"
 
@@ -140,7 +141,7 @@ def _die_with_starter() -> None:
     starter = multiprocessing.parent_process()
     assert starter is not None
     if sys.platform == "linux" and os.getppid() == starter.pid:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def watch() -> None:
         # A forkserver's child is no child of its starter, and the server may live on.
