@@ -27,7 +27,7 @@ class Capabilities:
     #: Parameters that a step does not use, on all ranks or on some. Where it is declared off, a step that uses other parameters
     #: than the one before must end in an error.
     unused_parameters: bool = True
-    #: Collectives in ``validation_step`` on ranks with unequal numbers of batches.
+    #: Ranks with unequal numbers of batches: collectives in ``validation_step``, and training on loaders without a length.
     uneven_inputs: bool = True
     #: Each rank sees its own part of the data. Where it is declared off, every rank must see all of it.
     sharded_loader: bool = True

@@ -89,13 +89,17 @@ class Cases:
         (found,) = report.caller[0]["result"]
         assert {name: found[name] for name in ("mean", "min", "max", "one")} == {"mean": 0.0, "min": 0.0, "max": 0.0, "one": 1.0}
 
-    @uses("uneven_inputs")
+    @uses("uneven_inputs", "uneven_training")
     def test_uneven_inputs(self, kit: Kit) -> None:
-        """Ranks with unequal numbers of batches and a collective in each ``validation_step`` come to the end."""
-        if kit.can.uneven_inputs:
-            _once(kit, kit.report("uneven_inputs"), "validate", kit.ranks * EVALUATION_BATCH + 1)
-        else:
-            assert kit.reports.by_name["uneven_inputs"].error, "uneven_inputs is declared unsupported and works"
+        """Ranks with unequal numbers of batches come to the end: with a collective in each ``validation_step``, and in training where
+        no loader can tell its length, which ends with the rank that has the fewest."""
+        if not kit.can.uneven_inputs:
+            errors = [kit.reports.by_name[name].error for name in ("uneven_inputs", "uneven_training")]
+            assert any(errors), "uneven_inputs is declared unsupported and works"
+            return
+        _once(kit, kit.report("uneven_inputs"), "validate", kit.ranks * EVALUATION_BATCH + 1)
+        steps = [record["step"] for record in kit.report("uneven_training").ranks()]
+        assert steps == [3] * kit.ranks, f"the ranks made {steps} steps, and one had 3 batches"
 
     # --- metrics ---------------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import geartrain as gt
 
@@ -188,6 +189,24 @@ class GathersInValidation(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.all_gather(batch[2].double().sum())
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, count: int) -> None:
+        self._samples = samples(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+class Streams(Net):
+    """Training data without a length: 3 batches on the last rank, 5 on the others."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        return DataLoader(Stream(2 * (3 if last else 5)), 2)
 
 
 class LogsOnOneRank(Net):

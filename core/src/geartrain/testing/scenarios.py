@@ -143,6 +143,13 @@ def uneven_inputs(job: Job) -> None:
     job.keep(trainer, module, result)
 
 
+@scenario
+def uneven_training(job: Job) -> None:
+    trainer, module = job.trainer(), nets.Streams()
+    trainer.fit(module)
+    job.keep(trainer, module)
+
+
 # --- metrics, collectives, what the caller sees --------------------------------------------------------------------------
 
 
