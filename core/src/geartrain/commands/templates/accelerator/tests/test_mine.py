@@ -20,7 +20,8 @@ class Line(gt.Module):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         self.threads.add(torch.get_num_threads())
-        return (self.net(batch[0]) - batch[1]).square().mean()
+        loss: torch.Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.3)
