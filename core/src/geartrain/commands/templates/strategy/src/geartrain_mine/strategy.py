@@ -46,7 +46,11 @@ class MineStrategy:
         backend = "nccl" if run.device.type == "cuda" else "gloo"
         with name_absent_ranks(run):
             dist.init_process_group(
-                backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout
+                backend,
+                store=run.store,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=self.timeout,
             )
         return World(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, place.node_rank)
 
