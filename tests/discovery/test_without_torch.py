@@ -51,6 +51,13 @@ def test_no_torch_is_imported_by(statement):
     assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
+@pytest.mark.parametrize("kind", ["strategy", "accelerator", "plugin"])
+def test_a_package_is_written(kind, tmp_path):
+    result = command("new", kind, "tandem", "--output", str(tmp_path / "package"))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "package" / "src" / "geartrain_tandem" / "__init__.py").exists()
+
+
 def test_an_unknown_name_is_answered_without_torch():
     result = python("from geartrain.registry import Registry; Registry().find('strategy', 'sinlge')")
     assert "Did you mean 'single'?" in result.stderr

@@ -38,9 +38,10 @@ class Defaults:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        if run.plan.processes == 1 and run.place is None:
+        owner = run.hooks.owner("setup_process_group")
+        if run.plan.processes == 1 and run.place is None and (owner is None or owner.kind == "default"):
             return worker(0)
-        return parallel.launch(run, worker)
+        return parallel.launch(run, worker)  # a strategy that joins others finds its place and store there, also where it is alone
 
     @hookimpl
     def setup_device(self) -> torch.device:

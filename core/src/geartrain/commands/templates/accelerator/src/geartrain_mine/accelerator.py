@@ -1,0 +1,62 @@
+"""A device that stands for one of your own: it computes on the CPU, with a bounded number of threads."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from geartrain import Run, UsageError, hookimpl
+
+#: How many devices there are. On real hardware its driver is asked, in a way that does not initialise a device.
+COUNT = "MINE_DEVICES"
+
+
+class MineAccelerator:
+    """Devices of the kind ``mine``.
+
+    Args:
+        threads: CPU threads that stand for one device.
+
+    Raises:
+        UsageError: no thread at all.
+    """
+
+    #: ``--accelerator auto`` takes the usable one of the highest priority. The cpu has 0, so this one is never taken
+    #: unless someone asks for it by name. Hardware that is faster than the CPU says more than 0.
+    priority = -1
+
+    def __init__(self, threads: int = 1) -> None:
+        if threads < 1:
+            raise UsageError(f"threads={threads!r} must be 1 or more.")
+        self.threads = threads
+        self._before = torch.get_num_threads()
+
+    # --- asked before any run exists: the process may still fork, so neither may initialise a device ------------------
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Why it cannot be used here, as its user should read it; ``None`` where it can."""
+        count = os.environ.get(COUNT, "")
+        if count.isdigit() and int(count) > 0:
+            return None
+        return f"there is no device: {COUNT} is {count!r}. Fix: set it to the number of devices ({COUNT}=1)"
+
+    @staticmethod
+    def device_count() -> int:
+        """Devices on this node; ``--devices auto`` takes all of them."""
+        return int(os.environ.get(COUNT, "0"))
+
+    # --- in each process of a run -------------------------------------------------------------------------------------
+
+    @hookimpl
+    def setup_device(self, run: Run, local_rank: int) -> torch.device:
+        # `run.plan.devices` are the indices that the user chose: index = run.plan.devices[local_rank] is this
+        # process's, and hardware returns torch.device("its_type", index). Core moves model and batches there.
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        return torch.device("cpu")
+
+    @hookimpl
+    def teardown_device(self, run: Run) -> None:
+        # Called whatever happened, also after an error.
+        torch.set_num_threads(self._before)

@@ -1,0 +1,206 @@
+"""``geartrain new strategy|accelerator|plugin NAME``: names, refusals, what is written. tests/testing/test_new_packages.py installs it."""
+
+import ast
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import geartrain
+from geartrain.commands.new import _LONGEST, _TEMPLATES
+from geartrain.registry import GROUPS
+
+KINDS = list(GROUPS)
+
+
+@pytest.fixture
+def new(command):
+    """``new("strategy tandem")``: write a package; what was printed."""
+
+    def write(line):
+        done = command(f"new {line}")
+        assert done.code == 0, done.err
+        return done.out
+
+    return write
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what cannot be meant ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", ["which kind", "strategy"]),
+        ("strategy", ["what is the strategy called", "geartrain new strategy NAME"]),
+        ("stratgy tandem", ["'stratgy'", "Did you mean 'strategy'?"]),
+        ("strategies tandem", ["Did you mean 'strategy'?"]),
+        ("strategy tandem more", ["more"]),
+        ("strategy tandem --out x", ["--out", "--output"]),
+        ("strategy tandem --output", ["--output"]),
+        # a name's form
+        ("strategy Tandem", ["'Tandem'", "lower-case", "Fix: tandem"]),
+        ("strategy 'my own'", ["Fix: my_own"]),
+        ("strategy my.own", ["Fix: my_own"]),
+        ("strategy ../up", ["Fix: up"]),
+        ("strategy 2fast", ["Fix: fast"]),
+        ("strategy 2", ["'2'", "lower-case"]),
+        ("strategy a--b", ["Fix: a_b"]),
+        ("strategy tandem_", ["Fix: tandem"]),
+        ("strategy ''", ["lower-case"]),
+        ("strategy tändem", ["lower-case"]),
+        (f"strategy {'a' * (_LONGEST + 1)}", [f"{_LONGEST + 1} characters", str(_LONGEST)]),
+        # a name that is somebody's
+        ("strategy single", ["installed", "geartrain[single]", "another name"]),
+        ("plugin single", ["installed", "strategy geartrain[single]"]),
+        ("plugin door_bell", ["installed", "geartrain-chip[door-bell]"]),
+        ("strategy ddp", ["strategy of geartrain-ddp", "pip install geartrain-ddp"]),
+        ("plugin ddp-spawn", ["strategy of geartrain-spawn"]),
+        ("accelerator cuda", ["geartrain-cuda"]),
+        ("accelerator auto", ["a meaning of its own"]),
+        ("plugin model", ["a meaning of its own", "my_model"]),
+    ],
+)
+def test_is_refused(chip, refused, folder, line, words):
+    before = files(folder)
+    message = refused(f"new {line}")
+    for word in words:
+        assert word in message
+    assert files(folder) == before
+
+
+def test_the_name_of_an_importable_package_is_refused(refused, folder, monkeypatch):
+    (folder / "geartrain_tandem").mkdir()
+    (folder / "geartrain_tandem" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(folder)
+    assert "a package geartrain_tandem is installed" in refused("new plugin tandem")
+
+
+def test_nothing_is_overwritten(new, refused, folder):
+    new("strategy tandem")
+    (folder / "geartrain-tandem" / "README.md").write_text("changed by its author")
+    before = files(folder)
+    message = refused("new strategy tandem")
+    assert "geartrain-tandem exists and is not empty; nothing was written. Fix: --output DIR" in message
+    assert files(folder) == before
+
+
+def test_a_file_in_the_way_is_refused(refused, folder):
+    (folder / "there").write_text("")
+    assert "there exists" in refused("new plugin tandem --output there")
+    assert "cannot be written" in refused("new plugin tandem --output there/below")
+
+
+# --- what is written -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_what_it_wrote_and_what_to_do_next(new, folder, kind):
+    printed = new(f"{kind} tandem")
+    wrote, _, following = printed.partition("next:\n")
+    assert wrote.splitlines()[0] == "wrote geartrain-tandem/"
+    assert {line.strip() for line in wrote.splitlines()[1:]} == set(files(folder / "geartrain-tandem"))
+    install, test, use = (line.strip() for line in following.splitlines())
+    assert install == 'pip install -e "./geartrain-tandem[test]"'
+    assert test == "pytest geartrain-tandem"
+    assert f"--{kind} tandem" in use
+
+
+def test_output_names_the_folder(new, folder):
+    (folder / "empty").mkdir()
+    assert "pytest empty\n" in new("plugin tandem --output empty")
+    new(f"plugin tandem --output {folder}/deep/er")
+    assert files(folder / "empty") == files(folder / "deep" / "er") != {}
+
+
+def test_twice_writes_the_same(new, folder):
+    for output in ("one", "two"):
+        new(f"strategy tandem --output {output}")
+    assert files(folder / "one") == files(folder / "two")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "package", "title"),
+    [("tandem", "tandem", "Tandem"), ("my-own", "my_own", "MyOwn"), ("a_1", "a_1", "A1"), ("none", "none", "None")],
+)
+def test_package(new, folder, kind, name, package, title):
+    new(f"{kind} {name} --output it")
+    written = files(folder / "it")
+    assert {"README.md", "pyproject.toml", f"src/geartrain_{package}/__init__.py", f"tests/test_{package}.py"} <= set(written)
+    assert written[f"src/geartrain_{package}/py.typed"] == ""
+    project = tomllib.loads(written["pyproject.toml"])["project"]
+    assert project["name"] == f"geartrain-{package.replace('_', '-')}"
+    cls = f"{title}{kind.capitalize()}"
+    assert project["entry-points"] == {GROUPS[kind]: {name: f"geartrain_{package}:{cls}"}}
+    assert f"--{kind} {name}" in written["README.md"]
+    trees = [ast.parse(text) for path, text in written.items() if path.endswith(".py")]
+    assert cls in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert not [path for path, text in written.items() if re.search("mine", path + text, re.I)]
+
+
+def test_a_name_that_says_its_kind_says_it_once(new, folder):
+    new("strategy tandem_strategy")
+    assert "geartrain_tandem_strategy:TandemStrategy" in (folder / "geartrain-tandem-strategy" / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dependencies_are_of_this_version_and_have_reasons(new, folder, kind):
+    new(f"{kind} tandem")
+    text = (folder / "geartrain-tandem" / "pyproject.toml").read_text()
+    major, minor, *_ = geartrain.__version__.split(".")
+    project = tomllib.loads(text)["project"]
+    assert f"geartrain>={major}.{minor},<{major}.{int(minor) + 1}" in project["dependencies"]
+    for dependency in (*project["dependencies"], *project["optional-dependencies"]["test"]):
+        assert re.search(rf'"{re.escape(dependency)}"\W+# \w', text), f"{dependency} has no reason"
+
+
+def test_conformance_test_is_five_lines():
+    text = (_TEMPLATES / "strategy" / "tests" / "test_mine.py").read_text()
+    code = [line for line in text.splitlines() if line and not line.startswith('"""')]
+    assert code == [
+        "from geartrain.testing import StrategyConformance",
+        "class TestMine(StrategyConformance):",
+        '    strategy = "mine"',
+    ]
+
+
+def test_compiled_templates_and_caches_are_not_written(new, folder, tmp_path, monkeypatch):
+
+    copy = tmp_path / "copy"
+    shutil.copytree(_TEMPLATES, copy)
+    for place in (".ruff_cache", "src/geartrain_mine/__pycache__"):
+        (copy / "plugin" / place).mkdir(exist_ok=True, parents=True)
+        (copy / "plugin" / place / "binary").write_bytes(b"\x89")
+    monkeypatch.setattr("geartrain.commands.new._TEMPLATES", copy)
+    new("plugin tandem")
+    assert not [path for path in files(folder / "geartrain-tandem") if "cache" in path]
+
+
+# --- without torch -------------------------------------------------------------------------------------------------------
+
+
+def test_neither_torch_nor_a_plugin_is_imported(python, folder):
+    code = """
+import sys
+sys.modules["torch"] = None
+from geartrain.commands import main
+code = main(["new", "strategy", "tandem"])
+print([name for name in sys.modules if name.startswith(("torch.", "geartrain_"))])
+sys.exit(code)
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert Path(folder, "geartrain-tandem", "pyproject.toml").exists()
+
+
+def test_is_in_the_help(command):
+    assert "new  " in command("--help").out
+    assert "KIND" in command("new --help").out

@@ -1,0 +1,34 @@
+"""docs/write-a-strategy.md shows the files that `geartrain new strategy mine` writes, and names what core has for strategies."""
+
+from pathlib import Path
+
+import pytest
+
+from geartrain import hookspecs, parallel
+from geartrain.commands.new import _TEMPLATES
+
+from . import blocks
+
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-strategy.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", ["src/geartrain_mine/strategy.py", "tests/test_mine.py"])
+def test_shows_what_the_command_writes(file):
+    (shown,) = (block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}")
+    template = (_TEMPLATES / "strategy" / file).read_text(encoding="utf-8")
+    assert shown.partition("\n")[2] + "\n" == template, "Fix: copy the template's text to the page"
+
+
+@pytest.mark.parametrize("function", ["launch", "reserve", "join", "outcome", "take_back", "variables", "threads", "hear_signals"])
+def test_parallel_has_what_the_page_names(function):
+    assert f"`{function}(" in TEXT
+    assert function in parallel.__all__
+
+
+@pytest.mark.parametrize(
+    "hook", ["plan_processes", "launch", "shard_dataloader", "wrap_model", "micro_step", "reduce_gradients", "log_sync"]
+)
+def test_hook_is_linked(hook):
+    assert f"[`{hook}`](hooks.md#{hook})" in TEXT
+    assert hasattr(hookspecs, hook)

@@ -1,0 +1,48 @@
+"""What ``geartrain new`` writes works at once: built as wheels, installed, and tested by its own tests. For the strategy these are the
+whole conformance kit."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from ..sites import ROOT, build, environment
+
+#: kind -> a name.
+NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm"}
+#: Seconds for the strategy's conformance run, on a machine that does other things as well.
+DEADLINE = 400
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE + 60)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Core's wheel wrote three packages; an environment with their wheels and core's, and the folder they are in."""
+    folder = tmp_path_factory.mktemp("new")
+    wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core"])
+    writer = environment(tmp_path_factory.mktemp("writer"), wheels)
+    for kind, name in NAMES.items():
+        # In what core's wheel installed, not in the sources: the templates must be in the wheel.
+        done = writer.geartrain("new", kind, name, "--output", f"written-{kind}", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    built = build(tmp_path_factory.mktemp("wheels"), [folder / f"written-{kind}" for kind in NAMES])
+    return SimpleNamespace(folder=folder, site=environment(tmp_path_factory.mktemp("site"), [*wheels, *built]))
+
+
+def run_tests(place, kind, *arguments):
+    """The package's own tests, against what was installed."""
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:randomly", "--basetemp", f"files-{kind}", *arguments)
+    return place.site.run(place.site.python, "-m", "pytest", *options, f"written-{kind}", cwd=place.folder, seconds=DEADLINE)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_its_own_tests_pass(place, kind):
+    """The package's own tests, against what was installed; none is skipped but the one for strategies with a limit."""
+    options = ("-q", "-rs", "-p", "no:cacheprovider", "-p", "no:timeout", "--basetemp", f"files-{kind}")
+    done = place.site.run(place.site.python, "-m", "pytest", *options, f"written-{kind}", cwd=place.folder, seconds=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
+    skipped = re.findall(r"^SKIPPED \[1\] .*?: (.*)", done.stdout, re.M)
+    limits = ["unused_parameters is supported; test_equals_one_process is about it"]
+    assert skipped == (limits if kind == "strategy" else []), done.stdout
