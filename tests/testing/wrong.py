@@ -8,7 +8,7 @@ from geartrain.testing.program import COMPARED
 
 EQUAL = "test_equals_one_process[{}]".format
 #: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.
-SHARED = r"^(?!test_(error_in|signal|multi_node|loopback_only|key_on_one_rank))"
+SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|loopback_only|key_on_one_rank))"
 #: The cases about training, those about the rest of what ranks compute, and those about what surrounds it. A wrong strategy is given
 #: its own part, because all of them for each would take a quarter of an hour; GEARTRAIN_TEST_FULL=1 gives it all.
 _FULL = os.environ.get("GEARTRAIN_TEST_FULL") == "1"
@@ -91,6 +91,7 @@ WRONG = {
     "near enough": Wrong("clips-first", set(), r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}),
     "not near enough": Wrong("sums", {EQUAL("sgd")}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
     # In programs of their own.
+    "never alone": Wrong("never-alone", {"test_one_device"}, "one_device"),
     "one node only": Wrong("one-node-only", {"test_multi_node"}, "multi_node"),
     "hides differences": Wrong("hides-differences", {"test_key_on_one_rank"}, "key_on_one_rank"),
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only"}, "loopback_only"),

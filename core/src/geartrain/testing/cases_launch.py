@@ -65,6 +65,16 @@ class LaunchCases:
             assert not stays, f"{report.name}: torch.distributed is still initialized after teardown_process_group: {stays}"
             assert not any(seen["group stays"] for seen in report.caller), f"{report.name}: ... and in the caller after the run"
 
+    def test_one_device(self, kit: Kit) -> None:
+        """On one device it trains what one process trains."""
+        need(kit.request.devices > 1, "the other cases run on one device")
+        with kit.program("sgd", "one-device", {"devices": 1, "ranks": 1, "global_batch": BATCH}) as run:
+            assert run.finish() == 0, run.shown()
+        (record,) = run.report.ranks()
+        one = kit.reference_of(1, BATCH).by_name["sgd"].check().ranks()[0]
+        if kit.can.convergence is None:
+            assert_same_weights(record["weights"], one["weights"], "the one rank", "one process")
+
     def test_multi_node(self, kit: Kit) -> None:
         """Two starters with NODE_RANK, MASTER_ADDR and MASTER_PORT, one device each, train what one process trains; where several
         nodes are declared unsupported they are refused before anything starts."""

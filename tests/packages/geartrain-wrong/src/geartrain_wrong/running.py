@@ -40,6 +40,16 @@ class DropsPlugins(Plain):
         return world
 
 
+class NeverAlone(Plain):
+    """Takes it that there is another rank."""
+
+    @hookimpl
+    def setup_process_group(self, run):
+        world = super().setup_process_group(run)
+        assert world.size > 1
+        return world
+
+
 class StaysInItsGroup(Plain):
     """Never leaves its process group; the next run finds it."""
 
