@@ -1,4 +1,10 @@
-"""What a strategy of several processes builds on: launching ranks, sharding loaders, gathering unequal tensors."""
+"""What a strategy of several processes builds on.
+
+- ``launch``: this process becomes a rank and starts the others, or joins a launcher's.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``: for a
+  strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``shard``, ``gather_uneven``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from torch import nn
 from geartrain.errors import TrainingError
 from geartrain.process import is_connection
 from geartrain.process.environment import Place
-from geartrain.process.handover import belongings, outcome, registered_names, take_back
+from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
 from geartrain.process.workers import hear_signals
 from geartrain.sharding import shard
@@ -37,7 +43,6 @@ __all__ = [
     "launch",
     "name_absent_ranks",
     "outcome",
-    "registered_names",
     "reserve",
     "shard",
     "take_back",

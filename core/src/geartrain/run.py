@@ -117,10 +117,9 @@ class Run:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from geartrain.hooks import Hooks
-        from geartrain.process.handover import registered_names
 
         trainer = state["trainer"]
-        Run.__init__(self, hooks=Hooks(trainer._parts), handed_over=registered_names(state["module"]), **state)
+        Run.__init__(self, hooks=Hooks(trainer._parts), **state)
         trainer._run = self
 
     def log(self, name: str, value: Any, **options: Any) -> None:

@@ -25,6 +25,7 @@ from geartrain.errors import UsageError
 from geartrain.process import environment, rendezvous, report
 from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain.process.environment import STARTED_BY, Place
+from geartrain.process.handover import registered_names
 from geartrain.process.workers import Workers, at_exit, hear_signals
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
 
 
 def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
-    """Call ``worker`` as the rank that ``place`` says, in a process that something else has started and watches.
+    """Call ``worker`` as the rank that ``place`` says, in a process that something else has started and watches; ``run`` is the
+    caller's, unpickled or forked. :func:`outcome` then says what it brings back.
 
     Args:
         number: which run of the program this is; the same on every rank.
@@ -71,6 +73,7 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
     Returns:
         What ``worker`` returned in this process.
     """
+    run.trainer.place, run.handed_over = place, registered_names(run.module)
     with hear_signals():
         return _work(run, place, number, worker, timeout)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import Place, join, outcome, registered_names, threads, variables
+from geartrain.parallel import Place, join, outcome, threads, variables
 from geartrain_spawn.files import AnonymousFile
 
 
@@ -115,7 +115,6 @@ def main(job: Job) -> None:
         # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
         run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
-        run.trainer.place, run.handed_over = job.place, registered_names(run.module)
         result = join(run, worker, job.place, job.number, job.timeout)
         job.answer.dump(outcome(run, result) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
