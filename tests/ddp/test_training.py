@@ -196,3 +196,15 @@ def test_backend_that_cannot_be_is_refused_before_anything_starts(tmp_path, back
     assert done.returncode == 2, done.printed
     assert f"process_group_backend='{backend}' cannot be used on cpu. Fix: gloo" in done.printed
     assert "Traceback" not in done.printed
+
+
+def test_one_rank_leaves_the_environment_as_it_was(tmp_path):
+    body = """
+before = dict(os.environ)
+for _ in range(2):
+    trainer = ddp(devices=1)
+    trainer.fit(Net(), DataLoader(samples(), batch_size=4))
+    assert dict(os.environ) == before, {name for name in os.environ if os.environ[name] != before.get(name)}
+keep(trainer, size=trainer.world_size)
+"""
+    assert [kept["size"] for kept in results(tmp_path, body, ranks=1)] == [1]

@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,11 @@ from geartrain.process.workers import Workers, at_exit, hear_signals
 if TYPE_CHECKING:
     from geartrain.run import Run
 
+#: What a rank's environment says of it.
+_VARIABLES = (
+    *(STARTED_BY, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 #: What this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
 _runs = 0
@@ -46,10 +52,16 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     Returns:
         What ``worker`` returned in this process.
     """
-    global _runs, _excepthook
     place = environment.detect()
-    if place is None:
-        place = start(run, timeout)
+    if place is None and run.plan.processes == 1:
+        with _variables_put_back():  # what this program starts later is no rank of this run
+            return _launched(run, worker, start(run, timeout), timeout)
+    return _launched(run, worker, start(run, timeout) if place is None else place, timeout)
+
+
+def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: timedelta) -> Any:
+    """Call ``worker`` as one of several ranks that exist."""
+    global _runs, _excepthook
     check(run, place)
     _runs += 1
     if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
@@ -179,7 +191,8 @@ def start(run: Run, timeout: timedelta) -> Place:
         _workers.append(Workers([variables(place) for place in places[1:]], logs))
         at_exit(_workers[0])
     os.environ.update(variables(places[0]))
-    torch.set_num_threads(threads(len(places)))
+    if len(places) > 1:
+        torch.set_num_threads(threads(len(places)))
     return places[0]
 
 
@@ -203,6 +216,20 @@ def threads(processes: int) -> int:
     """Threads for each of a node's processes: with torch's default, each would take all cores and they would take turns."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
+
+
+@contextmanager
+def _variables_put_back() -> Iterator[None]:
+    """Undo what a run sets in the environment."""
+    before = {name: os.environ.get(name) for name in (*_VARIABLES, "GLOO_SOCKET_IFNAME")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def variables(place: Place) -> dict[str, str]:
