@@ -60,7 +60,7 @@ class CopiesTheOnlySample(Plain):
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
-        return loader if len(loader.dataset) < run.world.size else parallel.shard(run, loader, stage)
+        return loader if stage != "train" and len(loader.dataset) < run.world.size else parallel.shard(run, loader, stage)
 
 
 class LeavesTheOthersWaiting(Plain):
