@@ -90,7 +90,7 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
         return _work(run, place, number, worker, timeout)
 
 
-#: Seconds that a fork waits on Pythons before 3.12; see ``_settle``.
+#: Seconds that a fork waits on older Pythons; see ``_settle``.
 _SETTLE = 0.005
 
 
@@ -116,11 +116,12 @@ def _tie_children() -> None:
 def _settle() -> None:
     """Let threads of the process group come to rest before a fork.
 
-    Python before 3.12 initializes the lock of its list of threads in a forked child only after it has taken it: where another thread
-    was adding itself to the list, the child, a loader worker, hangs for ever. gloo's threads do, just after a collective, to free what
-    it held; measured with a loader worker an epoch: one hang in 300 epochs.
+    Python 3.11 re-creates the lock of its list of threads in a forked child only after it has taken it: where another thread was
+    adding itself to the list, the child, a loader worker, hangs for ever. gloo's threads do so just after a collective, to free what it
+    held; measured with a loader worker an epoch: one hang in 300 epochs. Newer Pythons hold the lock themselves while they fork; since
+    which one was not looked up.
     """
-    if sys.version_info < (3, 12) and torch.distributed.is_initialized():
+    if sys.version_info < (3, 13) and torch.distributed.is_initialized():
         time.sleep(_SETTLE)
 
 
