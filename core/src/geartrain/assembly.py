@@ -94,7 +94,7 @@ def recipes(parts: Iterable[Part]) -> list[Recipe]:
     return [
         Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)
         for part in parts
-        if part.choice.kind not in ("core", "default")
+        if not part.choice.is_core
     ]
 
 

@@ -296,7 +296,7 @@ class Hooks:
             choice = self._choice_of.get(id(impl.plugin))
             if choice is None:
                 error.add_note(f"raised in hook {hook!r} of {impl.plugin_name}, which was registered by hand")
-            elif choice.kind not in ("core", "default"):
+            elif not choice.is_core:
                 error.add_note(f"raised in hook {hook!r} of {choice.label}")
             return
 

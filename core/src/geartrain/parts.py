@@ -26,6 +26,11 @@ class Choice:
         """How errors name it: ``distribution[name]``."""
         return f"{self.distribution}[{self.name}]" if self.distribution else self.name
 
+    @property
+    def is_core(self) -> bool:
+        """Whether it is core's own, which nobody chose."""
+        return self.kind in ("core", "default")
+
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "distribution": self.distribution, "version": self.version, "reason": self.reason}
 

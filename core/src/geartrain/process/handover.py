@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 #: What nn.Module itself keeps in a module's ``__dict__``; of it only these travel as attributes.
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _REGISTERED = ("_modules", "_parameters", "_buffers")
-_OF_CORE = ("core", "default")
 #: Fields of a run and of its logs that its caller sees afterwards.
 _FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "metrics", "batches", "rounds", "world")
 _LOGS = ("logged", "prog_bar", "stop")
@@ -62,7 +61,7 @@ def belongings(run: Run, worker: Any) -> dict[str, Any]:
     given = (
         {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
     )
-    plugins = {part.choice.label: part.plugin for part in run.trainer._parts if part.source is None and part.choice.kind not in _OF_CORE}
+    plugins = {part.choice.label: part.plugin for part in run.trainer._parts if part.source is None and not part.choice.is_core}
     return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
 
 

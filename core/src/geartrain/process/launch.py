@@ -10,8 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -32,11 +31,8 @@ from geartrain.process.workers import Workers, at_exit, hear_signals
 if TYPE_CHECKING:
     from geartrain.run import Run
 
-#: What a rank's environment says of it.
-_VARIABLES = (
-    *(STARTED_BY, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"),
-)
+#: Seconds that a fork waits on older Pythons; see ``_settle``.
+_SETTLE = 0.005
 #: What this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
 _runs = 0
@@ -53,14 +49,18 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         What ``worker`` returned in this process.
     """
     place = environment.detect()
-    if place is None and run.plan.processes == 1:
-        with _variables_put_back():  # what this program starts later is no rank of this run
-            return _launched(run, worker, start(run, timeout), timeout)
-    return _launched(run, worker, start(run, timeout) if place is None else place, timeout)
+    if place is not None:
+        return _launched(run, worker, place, timeout)
+    before, place = dict(os.environ), start(run, timeout)
+    try:
+        return _launched(run, worker, place, timeout)
+    finally:
+        if place.size == 1:  # what this program starts later is no rank of this run
+            _put_back(before, (*variables(place), "GLOO_SOCKET_IFNAME"))
 
 
 def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: timedelta) -> Any:
-    """Call ``worker`` as one of several ranks that exist."""
+    """Call ``worker`` as one of the ranks, which exist."""
     global _runs, _excepthook
     check(run, place)
     _runs += 1
@@ -88,10 +88,6 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
     run.trainer.place, run.handed_over = place, registered_names(run.module)
     with hear_signals():
         return _work(run, place, number, worker, timeout)
-
-
-#: Seconds that a fork waits on older Pythons; see ``_settle``.
-_SETTLE = 0.005
 
 
 @cache
@@ -219,18 +215,13 @@ def threads(processes: int) -> int:
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
 
 
-@contextmanager
-def _variables_put_back() -> Iterator[None]:
-    """Undo what a run sets in the environment."""
-    before = {name: os.environ.get(name) for name in (*_VARIABLES, "GLOO_SOCKET_IFNAME")}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _put_back(before: Mapping[str, str], names: Iterable[str]) -> None:
+    """Give variables of the environment the values that they had, or none."""
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
 
 
 def variables(place: Place) -> dict[str, str]:
