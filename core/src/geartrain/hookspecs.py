@@ -296,8 +296,8 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
 def device_stats(run: Run) -> dict[str, float] | None:
     """Report figures of the device, units in their names (``gpu0_memory_used_mib``).
 
-    Fired: when a monitor asks.
-    Returns: figures by name.
+    Fired: when a monitor asks, in a thread of its own: do nothing here that waits for the device or talks to other ranks.
+    Returns: figures by name; ``None`` where there are none.
     """
 
 

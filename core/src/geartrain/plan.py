@@ -206,10 +206,14 @@ def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any],
 
 
 def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
-    """Device indices on each node, as the accelerator's grammar reads ``devices``."""
+    """Device indices on each node, as the accelerator's grammar reads ``devices``; one that has ``select_devices`` may take others in
+    their place (cuda's ``auto_select`` takes free ones)."""
     name, plugin = accelerator.choice.name, accelerator.plugin
     available = assume[name] if name in assume else plugin.device_count()
-    return tuple(parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True)))
+    indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
+    if name not in assume and hasattr(plugin, "select_devices"):
+        indices = plugin.select_devices(devices, indices)
+    return tuple(indices)
 
 
 # --- strategy ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ KNOWN = {
     ("strategy", "spawn"): "geartrain-spawn",
     ("strategy", "horovod"): "geartrain-horovod",
     ("strategy", "bagua"): "geartrain-bagua",
+    ("plugin", "device_stats"): "geartrain-device-stats",
     ("plugin", "tensorboard"): "geartrain-tensorboard",
     ("plugin", "wandb"): "geartrain-wandb",
     ("plugin", "mlflow"): "geartrain-mlflow",
