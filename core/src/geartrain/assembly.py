@@ -12,13 +12,14 @@ from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.folder import RunFolder
+from geartrain.builtin.precision import precision_plugin
 from geartrain.errors import UsageError
 from geartrain.options import Options
 from geartrain.parts import Choice, Part, state_of
 from geartrain.registry import Registry, file_plugin, is_file, make
 
 
-def core_parts(options: Options, output: str | Path | None, first: bool) -> list[Part]:
+def core_parts(options: Options, precision: Choice, output: str | Path | None, first: bool) -> list[Part]:
     """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
 
     def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
@@ -27,6 +28,9 @@ def core_parts(options: Options, output: str | Path | None, first: bool) -> list
     parts = [part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
         parts.append(part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
+    computes = precision_plugin(precision.name)
+    if computes is not None:
+        parts.append(Part(precision, computes))
     if options.gradient_clip_val is not None:
         parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:

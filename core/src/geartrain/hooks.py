@@ -225,6 +225,12 @@ class Hooks:
                 owners[hook] = claims[0]
                 losers = [(id(part.plugin), name) for part in plain if part is not claims[0] for name in self._plain(part, hook)]
                 self._manager.passed_over.update(losers)
+        for part in self._parts:
+            for hook in sorted(getattr(part.plugin, "must_own", ())):
+                if (owner := owners[hook]) is not part:
+                    raise UsageError(
+                        f"{part.choice.label} must own the hook {hook!r}, and {owner.choice.label} does. Fix: one without the other"
+                    )
         return owners
 
     def _plain(self, part: Part, hook: str) -> list[str]:

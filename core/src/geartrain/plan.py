@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from geartrain.hooks import Hooks
     from geartrain.options import Options
 
-_PRECISIONS = {"32": "32-true", "32-true": "32-true"}
+#: What is typed -> the precision. A number alone is mixed where weights of that size train badly, as Lightning has it.
+_PRECISIONS = {
+    **{name: name for name in ("32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed")},
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +269,12 @@ def _why_not(candidate: Candidate, reason: str) -> str:
 
 
 def choose_precision(given: Any, version: str) -> Choice:
-    """The precision's choice; core has 32-true only, and any other is refused rather than ignored."""
-    name = _PRECISIONS.get(str(given))
+    """The precision, by its name or a short form: ``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    name = _PRECISIONS.get(str(given).lower()) if isinstance(given, str | int) else None
     if name is None:
-        raise UsageError(f"precision={given!r}: this version of geartrain trains in 32-true only. {nearest(str(given), ['32-true'])}")
-    return Choice(name, "precision", "geartrain", version, "asked for" if given != "32-true" else "the default")
+        raise UsageError(f"precision={given!r} is not known. {nearest(str(given), _PRECISIONS)}")
+    return Choice(name, "precision", "geartrain", version, f"--precision {given}" if given != "32-true" else "the default")

@@ -43,7 +43,8 @@ class Trainer:
         devices: how many, or which: ``2``, ``[0, 2]``, ``"0,2"``, ``-1``, ``"auto"``; on the cpu a number of processes.
         strategy: ``"auto"``, a strategy's name, or an object.
         num_nodes: machines that train together.
-        precision: ``"32-true"``.
+        precision: ``"32-true"``, ``"64-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``; in short ``32``, ``64``, ``16``,
+            ``"bf16"``, of which the last two are mixed.
         plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
         block: names of plugins that must not be chosen.
         output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
@@ -144,7 +145,8 @@ class Trainer:
         indices = choose_devices(chip, devices, self._assume)
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
         extra = plugin_parts(self.registry, plugins, plugin_options or {})
-        self._parts = (*core_parts(options, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
+        dtype = choose_precision(precision, __version__)
+        self._parts = (*core_parts(options, dtype, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)
         self.plan = make_plan(
             self.hooks,
@@ -152,7 +154,7 @@ class Trainer:
             tuple(part.choice for part in extra),
             indices,
             num_nodes=num_nodes,
-            precision=choose_precision(precision, __version__),
+            precision=dtype,
             passed_over=passed | also_passed,
             options=options,
         )
@@ -280,7 +282,7 @@ class Trainer:
         made = state.pop("recipes")
         vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _run=None)
         # This process did not begin the run's folder: whoever handed the trainer over did.
-        self._parts = (*core_parts(self.plan.options, self.output, False), *remake(self.registry, made))
+        self._parts = (*core_parts(self.plan.options, self.plan.precision, self.output, False), *remake(self.registry, made))
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:
             self.datamodule.trainer = self
@@ -333,6 +335,11 @@ class Trainer:
     def logged_metrics(self) -> dict[str, float]:
         """The newest value of every metric that loggers were given."""
         return self._run.logs.logged if self._run else {}
+
+    @property
+    def precision(self) -> str:
+        """``"32-true"``, ``"16-mixed"``, ...: the long form."""
+        return self.plan.precision.name
 
     @property
     def max_epochs(self) -> int:
