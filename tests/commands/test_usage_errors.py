@@ -47,7 +47,7 @@ OPTIONS = [
     ("--gradient-clip-val 0", ["gradient_clip_val=0"]),
     ("--gradient-clip-algorithm nrom", ["gradient_clip_algorithm='nrom'", "'norm'"]),
     ("--deterministic maybe", ["deterministic='maybe'"]),
-    ("--precision 16-mixed", ["16-mixed", "32-true"]),
+    ("--precision 16-mixd", ["precision='16-mixd'", "16-mixed"]),
     ("--num-nodes 0", ["num_nodes=0"]),
     ("--seed many", ["--seed", "many"]),
     ("--seed -1", ["seed"]),

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -292,12 +293,19 @@ def test_plan_is_frozen():
     assert made.loader_batch_size is None
 
 
-@pytest.mark.parametrize(("given", "ok"), [("32-true", True), (32, True), ("32", True), ("16-mixed", False), (16, False), ("bf16", False)])
-def test_precision_is_honoured_or_refused(given, ok):
-    if ok:
-        assert plan(precision=given).precision.name == "32-true"
-    else:
-        refused("precision", repr(given), "32-true", precision=given)
+SHORT = {"16-mixed": [16, "16"], "bf16-mixed": ["bf16", "BF16"], "32-true": [32, "32"], "64-true": [64, "64"], "bf16-true": []}
+
+
+@pytest.mark.parametrize(("given", "name"), [(given, name) for name, short in SHORT.items() for given in (name, *short)])
+def test_precision_by_its_name_and_in_short(given, name):
+    made = planned(accelerator="cpu", precision=given)
+    assert made.plan.precision.name == made.precision == name
+    assert made.plan.precision.reason == ("the default" if given == "32-true" else f"--precision {given}")
+
+
+@pytest.mark.parametrize("given", ["16-true", "fp16", "8", 8, "mixed", "", None, True, 16.0, 32.5, ["16"], torch.float16])
+def test_an_unknown_precision_is_refused(given):
+    refused(f"precision={given!r}", "is not known", "32-true", precision=given)
 
 
 # --- check_plan ----------------------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ CASES = {
     "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 8, 2),
     "two optimizers": ({"optimizer": "two"}, {"accumulate_grad_batches": 2}, 5, 2),
     "lbfgs": ({"optimizer": "lbfgs"}, {}, 8, 2),
+    "64 bits": ({"optimizer": "adam"}, {"precision": "64-true"}, 7, 2),
 }
 
 

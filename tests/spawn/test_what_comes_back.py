@@ -329,3 +329,13 @@ def test_a_trainer_can_be_pickled():
     same = pickle.loads(pickle.dumps(gt.Trainer(accelerator="cpu", devices=1, strategy="single", max_epochs=3)))
     assert same.max_epochs == 3
     assert same.plan.strategy.name == "single"
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+def test_precision(precision):
+    one, module = trainer(precision=precision, max_epochs=1), Net()
+    before = module.net[0].weight.detach().clone()
+    one.fit(module, loader())
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    assert not torch.equal(module.net[0].weight, before.to(module.net[0].weight.dtype))
+    assert ("skipped_steps" in one.callback_metrics) == (precision == "16-mixed")

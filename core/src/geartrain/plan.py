@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from geartrain.devices import parse_devices
-from geartrain.errors import UsageError, nearest
+from geartrain.errors import UsageError
 from geartrain.parts import Choice, Part
 from geartrain.process.environment import detect
 from geartrain.process.relaunch import why_not
@@ -276,5 +276,7 @@ def choose_precision(given: Any, version: str) -> Choice:
     """
     name = _PRECISIONS.get(str(given).lower()) if isinstance(given, str | int) else None
     if name is None:
-        raise UsageError(f"precision={given!r} is not known. {nearest(str(given), _PRECISIONS)}")
+        long = dict.fromkeys(_PRECISIONS.values())
+        short = (known for known in _PRECISIONS if known not in long)
+        raise UsageError(f"precision={given!r} is not known. Fix: one of {', '.join(long)}; in short {', '.join(short)}")
     return Choice(name, "precision", "geartrain", version, f"--precision {given}" if given != "32-true" else "the default")

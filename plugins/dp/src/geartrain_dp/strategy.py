@@ -52,7 +52,7 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
     label, precision = plan.strategy.label, plan.precision.name
     if precision.startswith(("16", "bf16")):
         raise UsageError(
-            f"{label} trains in 32 bits only, not in {precision}: autocast and the gradient scaler do not reach replicas in their threads. "
+            f"{label} trains in 32 or 64 bits, not in {precision}: autocast and the gradient scaler do not reach replicas in threads. "
             "Fix: --precision 32, or --strategy ddp"
         )
     if not module.automatic_optimization:

@@ -1,0 +1,75 @@
+"""Two ranks of ddp train in each precision as one process does, and skip a step together when one of them overflows."""
+
+import pytest
+import torch
+
+from .cases import Gentle, ddp, one_trainer, samples
+from .ranks import results
+
+#: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
+TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
+
+BODY = f"""
+class Overflows(Gentle):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{{"scheduler": self.schedule, "interval": "step"}}]
+
+
+class Moves:
+    def __init__(self):
+        self.before, self.moved = None, []
+
+    @hookimpl
+    def on_step_end(self, run):
+        now = [p.detach().clone() for p in run.module.parameters()]
+        self.moved.append(self.before is not None and any(not torch.equal(a, b) for a, b in zip(self.before, now)))
+        self.before = now
+
+
+found = {{}}
+for precision in {list(TOLERANCES)}:
+    net = Gentle()
+    trainer = ddp(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2)
+    trainer.fit(net, DataLoader(samples(), batch_size=4))
+    found[precision] = net.state_dict()
+net, moves = Overflows(), Moves()
+trainer = ddp(precision="16-mixed", plugins=[moves])
+trainer.fit(net, DataLoader(samples(), batch_size=4))
+keep(trainer, found=found, moved=moves.moved, skipped=trainer.callback_metrics["skipped_steps"], schedule=net.schedule.last_epoch)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("precision"), BODY, timeout=100)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_two_ranks_train_as_one_process_does(two_ranks, precision):
+    net, before = Gentle(), Gentle()
+    one_trainer(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2).fit(
+        net, torch.utils.data.DataLoader(samples(), batch_size=8)
+    )
+    for name, expected in net.state_dict().items():
+        theirs = two_ranks[0]["found"][precision][name]
+        assert theirs.dtype == expected.dtype
+        torch.testing.assert_close(theirs, expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision])
+        assert torch.equal(theirs, two_ranks[1]["found"][precision][name]), f"{name} differs between ranks"
+    assert any(not torch.equal(value.to(torch.float32), before.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
+    for kept in two_ranks:
+        assert kept["moved"] == [False, True, False, True, True, True]  # of the first step nothing earlier is known
+        assert kept["skipped"] == 1
+        assert kept["schedule"] == 5
+
+
+def test_a_plan_says_the_precision():
+    assert ddp(precision=16).plan.as_dict()["precision"]["name"] == "16-mixed"
