@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import geartrain as gt
+import geartrain_mps
 from geartrain import UsageError
 from geartrain_mps import MPSAccelerator
 
@@ -81,6 +82,13 @@ def test_there_is_one_device(metal, devices):
         gt.Trainer(accelerator="mps", devices=devices)
     for same in (1, -1, "auto", [0], "0,"):
         assert gt.Trainer(accelerator="mps", devices=same).plan.devices == (0,)
+
+
+def test_has_geartrain_s_version_and_its_lazy_name():
+    from geartrain.accelerators import MPSAccelerator as lazy
+
+    assert lazy is MPSAccelerator
+    assert geartrain_mps.__version__ == gt.__version__
 
 
 # --- the doctor ----------------------------------------------------------------------------------------------------------
