@@ -155,6 +155,7 @@ def dists(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
+    monkeypatch.setattr(geartrain.plan, "visible", dict)
     monkeypatch.setattr(geartrain.plan, "why_not", lambda: None)  # as if pytest were a program that can be run again
     before = set(sys.modules)
     yield made

@@ -26,18 +26,22 @@ INDEXED = {
         (value, ACCEPTED)
         for value in (-2, "-2", True, False, None, 1.5, "1.5", ["0"], [-1], [True], [None], "cuda:0", "abc", "1,,2", ",", {0}, {0: 1})
     ],
+    "more than any machine has": [(value, ACCEPTED) for value in (65_537, "65537", "1" * 12)],
     "device's name": [("cuda:0", ('"0,"',)), ("mps:3", ('"3,"',))],
 }
 CPU = {
-    "count": [(3, [0, 1, 2]), ("3", [0, 1, 2]), (1, [0]), (64, list(range(64)))],
+    "count": [(3, [0, 1, 2]), ("3", [0, 1, 2]), (1, [0]), (9, list(range(9))), (64, list(range(64)))],
     "auto": [("auto", [0])],
     "all": [(value, ("all of them", "cpu", "number of processes")) for value in (-1, "-1")],
     "indices": [
         (value, ("list of indices", "cpu", "number of processes"))
-        for value in ([0], (0,), [1, 3], (1, 3), "1, 3", "1,3", "2,", range(2), [1, 1], [9], "9,")
+        for value in ([0], (0,), [1, 3], (1, 3), "1, 3", "1,3", "2,", range(2), [1, 1], [9], "9,", ["0"], [-1])
     ],
     "zero": [(0, ("zero devices",)), ("0", ("zero devices",)), ([], ()), ("", ())],
-    "rubbish": [(value, ("number of processes", '"auto"')) for value in (-2, "-2", True, None, 1.5, "cuda:0", "abc", "1,,2")],
+    "rubbish": [
+        (value, ("number of processes", '"auto"')) for value in (-2, "-2", True, False, None, 1.5, "1.5", "cuda:0", "abc", "1,,2", {0})
+    ],
+    "more than any machine has": [(value, ("number of processes",)) for value in (65_537, "65537")],
 }
 
 

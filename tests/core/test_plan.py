@@ -139,6 +139,160 @@ def test_object_that_is_no_accelerator(given):
     refused("priority", "unavailable()", "device_count()", accelerator=given)
 
 
+# --- accelerators that answer wrongly ------------------------------------------------------------------------------------
+
+CHIP = """
+class Chip:
+    priority = {priority}
+    @staticmethod
+    def unavailable(): {unavailable}
+    @staticmethod
+    def device_count(): {count}
+"""
+
+
+def chip(priority="50", unavailable="return None", count="return 1"):
+    return CHIP.format(priority=priority, unavailable=unavailable, count=count)
+
+
+#: What is wrong -> an accelerator's source, words of the reason.
+NONSENSE = {
+    "unavailable raises": (chip(unavailable="raise OSError('no bus')"), ["unavailable() raised OSError: no bus"]),
+    "unavailable exits": (chip(unavailable="raise SystemExit(3)"), ["unavailable() raised SystemExit: 3"]),
+    "unavailable is False": (chip(unavailable="return False"), ["unavailable() returned False", "neither None nor a reason"]),
+    "unavailable is True": (chip(unavailable="return True"), ["unavailable() returned True"]),
+    "unavailable is empty": (chip(unavailable="return ''"), ["unavailable() returned ''"]),
+    "count raises": (chip(count="1 / 0"), ["device_count() raised ZeroDivisionError"]),
+    "no device though usable": (chip(count="return 0"), ["device_count() returned 0", "though unavailable() returned None"]),
+    "negative count": (chip(count="return -1"), ["device_count() returned -1"]),
+    "count is True": (chip(count="return True"), ["device_count() returned True"]),
+    "count is None": (chip(count="return None"), ["device_count() returned None"]),
+    "count is a float": (chip(count="return 2.0"), ["device_count() returned 2.0"]),
+    "count is text": (chip(count="return '2'"), ["device_count() returned '2'"]),
+    "priority is text": (chip(priority="'high'"), ["priority is 'high'"]),
+    "priority is None": (chip(priority="None"), ["priority is None"]),
+    "priority is True": (chip(priority="True"), ["priority is True"]),
+    "priority is NaN": (chip(priority="float('nan')"), ["priority is nan"]),
+    "no priority": (chip().replace("priority", "prioritet"), ["has no priority"]),
+    "nothing at all": ("class Chip: ...\n", ["has no priority, unavailable, device_count"]),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), list(NONSENSE.values()), ids=list(NONSENSE))
+def test_accelerator_that_answers_nonsense(dists, source, words):
+    """Chosen by name it is one error that names it; ``auto`` passes it over with the same reason."""
+    dists.add("acme-chip", source, accelerators={"npu": "Chip"})
+    refused("acme-chip[npu]: ", *words, accelerator="npu")
+    made = plan()
+    assert made.accelerator.name == "cpu"
+    for word in ("failed: ", *words):
+        assert word in made.passed_over["acme-chip[npu]"]
+
+
+def test_question_that_is_no_static_method(dists):
+    dists.add("acme-chip", chip().replace("@staticmethod", "").replace("()", "(self)"), accelerators={"npu": "Chip"})
+    reason = plan().passed_over["acme-chip[npu]"]
+    assert "unavailable() raised TypeError" in reason
+    assert "Fix: make it a @staticmethod" in reason
+
+
+def test_cause_of_a_question_that_raised_is_kept(dists):
+    dists.add("acme-chip", chip(unavailable="raise OSError('no bus')"), accelerators={"npu": "Chip"})
+    with pytest.raises(UsageError) as caught:
+        plan(accelerator="npu")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_unusable_one_is_not_asked_for_its_devices(dists):
+    dists.add("acme-chip", chip(unavailable="return 'no driver'", count="1 / 0"), accelerators={"npu": "Chip"})
+    refused("acme-chip[npu] cannot be used here: no driver", accelerator="npu")
+    assert plan().passed_over["acme-chip[npu]"] == "unavailable: no driver"
+
+
+def test_ctrl_c_while_asking_is_no_answer(dists):
+    dists.add("acme-chip", chip(unavailable="raise KeyboardInterrupt"), accelerators={"npu": "Chip"})
+    for name in ("auto", "npu"):
+        with pytest.raises(KeyboardInterrupt):
+            plan(accelerator=name)
+
+
+def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
+    dists.add("acme-chip", chip(unavailable="1 / 0", count="1 / 0"), accelerators={"npu": "Chip"})
+    assert plan(devices=-1, assume={"npu": 3}, strategy=Plans(Layout(1, 3))).devices == (0, 1, 2)
+    dists.add("acme-odd", chip(priority="'high'"), accelerators={"odd": "Chip"})
+    refused("acme-odd[odd]", "priority is 'high'", assume={"npu": 3, "odd": 1})
+
+
+# --- several that are usable, and such as are not installed --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("priorities", "best", "says"),
+    [
+        ({"b": 5, "a": 5}, "a", {"b": "comes first by name"}),
+        ({"b": 5, "a": 4}, "b", {"a": "priority 4 is lower than b's 5"}),
+        ({"b": 5.5, "a": 5}, "b", {"a": "priority 5 is lower than b's 5.5"}),
+        ({"a": -1, "b": -2}, "cpu", {"a": "-1 is lower than cpu's 0", "b": "-2 is lower than cpu's 0"}),
+        ({"a": 0}, "a", {"cpu": "comes first by name"}),
+        ({"z": 0}, "cpu", {"z": "comes first by name"}),
+        ({"a": 7, "c": 9, "b": 9}, "b", {"a": "lower than b's 9", "c": "is b's too"}),
+    ],
+)
+def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, says):
+    for name, priority in priorities.items():
+        dists.accelerator(name, priority=priority)
+    made = plan(devices=1)
+    assert made.accelerator.name == best
+    by_name = {label.partition("[")[2][:-1]: reason for label, reason in made.passed_over.items()}
+    assert by_name.keys() == {"cpu", *priorities} - {best}
+    for name, words in says.items():
+        assert words in by_name[name]
+    tied = any("comes first by name" in reason for reason in by_name.values())
+    assert ("the first by name" in made.accelerator.reason) == tied
+
+
+SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name):
+    monkeypatch.setattr("geartrain.plan.visible", lambda: {name: SEEN[name]})
+    made = plan(devices=1)
+    assert made.accelerator.name == "cpu"
+    expected = f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
+    assert made.passed_over == {f"geartrain-{name}[{name}]": expected}
+    refused(f"geartrain-{name}[{name}]", SEEN[name], f"Fix: pip install geartrain-{name}", accelerator="gpu")
+    assert plan(accelerator="cpu").passed_over == {}
+    dists.accelerator("npu", priority=99)
+    assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == expected  # also where another serves
+    dists.accelerator(name, unavailable="no driver")
+    assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == "unavailable: no driver"
+
+
+def test_gpu_with_one_of_two_installed(dists, monkeypatch):
+    monkeypatch.setattr("geartrain.plan.visible", lambda: SEEN)
+    dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
+    error = refused("geartrain-mps[mps] is unavailable: macOS 13.1 is too old", "Fix: pip install geartrain-cuda", accelerator="gpu")
+    assert "pip install geartrain-mps" not in error
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("cuda", ["pip install geartrain-cuda"]),
+        ("MPS", ["pip install geartrain-mps"]),
+        ("cdua", ["'cuda'"]),
+        ("mpss", ["'mps'"]),
+        ("cpuu", ["'cpu'"]),
+        ("npo", ["'npu'"]),
+        ("tpu", ["no geartrain distribution provides it", "npu"]),
+    ],
+)
+def test_accelerator_that_is_not_there(dists, typed, words):
+    dists.accelerator("npu")
+    refused(*words, accelerator=typed)
+
+
 # --- assumed hardware ----------------------------------------------------------------------------------------------------
 
 

@@ -28,12 +28,14 @@ def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on ``device``; ``non_blocking``, which overlaps copies from pinned memory and changes nothing elsewhere.
+    """A batch on ``device``; ``non_blocking`` where that is safe, which overlaps copies from pinned memory.
 
     Tensors and any object with ``.to(device)`` are moved, in any nesting of lists, tuples, named tuples, mappings, dataclasses.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        # On mps torch would read the batch after this call, when the loader may have freed it: wrong values, no error
+        # (pytorch/pytorch#189690). On cuda a copy from pageable memory is staged before the call returns.
+        return batch.to(device, non_blocking=device.type != "mps")
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     return map_nested(batch, lambda item: move(item, device))

@@ -13,8 +13,6 @@ _MOST = 65_536
 
 _FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "auto"'
 _COUNT_FORMS = 'a number of processes (2, "2") or "auto"'
-#: More devices or processes on one node than any machine has: a slip of the keyboard.
-_MOST = 65_536
 
 
 def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bool = True) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.devices import parse_devices
 from geartrain.errors import UsageError
+from geartrain.hardware import ask, priority_of, visible
 from geartrain.parts import Choice, Part
 from geartrain.process.environment import detect
 from geartrain.process.relaunch import why_not
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from geartrain.hooks import Hooks
     from geartrain.options import Options
 
+#: What ``accelerator="gpu"`` may take.
+_GPUS = ("cuda", "mps")
 #: What is typed -> the precision. A number alone is mixed where weights of that size train badly, as Lightning has it.
 _PRECISIONS = {
     **{name: name for name in ("32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed")},
@@ -178,38 +181,60 @@ def choose_accelerator(
 
 
 def _check_usable(part: Part, assume: Mapping[str, int]) -> None:
-    missing = [name for name in ("priority", "unavailable", "device_count") if not hasattr(part.plugin, name)]
-    if missing:
-        raise UsageError(
-            f"{part.choice.label}: an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}"
-        )
-    reason = None if part.choice.name in assume else part.plugin.unavailable()
+    if part.choice.name in assume:
+        return
+    try:
+        reason = ask(part.plugin)
+    except UsageError as error:
+        raise UsageError(f"{part.choice.label}: {error}") from error.__cause__
     if reason:
         raise UsageError(f"{part.choice.label} cannot be used here: {reason}")
 
 
 def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]) -> tuple[Part, dict[str, str]]:
     passed: dict[str, str] = {}
-    usable: list[tuple[int, Candidate]] = []
+    usable: list[tuple[float, Candidate]] = []
     for candidate in registry.of("accelerator"):
-        if name == "gpu" and candidate.name not in ("cuda", "mps"):
+        if name == "gpu" and candidate.name.lower() not in _GPUS:
             continue
         # The only place where plugins that were not named are imported: they must be asked.
         cls = registry.load(candidate) if candidate.name in assume else registry.probe(candidate)
         if cls is None:
             passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
         else:
-            usable.append((getattr(cls, "priority", 0), candidate))
+            usable.append((_priority(cls, candidate), candidate))
+    passed |= _not_installed(registry)
     if not usable:
-        installed = "; ".join(f"{label} is {why}" for label, why in passed.items())
-        raise UsageError(
-            f"accelerator={name!r}: no usable one is installed. {installed or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}"
-        )
-    usable.sort(key=lambda pair: pair[0], reverse=True)
+        why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
+        raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
+    usable.sort(key=lambda pair: (-pair[0], pair[1].name))
     priority, best = usable[0]
     why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
-    passed.update({c.label: f"available, but its priority {p} is lower than {best.name}'s {priority}" for p, c in usable[1:]})
+    equal = [c.name for p, c in usable[1:] if p == priority]
+    if equal:
+        why += f", which {', '.join(equal)} has too: the first by name"
+    for p, c in usable[1:]:
+        lower = f"is lower than {best.name}'s {priority}" if p < priority else f"is {best.name}'s too, which comes first by name"
+        passed[c.label] = f"available, but its priority {p} {lower}"
     return registry.select("accelerator", best.name, options, why), passed
+
+
+def _priority(cls: Any, candidate: Candidate) -> float:
+    try:
+        return priority_of(cls)
+    except UsageError as error:  # only of one that is assumed: any other was asked
+        raise UsageError(f"{candidate.label}: {error}") from None
+
+
+def _not_installed(registry: Registry) -> dict[str, str]:
+    """Hardware that this machine visibly has and whose plugin is not installed: label -> the install line."""
+    installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
+    passed = {}
+    for name, what in visible().items():
+        if name not in installed:
+            distribution = KNOWN["accelerator", name]
+            passed[f"{distribution}[{name}]"] = f"not installed, though this machine has {what}. Fix: pip install {distribution}"
+    return passed
 
 
 def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
@@ -219,7 +244,7 @@ def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -
     available = assume[name] if name in assume else plugin.device_count()
     indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
     if name not in assume and hasattr(plugin, "select_devices"):
-        indices = plugin.select_devices(devices, indices)
+        indices = parse_devices(plugin.select_devices(devices, indices), accelerator=name, available=available)
     return tuple(indices)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from importlib_metadata import EntryPoint, entry_points
 
 from geartrain.errors import UsageError, nearest
+from geartrain.hardware import ask
 from geartrain.parts import Choice, Part
 
 #: kind -> entry-point group.
@@ -171,13 +172,12 @@ class Registry:
             return None
         try:
             cls = self.load(candidate)
-            reason = cls.unavailable() if candidate.kind == "accelerator" else None
         except UsageError:
             return None
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            candidate.state, candidate.reason = "failed", f"{type(error).__name__}: {error}"
+        try:
+            reason = ask(cls) if candidate.kind == "accelerator" else None
+        except UsageError as error:
+            candidate.state, candidate.reason = "failed", str(error)
             return None
         if reason:
             candidate.state, candidate.reason = "unavailable", reason

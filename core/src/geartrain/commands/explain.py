@@ -25,7 +25,7 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
         hooks = {hook: [choice.name for choice in trainer.hooks.implementers(hook)] for hook in trainer.hooks.names}
         print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
     else:
-        console = Console()
+        console = Console(markup=False)  # a label has brackets: geartrain-mps[mps]
         _print_plan(console, plan)
         _print_hooks(console, trainer.hooks)
     return trainer

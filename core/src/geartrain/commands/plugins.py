@@ -38,4 +38,4 @@ def command(name: str, argv: list[str]) -> None:
     table = Table("name", "kind", "state", "reason", "distribution", "version")
     for row in rows:
         table.add_row(row["name"], row["kind"], row["state"], row["reason"], row["distribution"], row["version"])
-    Console().print(table)
+    Console(markup=False).print(table)  # a reason may have brackets: acme[chip]

@@ -1,0 +1,97 @@
+"""What MPS cannot do, said clearly and as early as it is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from geartrain import Module, Plan, Run, TrainingError, UsageError
+
+#: Types that the Metal framework has not: aten/src/ATen/mps/EmptyTensor.cpp raises a TypeError for them.
+_ABSENT = (torch.float64, torch.complex128)
+#: geartrain's strategies that make a process group of torch.distributed even for one process.
+_DISTRIBUTED = ("ddp", "ddp2", "ddp_spawn", "spawn")
+
+
+def refuse(plan: Plan, module: Module | type[Module]) -> None:
+    """Refuse a plan that MPS cannot run.
+
+    Raises:
+        UsageError: float64, several processes, or a strategy that splits batches over devices.
+    """
+    label = plan.accelerator.label
+    if plan.precision.name == "64-true":
+        raise UsageError(f"{label}: precision 64-true needs float64, which MPS has not. Fix: --precision 32-true, or --accelerator cpu")
+    if plan.strategy.name == "dp":
+        raise UsageError(f"{label}: dp splits batches over devices, and there is one. Fix: --strategy single")
+    if (plan.processes != 1 or plan.strategy.name in _DISTRIBUTED) and not _backends():
+        raise UsageError(
+            f"{label}: {plan.strategy.label} needs torch.distributed, none of whose backends takes MPS tensors. "
+            "Fix: --strategy single --devices 1 --num-nodes 1, or --accelerator cpu"
+        )
+    if isinstance(module, Module):
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.dtype in _ABSENT:
+                raise UsageError(
+                    f"{label}: {type(module).__name__}.{name} is {_name(tensor)}, which MPS has not. "
+                    "Fix: module.float() before the run, or --accelerator cpu"
+                )
+
+
+def _backends() -> list[str]:
+    """torch.distributed's backends that take MPS tensors, as far as they say so; none of torch's own does (pytorch/pytorch#160732), but
+    one may be registered. The CPU fallback is none: it copies results to where nobody reads them (pytorch/pytorch#173808)."""
+    capability = dist.Backend.backend_capability if dist.is_available() else {}
+    return [name for name, devices in capability.items() if "mps" in devices]
+
+
+def to_device(run: Run, batch: Any) -> Any:
+    """One batch on the device.
+
+    Raises:
+        TrainingError: it has a tensor of a type that MPS has not; says where in the batch.
+    """
+    try:
+        return run.to_device(batch)
+    except TypeError as error:
+        # Looked for only now: a good batch costs nothing more.
+        found = next(((path, t) for path, t in _tensors("batch", batch) if t.dtype in _ABSENT), None)
+        if found is None or "MPS" not in str(error):
+            raise
+        path, tensor = found
+        raise TrainingError(
+            f"{run.plan.accelerator.label}: {path} is {_name(tensor)}, which MPS has not. Fix: .float() in the dataset or in the module's "
+            "on_before_batch_transfer; arrays of NumPy are float64 unless told otherwise (np.float32)"
+        ) from error
+
+
+def _tensors(path: str, item: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a batch with the path that leads to it, in the forms that geartrain moves to a device."""
+    if isinstance(item, torch.Tensor):
+        yield path, item
+    elif isinstance(item, tuple) and hasattr(item, "_fields"):
+        for name in item._fields:
+            yield from _tensors(f"{path}.{name}", getattr(item, name))
+    elif isinstance(item, list | tuple):
+        for index, inner in enumerate(item):
+            yield from _tensors(f"{path}[{index}]", inner)
+    elif isinstance(item, Mapping):
+        for key, inner in item.items():
+            yield from _tensors(f"{path}[{key!r}]", inner)
+    elif dataclasses.is_dataclass(item):
+        for field in dataclasses.fields(item):
+            yield from _tensors(f"{path}.{field.name}", getattr(item, field.name))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def environment() -> dict[str, str]:
+    """torch's variables that change what MPS does, as far as they are set."""
+    return {name: value for name, value in os.environ.items() if name == "PYTORCH_ENABLE_MPS_FALLBACK" or name.startswith("PYTORCH_MPS_")}

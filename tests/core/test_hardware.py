@@ -1,0 +1,58 @@
+"""What can be seen of this machine's hardware without a driver's library."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from geartrain import hardware
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """``machine(gpus=2)``: a machine on which files and the platform say so."""
+
+    def make(system="linux", arch="x86_64", gpus=None, wsl=False, nvml=False):
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(platform, "machine", lambda: arch)
+        driver = tmp_path / "gpus"
+        for number in range(gpus or 0):
+            (driver / f"0000:0{number}:00.0").mkdir(parents=True)
+        if gpus == 0:
+            driver.mkdir()
+        monkeypatch.setattr(hardware, "_DRIVER", driver)
+        for there, name in ((wsl, "libnvidia-ml.so.1"), (nvml, "System32/nvml.dll")):
+            if there:
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                (tmp_path / name).touch()
+        monkeypatch.setattr(hardware, "_WSL", tmp_path / "libnvidia-ml.so.1")
+        monkeypatch.setenv("SYSTEMROOT", str(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("facts", "seen"),
+    [
+        ({}, {}),
+        ({"gpus": 0}, {}),  # a driver without a GPU
+        ({"gpus": 1}, {"cuda": "an NVIDIA GPU"}),
+        ({"gpus": 4}, {"cuda": "4 NVIDIA GPUs"}),
+        ({"wsl": True}, {"cuda": "an NVIDIA driver"}),
+        ({"system": "win32", "nvml": True}, {"cuda": "an NVIDIA driver"}),
+        ({"system": "win32"}, {}),
+        ({"system": "darwin", "arch": "arm64"}, {"mps": "an Apple GPU"}),
+        ({"system": "darwin", "arch": "x86_64"}, {}),
+        ({"system": "linux", "arch": "arm64"}, {}),
+    ],
+)
+def test_what_is_visible(machine, facts, seen):
+    machine(**facts)
+    assert hardware.visible() == seen
+
+
+def test_looking_loads_neither_torch_nor_a_driver():
+    code = "import sys; from geartrain.hardware import visible; visible(); assert not {'torch', 'pynvml', 'ctypes'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,229 @@
+"""A run on mps: trains and cleans up; what MPS cannot do is one clear error."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.parts import Choice
+from geartrain_mps import MPSAccelerator
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Item:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Line(gt.Module):
+    """Fits y = 3x."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(1, 1)
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch[0]) * self.scale - batch[1]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self.net(batch[0]) - batch[1]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def loader():
+    x = torch.linspace(-1, 1, 32).unsqueeze(1)
+    return DataLoader(TensorDataset(x, 3 * x), batch_size=8)
+
+
+class Asks:
+    """A monitor, as far as it matters here."""
+
+    @hookimpl
+    def on_run_end(self, run):
+        (self.stats,) = run.hooks.device_stats(run=run)
+        self.device = run.device
+
+
+# --- a whole run ---------------------------------------------------------------------------------------------------------
+
+
+def test_trains_and_empties_the_cache(metal, trainer, tmp_path):
+    asks, module = Asks(), Line()
+    made = trainer(plugins=[asks], max_epochs=20, output=tmp_path / "run")
+    made.fit(module, loader(), loader())
+    assert module.net.weight.item() == pytest.approx(3, abs=0.05)
+    assert made.callback_metrics["val_loss"] < 0.01
+    assert asks.device == torch.device("mps:0")
+    assert asks.stats == {"gpu0_memory_used_mib": 300.0, "gpu0_memory_allocated_mib": 200.0}
+    assert len(metal.moved) > 3 + 20 * 4 * 2  # parameters, buffer, and two tensors a batch
+    assert metal.emptied == 1
+    again = Line()
+    made.validate(again, loader(), ckpt_path=tmp_path / "run" / "last.ckpt")
+    assert torch.equal(again.net.weight, module.net.weight)
+
+
+def test_batches_are_moved_before_the_loader_can_free_them(metal, trainer):
+    """torch's non-blocking copy to mps reads the batch later: pytorch/pytorch#189690."""
+    trainer().fit(Line(), loader())
+    assert {non_blocking for _, non_blocking in metal.moved} == {False}
+
+
+def test_cache_is_emptied_after_an_error_too(metal, trainer):
+    class Fails(Line):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        trainer().fit(Fails(), loader())
+    assert metal.emptied == 1
+
+
+def test_teardown_without_a_device_does_nothing(metal):
+    metal.answers(available=False)
+    MPSAccelerator().teardown_device()
+    assert metal.emptied == 0
+
+
+def test_missing_operator_is_shown_with_the_variable_that_helps(metal, trainer):
+    """torch's error, as aten/src/ATen/mps/MPSFallback.mm raises it, reaches the user as it is."""
+    words = "As a temporary fix, you can set the environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a fallback"
+
+    class Lacks(Line):
+        def training_step(self, batch, batch_idx):
+            raise NotImplementedError(f"The operator 'aten::rare' is not currently implemented for the MPS device. {words}")
+
+    with pytest.raises(NotImplementedError, match="PYTORCH_ENABLE_MPS_FALLBACK=1") as caught:
+        trainer().fit(Lacks(), loader())
+    assert words in str(caught.value)
+
+
+def test_type_errors_of_the_user_s_own_are_left_alone(metal, trainer):
+    class Wrong(Line):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            raise TypeError("MPS is not what this is about")
+
+    with pytest.raises(TypeError, match="not what this is about"):
+        trainer().fit(Wrong(), loader())
+
+    class Other(Line):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            raise TypeError("wrong key")
+
+    with pytest.raises(TypeError, match="wrong key"):
+        trainer().fit(Other(), [[torch.ones(2, 1, dtype=torch.float64)] * 2])
+
+
+# --- float64 -------------------------------------------------------------------------------------------------------------
+
+ONE, WIDE = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "place"),
+    [
+        (WIDE, "batch is"),
+        ([ONE, WIDE], "batch[1] is"),
+        ((ONE, {"y": WIDE}), "batch[1]['y'] is"),
+        ({"x": [ONE, (ONE, WIDE)]}, "batch['x'][1][1] is"),
+        (Pair(ONE, WIDE), "batch.y is"),
+        ([Item(ONE, WIDE)], "batch[0].y is"),
+    ],
+)
+def test_float64_in_a_batch_is_named_with_its_place_and_the_fix(metal, trainer, batch, place):
+    with pytest.raises(TrainingError) as caught:
+        trainer().fit(Line(), [batch])
+    for words in ("geartrain-mps[mps]", f"{place} float64", "Fix: .float()"):
+        assert words in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert metal.emptied == 1
+
+
+def test_float64_that_the_module_converts_itself_is_fine(metal, trainer):
+    class Converts(Line):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [tensor.float() for tensor in batch]
+
+    trainer().fit(Converts(), [[WIDE, WIDE]])
+    assert {dtype for dtype, _ in metal.moved} == {torch.float32}
+
+
+def test_float64_in_a_module_is_refused_before_anything_starts(metal, trainer, tmp_path):
+    made = trainer(output=tmp_path / "run")
+    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: Line.net.weight is float64.*Fix: module.float\(\)"):
+        made.fit(Line().double(), loader())
+    module = Line()
+    module.scale = module.scale.double()
+    with pytest.raises(UsageError, match=r"Line\.scale is float64"):
+        made.fit(module, loader())
+    module.scale = module.scale.to(torch.complex128)
+    with pytest.raises(UsageError, match=r"Line\.scale is complex128"):
+        made.fit(module, loader())
+    assert not (tmp_path / "run").exists()
+    assert metal.moved == []
+    made.check(Line)  # as `explain` asks: a class has no parameters yet
+
+
+# --- plans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_precision_of_64_bits_is_refused(metal, trainer):
+    plan = dataclasses.replace(trainer().plan, precision=Choice("64-true", "precision", "geartrain", "0", ""))
+    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: precision 64-true.*Fix: --precision 32-true"):
+        MPSAccelerator().check_plan(plan, Line)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "ddp"}, ["geartrain-ddp[ddp]", "torch.distributed", "--strategy single"]),
+        ({"strategy": "ddp", "num_nodes": 2}, ["geartrain-ddp[ddp]", "torch.distributed", "--num-nodes 1"]),
+        ({"strategy": "ddp_spawn"}, ["geartrain-spawn[ddp_spawn]", "torch.distributed"]),
+        ({"strategy": "ddp2"}, ["geartrain-dp[ddp2]", "torch.distributed"]),
+        ({"strategy": "dp"}, ["dp splits batches", "--strategy single"]),
+    ],
+)
+def test_strategies_of_several_are_refused(metal, trainer, options, words):
+    made = trainer(**options)
+    with pytest.raises(UsageError) as caught:
+        made.check(Line)
+    for word in ("geartrain-mps[mps]", *words):
+        assert word in str(caught.value)
+
+
+class TwoNodes:
+    """A strategy of somebody else's."""
+
+    @hookimpl
+    def plan_processes(self):
+        return gt.Layout(None, 1)
+
+    @hookimpl
+    def setup_process_group(self, run):
+        return gt.World()
+
+
+def test_a_backend_that_says_it_takes_mps_tensors_is_let_through(metal, trainer, monkeypatch):
+    made = trainer(strategy=TwoNodes())
+    with pytest.raises(UsageError, match=r"TwoNodes needs torch\.distributed"):
+        made.check(Line)
+    capability = {**torch.distributed.Backend.backend_capability, "thunder": ["cpu", "mps"]}
+    monkeypatch.setattr(torch.distributed.Backend, "backend_capability", capability)
+    made.check(Line)
+
+
+def test_torch_s_own_backends_do_not_take_mps_tensors():
+    """Should one do so some day, the refusal lifts itself, and docs/devices.md needs a new sentence."""
+    for backend in ("gloo", "nccl", "mpi", "ucc"):
+        assert "mps" not in torch.distributed.Backend.backend_capability[backend]

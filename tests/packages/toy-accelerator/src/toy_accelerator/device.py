@@ -1,0 +1,81 @@
+"""Makes ``toy`` a device of torch, from Python alone.
+
+torch keeps one device type free for backends outside of it, PrivateUse1. A tensor on it is here a wrapper around one on the CPU;
+``__torch_dispatch__`` runs every operator on what is wrapped, as https://github.com/albanD/subclass_zoo/blob/main/new_device.py does.
+"""
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+aten = torch.ops.aten
+_setup_privateuseone_for_python_backend("toy")
+
+
+class ToyTensor(torch.Tensor):
+    """A tensor on toy:0."""
+
+    #: How many were run on the device.
+    operators = 0
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, on_cpu):
+        same = {"strides": on_cpu.stride(), "storage_offset": on_cpu.storage_offset(), "dtype": on_cpu.dtype}
+        return torch.Tensor._make_wrapper_subclass(cls, on_cpu.size(), **same, device="toy:0")
+
+    def __init__(self, on_cpu):
+        self.on_cpu = on_cpu
+
+    def __repr__(self):
+        return f"{self.on_cpu!r} on toy:0"
+
+    def __reduce_ex__(self, protocol):
+        return self.on_cpu.detach().__reduce_ex__(protocol)  # a checkpoint loads where there is no toy
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if operator is aten._to_copy.default:
+            return copied_to(torch.device(kwargs.pop("device", None) or args[0].device), args[0], kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if operator is not aten.copy_.default and any(t.ndim and not isinstance(t, cls) for t in tensors):
+            raise RuntimeError(f"{operator}: expected all tensors to be on the same device, but found toy:0 and cpu")
+        cls.operators += 1
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        result = operator(*unwrapped(args), **unwrapped(kwargs))
+        # What an operator changed in place is the tensor that it was given.
+        given = {id(t.on_cpu): t for t in tensors if isinstance(t, cls)}
+        return tree_map_only(torch.Tensor, lambda t: given.get(id(t)) if id(t) in given else cls(t), result)
+
+
+def unwrapped(tree):
+    return tree_map_only(ToyTensor, lambda tensor: tensor.on_cpu, tree)
+
+
+def copied_to(device, tensor, kwargs):
+    """``tensor.to(device)`` from the CPU, to it, or within toy."""
+    copy = aten._to_copy.default(unwrapped(tensor), **kwargs)
+    return ToyTensor(copy) if device.type == "toy" else copy
+
+
+# --- operators that no tensor on toy takes part in, so that __torch_dispatch__ is not asked --------------------------------
+
+library = torch.library.Library("aten", "IMPL")  # what is registered lives as long as this object
+
+
+@torch.library.impl(library, "empty.memory_format", "PrivateUse1")
+def empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return ToyTensor(torch.empty(size, dtype=dtype))
+
+
+@torch.library.impl(library, "empty_strided", "PrivateUse1")
+def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
+    return ToyTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+
+@torch.library.impl(library, "_copy_from", "PrivateUse1")
+def copy_from(tensor, to, non_blocking=False):
+    unwrapped(to).copy_(unwrapped(tensor))
+    return to
