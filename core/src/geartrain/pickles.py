@@ -139,6 +139,10 @@ def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
             for name in registered:
                 yield from _attributes(attributes.get(name) or {})
             yield from _attributes({name: value for name, value in attributes.items() if name not in registered})
+    try:
+        thing.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    except Exception:  # it is the object, a lock for one, that does not pickle, whatever its class
+        return
     yield "'s class", type(thing)
 
 

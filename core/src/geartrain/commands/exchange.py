@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -35,6 +36,7 @@ NUMBERS = 2**20
 #: How often the all-reduce is timed.
 TIMED = 5
 _RANKS = 2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Lines of a process's output that are shown.
 _LINES = 40
 #: Where a process writes its error; see ``geartrain.process.report``.
@@ -104,14 +106,15 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
     began = time.monotonic()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
     # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
-    hearing = hear_signals() if threading.current_thread() is threading.main_thread() else nullcontext()
-    with tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder, hearing:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    with hear_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
         store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
         ranks: list[_Rank] = []
         try:
-            for number in range(_RANKS):
-                place = Place("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
-                ranks.append(_start(place, backend, device, Path(folder)))
+            with _later() if in_main_thread else nullcontext():
+                for number in range(_RANKS):
+                    place = Place("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
+                    ranks.append(_start(place, backend, device, Path(folder)))
             _wait(ranks)
         finally:
             _end(ranks)
@@ -125,6 +128,20 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         else:
             facts["all_reduce_ms"] = json.loads((Path(folder) / "result-0").read_text())["ms"]
     return facts
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if heard:
+            signal.raise_signal(heard[0])
 
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
@@ -142,6 +159,7 @@ def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
             env={**kept, **variables(place), _ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
+            start_new_session=True,  # Ctrl-C is this process's business
         )
     except BaseException:
         os.close(reading)
