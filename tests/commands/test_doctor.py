@@ -50,7 +50,7 @@ def torch_in_children(folder, monkeypatch):
         home = folder / "in_children"
         home.mkdir()
         (home / "torch.py").write_text(f"import os, signal, time\nfirst = os.environ['RANK'] == '0'\n{source}\n")
-        monkeypatch.setenv("PYTHONPATH", str(home))
+        monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
 
     return replace
 
@@ -190,7 +190,7 @@ def test_a_wrong_sum_is_an_error(folder, monkeypatch):
         "from geartrain.commands import exchange\n"
         "exchange.main(sys.argv[1:])\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(home))
+    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
     monkeypatch.setattr(exchange, "__name__", "geartrain_wrong_sum")
     facts = exchange.all_reduce("gloo", "cpu")
     assert facts["error"].endswith(f"the all-reduce gave 1 wrong numbers of {exchange.NUMBERS}")

@@ -103,11 +103,11 @@ def _accelerators(section: Section) -> Iterator[Table]:
 
 
 def _devices(name: str, devices: list[Mapping[str, Any]]) -> Table:
-    table = _table(f"{name}'s devices", "index", "name", "memory", "compute mode", "processes")
+    table = _table(f"{name}'s devices", "index", "name", "memory", "compute mode", "processes")  # uuids, in --json, leave no room
+    table.columns[2].no_wrap = True
     for device in devices:
-        label = "\n".join(str(device[key]) for key in ("name", "uuid") if device.get(key))
         processes = "\n".join(map(_process, device.get("processes") or ())) or "none"
-        table.add_row(_text(device.get("index")), label, _used(device), _text(device.get("compute_mode")), processes)
+        table.add_row(_text(device.get("index")), _text(device.get("name")), _used(device), _text(device.get("compute_mode")), processes)
     return table
 
 
