@@ -198,6 +198,13 @@ def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
     assert section.facts["chosen"]["name"] == "cpu"
 
 
+def test_what_two_checks_find_is_listed_once(install, command):
+    install("geartrain-a", "import no_such_module_here\n", accelerators={"broken": "Gpu"})
+    facts = json.loads(command("doctor --json --accelerator broken").out)
+    (what,) = [problem["what"] for problem in facts["problems"]]
+    assert what.startswith("geartrain-a[broken] could not be imported")
+
+
 def test_one_gpu_is_not_enough_for_nccl(install, command, refused):
     install("geartrain-fake", gpus("return {}", count="1"), accelerators={"cuda": "Gpu"})
     facts = json.loads(command("doctor --json").out)

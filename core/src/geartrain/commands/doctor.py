@@ -84,7 +84,8 @@ def _target(target: str | None, rest: list[str]) -> Any:
         return None
     from geartrain.commands.arguments import read
 
-    return read("fit", [target, *rest], None)
+    # Where it would train changes nothing of what pickles, and may be what is wrong here.
+    return read("fit", [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest], None)
 
 
 def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> Iterator[Section]:
