@@ -1,8 +1,8 @@
 """What a strategy of several processes builds on.
 
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's.
-- ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``: for a
-  strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
+  ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
 - ``shard``, ``gather_uneven``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on torch.distributed.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain.errors import TrainingError
+from geartrain.pickles import refusals
 from geartrain.process import is_connection
 from geartrain.process.environment import Place
 from geartrain.process.handover import belongings, outcome, take_back
@@ -43,6 +44,7 @@ __all__ = [
     "launch",
     "name_absent_ranks",
     "outcome",
+    "refusals",
     "reserve",
     "shard",
     "take_back",

@@ -1,4 +1,4 @@
-"""The command line: ``geartrain fit|validate|test|predict|explain|plugins|conformance|new``, and ``geartrain.cli`` for one's own script.
+"""The command line: ``geartrain fit|validate|test|predict|explain|plugins|doctor|conformance|new``, and ``geartrain.cli`` for a script.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
@@ -24,19 +24,21 @@ _COMMANDS = {
     "predict": ("run", "predict with a module"),
     "explain": ("explain", "show the plan and who answers each hook; starts nothing"),
     "plugins": ("plugins", "list what is installed, and why what cannot be used"),
+    "doctor": ("doctor", "examine this machine; ends with what to fix"),
     "conformance": ("conformance", "test whether an installed strategy does what every strategy must"),
     "new": ("new", "write a package with a strategy, an accelerator or a plugin of your own"),
 }
 
 #: Commands that take no target.
-_NO_TARGET = ("plugins", "conformance", "new")
+_NO_TARGET = ("plugins", "doctor", "conformance", "new")
 
 _USAGE = """\
 usage: geartrain COMMAND TARGET [options]
 
 {commands}
 
-conformance takes a strategy's name, new a kind and a name, plugins nothing. TARGET is file.py, file.py:Class or package.module:Class.
+conformance takes a strategy's name, new a kind and a name, plugins and doctor nothing. TARGET is file.py, file.py:Class or
+package.module:Class.
 geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
 """
 

@@ -1,0 +1,159 @@
+"""The path to what cannot be pickled: which attribute of a module, of data or of a loader, and why.
+
+Used where something must go to another process: by strategies that hand a run over, and by ``geartrain doctor --pickle``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pickle
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+#: Writes an object into a file, as ``pickle.dump`` does, or raises.
+Dump = Callable[[Any, IO[bytes]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One thing that does not pickle, and none of whose parts is to blame."""
+
+    #: How its user reaches it: ``"model.transform.lock"``.
+    path: str
+    #: What it is: ``"_thread.lock"``, or a function's name, file and line.
+    what: str
+    #: What pickling it raised.
+    why: str
+    #: Whether it is a function or a class, which plain pickle writes as a name that other processes must be able to import.
+    is_name: bool
+
+
+def refusals(path: str, thing: Any, dump: Dump, by_value: bool = False) -> Iterator[Refusal]:
+    """The innermost parts of ``thing`` that ``dump`` cannot write, in the order in which pickling meets them.
+
+    Args:
+        path: what ``thing`` is called.
+        dump: writes an object into a file, or raises.
+        by_value: whether ``dump`` writes functions and classes that cannot be imported with their code, as cloudpickle does, so that
+            it is what they refer to that may be refused.
+    """
+    why = _why_not(thing, dump)
+    if why is None:
+        return
+    found = False
+    for refusal in _Search(dump, by_value).of(path, thing, why):
+        found = True
+        yield refusal
+    if not found:  # what is to blame refers to what holds it
+        yield from _Search(dump, by_value, blame_cycles=True).of(path, thing, why)
+
+
+def plain_dump(thing: Any, file: IO[bytes]) -> None:
+    """Pickle as the standard library does, but without the memory of tensors, which always pickles and may be gigabytes."""
+    _Plain(file, 5).dump(thing)
+
+
+class _Plain(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        return (int, ()) if isinstance(obj, torch.UntypedStorage | torch.TypedStorage) else NotImplemented
+
+
+class _Nowhere:
+    """A file that forgets what is written."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _why_not(thing: Any, dump: Dump) -> str | None:
+    try:
+        dump(thing, _Nowhere())  # type: ignore[arg-type]
+    except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
+        return f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    dump: Dump
+    by_value: bool
+    #: Whether to report a thing of whose parts only those do not pickle that hold it: they may be refused for another part.
+    blame_cycles: bool = False
+
+    def of(self, path: str, thing: Any, why: str, above: tuple[int, ...] = ()) -> Iterator[Refusal]:
+        """What in ``thing``, which is refused, is to blame; ``above`` has the ids of what holds it."""
+        above, innermost = (*above, id(thing)), True
+        for step, part in _parts(thing, self.by_value):
+            if id(part) in above:
+                innermost = innermost and self.blame_cycles
+            elif (reason := _why_not(part, self.dump)) is not None:
+                innermost = False
+                yield from self.of(path + step, part, reason, above)
+        if innermost:
+            yield Refusal(path, _describe(thing), why, isinstance(thing, type | types.FunctionType))
+
+
+def _parts(thing: Any, by_value: bool) -> Iterator[tuple[str, Any]]:
+    """What pickling ``thing`` would pickle, each with the step that leads to it."""
+    if isinstance(thing, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in thing.items())
+    elif isinstance(thing, list | tuple | set | frozenset):
+        yield from ((f"[{i}]", value) for i, value in enumerate(thing))
+    elif isinstance(thing, types.MethodType):
+        yield ".__self__", thing.__self__
+    elif isinstance(thing, functools.partial):
+        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+    elif isinstance(thing, types.FunctionType):
+        yield from _parts_of_function(thing) if by_value else ()
+    elif inspect.isclass(thing):
+        members = vars(thing).items() if by_value else ()
+        yield from ((f".{name}", value) for name, value in members if not name.startswith("__") or callable(value))
+    else:
+        yield from _parts_of_object(thing)
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield f" (its variable {name!r})", cell.cell_contents
+    used = [name for name in function.__code__.co_names if name in function.__globals__]
+    yield from ((f" (its global {name!r})", function.__globals__[name]) for name in used)
+    yield from ((f" (its default {i})", value) for i, value in enumerate(function.__defaults__ or ()))
+
+
+def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        state = thing.__getstate__()
+    except Exception:  # it is this object itself that does not pickle
+        return
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if isinstance(attributes, Mapping):
+            registered = ("_modules", "_parameters", "_buffers")  # nn.Module's: their names are those that a user types
+            for name in registered:
+                yield from _attributes(attributes.get(name) or {})
+            yield from _attributes({name: value for name, value in attributes.items() if name not in registered})
+    try:
+        thing.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    except Exception:  # it is the object, a lock for one, that does not pickle, whatever its class
+        return
+    yield "'s class", type(thing)
+
+
+def _attributes(attributes: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
+    return ((f".{name}", value) for name, value in attributes.items())
+
+
+def _describe(thing: Any) -> str:
+    code = getattr(thing, "__code__", None)
+    if code is not None:
+        return f"{thing.__name__} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    cls = thing if isinstance(thing, type) else type(thing)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return f"class {name}" if isinstance(thing, type) else name

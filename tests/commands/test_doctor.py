@@ -1,0 +1,282 @@
+"""``geartrain doctor`` as a whole: what it prints, how it exits, what it leaves."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from geartrain.commands import exchange
+from geartrain.commands.doctor_network import LAUNCHER
+from geartrain.testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
+
+SECTIONS = {"versions", "accelerators", "plugins", "all_reduce", "network", "machine", "environment"}
+needs_proc = pytest.mark.skipif(not HAS_PROC, reason="looks for processes and ports in /proc")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch):
+    """A machine with room, whose environment says nothing: what the tests run on may lack either."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, used=50 * GIB, free=50 * GIB))
+    real = os.statvfs
+    roomy = SimpleNamespace(f_blocks=8 * GIB // 4096, f_bavail=8 * GIB // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: roomy if path == "/dev/shm" else real(path))
+    for name in (*LAUNCHER, "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def doctor(command):
+    """``doctor("--accelerator cpu")``: the exit code, and what ``--json`` printed."""
+
+    def run(options=""):
+        done = command(f"doctor --json {options}")
+        return done.code, json.loads(done.out)
+
+    return run
+
+
+@pytest.fixture
+def torch_in_children(folder, monkeypatch):
+    """``torch_in_children(source)``: the started processes, and not this one, import this in place of torch."""
+
+    def replace(source):
+        home = folder / "in_children"
+        home.mkdir()
+        (home / "torch.py").write_text(f"import os, signal, time\nfirst = os.environ['RANK'] == '0'\n{source}\n")
+        monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
+
+    return replace
+
+
+# --- nothing to fix ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_fix(command):
+    done = command("doctor")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == "nothing to fix"
+    for shown in (torch.__version__, "exact; 4 MiB in", "is free and answers", "selected", "/dev/shm"):
+        assert shown in done.out
+    assert not torch.cuda.is_initialized()
+
+
+def test_json_has_everything_and_nothing_else_is_on_stdout(doctor, install):
+    source = "print('printed at import')\nclass A:\n    pass\n"
+    install("geartrain-loud", source, plugins={"loud": "A"})
+    code, facts = doctor()
+    assert code == 0
+    assert set(facts) == {*SECTIONS, "failed", "problems", "warnings"}
+    assert facts["problems"] == []
+    assert facts["failed"] == {}
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["distributions"]["geartrain-loud"] == "1.0"
+    assert facts["accelerators"]["chosen"]["name"] == "cpu"
+    assert {row["name"]: row["state"] for row in facts["plugins"]["plugins"]} == {"single": "available", "loud": "available"}
+    assert facts["all_reduce"]["backend"] == "gloo"
+    assert facts["all_reduce"]["error"] is None
+    assert 0 < facts["all_reduce"]["all_reduce_ms"] < facts["all_reduce"]["seconds"] * 1000
+
+
+# --- nothing is left -----------------------------------------------------------------------------------------------------
+
+DOCTOR = "import sys; from geartrain.commands import main; sys.exit(main(['doctor', '--json']))"
+
+
+@needs_proc
+def test_it_leaves_nothing_and_listens_on_loopback_alone(folder):
+    with launched("-c", DOCTOR, folder=folder) as run:
+        until(lambda: len(run.processes()) >= 3, 60, "the two processes are started")
+        heard = set()
+
+        def ended():
+            heard.update(listening(run.processes()))
+            return run.process.poll() is not None
+
+        until(ended, 60, "the doctor ends")
+        facts = json.loads(run.out)
+        assert facts["all_reduce"]["error"] is None
+        assert heard
+        assert heard <= set(LOOPBACK)
+        assert run.left_behind() == []
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_leaves_nothing_when_it_is_ended(folder, number):
+    with launched("-c", DOCTOR, folder=folder) as run:
+        until(lambda: len(run.processes()) >= 3, 60, "the two processes are started")
+        run.process.send_signal(number)
+        assert run.wait() == 1
+        assert "Traceback" not in run.err
+        assert run.left_behind() == []
+
+
+@needs_proc
+def test_this_process_listens_no_longer_and_has_no_child(doctor):
+    def children():
+        stats = (path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat"))
+        return [stat for stat in stats if stat[1] == str(os.getpid())]
+
+    before, ports = children(), listening([os.getpid()])
+    signals = signal.getsignal(signal.SIGTERM)
+    doctor()
+    assert len(children()) == len(before)
+    assert listening([os.getpid()]) == ports
+    assert signal.getsignal(signal.SIGTERM) is signals
+
+
+# --- two processes -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonexistent")
+    code, facts = doctor()
+    assert code == 1
+    assert "nonexistent" in facts["all_reduce"]["error"]
+    (problem,) = facts["problems"]
+    assert problem["check"] == "all_reduce"
+    assert "gloo" in problem["what"]
+    assert "unset GLOO_SOCKET_IFNAME" in problem["fix"]
+    assert any("init_process_group" in (rank["error"] or "") for rank in facts["all_reduce"]["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("if not first: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)", "rank 1 was ended by SIGKILL"),
+        ("if not first: os._exit(7)\ntime.sleep(600)", "rank 1 ended with exit code 7"),
+        ("if first: raise OSError('no such driver')\ntime.sleep(600)", "rank 0 failed: OSError: no such driver"),
+        # The one that lost its peer comes first, and is not to blame.
+        ("raise RuntimeError('Connection closed by peer' if first else 'out of memory')", "rank 1 failed: RuntimeError: out of memory"),
+    ],
+)
+def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, said):
+    monkeypatch.setattr(exchange, "UNWIND", 1.0)
+    torch_in_children(source)
+    facts = exchange.all_reduce("gloo", "cpu")
+    assert facts["error"] == said
+    assert facts["all_reduce_ms"] is None
+    assert [rank["rank"] for rank in facts["ranks"] if rank["blamed"]] == [int(said.split()[1])]
+
+
+def test_processes_that_hang_are_ended_and_say_where(torch_in_children, monkeypatch, doctor, command):
+    monkeypatch.setattr(exchange, "DEADLINE", 6.0)
+    torch_in_children("def where_it_hangs():\n    time.sleep(600)\nwhere_it_hangs()")
+    done = command("doctor")
+    assert done.code == 1
+    assert "rank 0 did not come to an end within 6 s: it is in where_it_hangs, torch.py:4; rank 1 did not" in done.out
+    assert done.out.count("in where_it_hangs\n") + done.out.count("in where_it_hangs ") >= 2  # both stacks are shown
+
+
+def test_a_wrong_sum_is_an_error(folder, monkeypatch):
+    """Real torch, of which the second process's all_reduce forgets to sum."""
+    home = folder / "in_children"
+    home.mkdir()
+    (home / "geartrain_wrong_sum.py").write_text(
+        "import sys, runpy, torch.distributed as dist\n"
+        "real = dist.all_reduce\n"
+        "def forgets(tensor):\n"
+        "    before = tensor[5].item()\n"
+        "    real(tensor)\n"
+        "    tensor[5] = before\n"
+        "dist.all_reduce = forgets\n"
+        "from geartrain.commands import exchange\n"
+        "exchange.main(sys.argv[1:])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
+    monkeypatch.setattr(exchange, "__name__", "geartrain_wrong_sum")
+    facts = exchange.all_reduce("gloo", "cpu")
+    assert facts["error"].endswith(f"the all-reduce gave 1 wrong numbers of {exchange.NUMBERS}")
+
+
+@pytest.mark.parametrize(("options", "words"), [("--backend nope", "Fix: gloo"), ("--backend fake", "Fix: gloo")])
+def test_a_backend_that_torch_does_not_have_is_wrong_usage(refused, options, words):
+    assert words in refused(f"doctor {options}")
+
+
+def test_backend_by_name(doctor):
+    _, facts = doctor("--backend gloo")
+    assert facts["all_reduce"]["why"] == "--backend gloo"
+    assert facts["all_reduce"]["error"] is None
+
+
+def test_a_file_of_the_current_folder_is_not_imported_by_the_two(doctor, write):
+    write("random.py", "raise SystemExit('imported by mistake')\n")
+    _, facts = doctor()
+    assert facts["all_reduce"]["error"] is None
+
+
+# --- checks stand alone --------------------------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatch, command):
+    def broken(path):
+        raise PermissionError("no disk for you")
+
+    monkeypatch.setattr(shutil, "disk_usage", broken)
+    code, facts = doctor()
+    assert code == 1
+    assert facts["failed"] == {"machine": "PermissionError: no disk for you"}
+    assert [problem["check"] for problem in facts["problems"]] == ["machine"]
+    assert facts["all_reduce"]["error"] is None
+    assert facts["network"]["loopback"]["error"] is None
+    shown = command("doctor")
+    assert "machine: this check failed: PermissionError: no disk for you" in shown.out
+    assert shown.err == "geartrain doctor: 1 thing must be fixed\n"
+
+
+def test_without_torch_it_says_so_and_goes_on(python, write):
+    write("doctor.py", "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    done = python("doctor.py", "doctor", "--json")
+    assert done.returncode == 1, done.stderr
+    facts = json.loads(done.stdout)
+    about_torch = [problem for problem in facts["problems"] if "torch" in problem["what"]]
+    assert [problem["what"] for problem in about_torch] == ["torch is not installed"]
+    assert about_torch[0]["fix"].startswith("pip install torch")
+    assert facts["network"]["loopback"]["error"] is None
+    assert python("doctor.py", "doctor").returncode == 1  # the tables, too
+
+
+def test_the_command_that_pip_makes(python, write):
+    write("doctor.py", "import sys\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    done = python("doctor.py", "doctor", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["all_reduce"]["error"] is None
+    assert done.returncode == (1 if facts["problems"] else 0)
+    assert facts["versions"]["executable"] == sys.executable
+
+
+# --- usage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--js", "--json"),
+        ("--acelerator cpu", "--accelerator"),
+        ("--accelerator", "expected one argument"),
+        ("--accelerator cpuu", "'cpu'"),
+        ("net.py", "net.py"),
+        ("--model.hidden 3", "--pickle"),
+        ("--pickle net.py --model.hidden 3 4", "there is no option 4"),
+        ("--pickle net.py --model.hiden 3", "model.hidden"),
+        ("--pickle none.py", "there is no file none.py"),
+    ],
+)
+def test_wrong_usage(refused, words, expected):
+    assert expected in refused(f"doctor {words}")
+
+
+def test_help(command):
+    done = command("doctor --help")
+    assert done.code == 0
+    for option in ("--json", "--accelerator", "--backend", "--pickle"):
+        assert option in done.out
+    assert "doctor" in command("--help").out

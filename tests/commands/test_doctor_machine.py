@@ -1,0 +1,262 @@
+"""What ``geartrain doctor`` says of disk, memory, limits, names and the environment."""
+
+import os
+import shutil
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from geartrain.commands import doctor_machine, doctor_network
+from geartrain.commands.doctor_findings import examine
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def nothing_launched(monkeypatch):
+    for name in (*doctor_network.LAUNCHER, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """``machine()``: the section; disks have room unless the test says otherwise."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=8000 * MIB))
+    return lambda: examine("machine", doctor_machine.machine)
+
+
+@pytest.fixture
+def network():
+    return lambda: examine("network", doctor_network.network)
+
+
+def said(section, must, word):
+    return [(finding.what, finding.fix) for finding in section.findings if finding.must is must and word in finding.what]
+
+
+def shared_memory(monkeypatch, size, free):
+    real = os.statvfs
+    fake = SimpleNamespace(f_blocks=size * MIB // 4096, f_bavail=free * MIB // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: fake if path == "/dev/shm" else real(path))
+    monkeypatch.setattr(os.path, "isdir", lambda path, real=os.path.isdir: path == "/dev/shm" or real(path))
+
+
+# --- machine -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk(machine, monkeypatch, folder):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=1023 * MIB))
+    section = machine()
+    assert section.facts["disk"]["current folder"] == {"path": str(folder), "free_mib": 1023, "total_mib": 9000}
+    current, temporary = said(section, True, "folder")
+    assert current[0] == f"the current folder ({folder}) has 1023 MiB free"
+    assert "--output" in current[1]
+    assert "TMPDIR" in temporary[1]
+
+
+def test_room_on_the_disk_is_no_problem(machine):
+    assert said(machine(), True, "folder") == []
+
+
+def test_docker_s_shared_memory_is_too_small(machine, monkeypatch):
+    shared_memory(monkeypatch, 64, 64)
+    section = machine()
+    assert section.facts["shared_memory"] == {"path": "/dev/shm", "free_mib": 64, "total_mib": 64}
+    ((what, fix),) = said(section, True, "/dev/shm")
+    assert "has 64 MiB" in what
+    assert "--shm-size" in fix
+
+
+def test_full_shared_memory(machine, monkeypatch):
+    shared_memory(monkeypatch, 8000, 10)
+    ((what, _),) = said(machine(), True, "/dev/shm")
+    assert what == "/dev/shm has 10 MiB free of 8000"
+
+
+def test_enough_shared_memory(machine, monkeypatch):
+    shared_memory(monkeypatch, 65, 65)
+    assert said(machine(), True, "/dev/shm") == []
+
+
+@pytest.mark.parametrize(("threads", "must"), [("many", True), ("0", True), ("100000", False)])
+def test_threads_that_do_not_fit(machine, monkeypatch, threads, must):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    section = machine()
+    assert section.facts["processors"]["omp_num_threads"] == threads
+    ((what, fix),) = said(section, must, "OMP_NUM_THREADS")
+    assert threads in what
+    assert "export OMP_NUM_THREADS=" in fix
+
+
+def control_group(monkeypatch, tmp_path, **files):
+    """A control group with these files, as this process's."""
+    monkeypatch.setattr(doctor_machine, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(doctor_machine, "_PROC", tmp_path / "proc")
+    for path, text in {
+        "proc/self/cgroup": "0::/job/7\n",
+        "proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n",
+        **{f"cgroup/{name.replace('__', '/').replace('-', '.')}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"job__7__cpu-max": "50000 100000\n", "job__7__memory-max": str(4096 * MIB), "job__7__memory-current": str(3584 * MIB)},
+        {"cpu-max": "50000 100000\n", "memory-max": str(4096 * MIB), "memory-current": str(3584 * MIB)},
+        {
+            "cpu__cpu-cfs_quota_us": "50000",
+            "cpu__cpu-cfs_period_us": "100000",
+            "memory__memory-limit_in_bytes": str(4096 * MIB),
+            "memory__memory-usage_in_bytes": str(3584 * MIB),
+        },
+    ],
+    ids=["its own", "a container's", "version 1"],
+)
+def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
+    control_group(monkeypatch, tmp_path, **files)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    section = machine()
+    assert section.error is None
+    assert section.facts["processors"]["cgroup"] == 0.5
+    assert section.facts["memory"] == {"total_mib": 16384, "available_mib": 8192, "cgroup_mib": 4096, "cgroup_free_mib": 512}
+    ((what, fix),) = said(section, False, "processor")
+    assert "may use 0.5 processor(s) and sees 8" in what
+    assert fix == "export OMP_NUM_THREADS=1"
+    assert said(section, False, "512 MiB of memory")
+
+
+def test_no_limits(machine, monkeypatch, tmp_path):
+    control_group(monkeypatch, tmp_path, **{"job__7__cpu-max": "max 100000", "job__7__memory-max": "max"})
+    section = machine()
+    assert section.facts["processors"]["cgroup"] is None
+    assert section.facts["memory"]["cgroup_mib"] is None
+    assert said(section, False, "memory") == said(section, False, "processor") == []
+
+
+def test_few_open_files(machine):
+    resource = pytest.importorskip("resource", reason="Windows has no such limit")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        section = machine()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert section.facts["open_files"]["soft"] == 512
+    ((_, fix),) = said(section, False, "512 files")
+    assert fix.startswith("ulimit -n ")
+
+
+# --- network -------------------------------------------------------------------------------------------------------------
+
+
+def test_loopback_really_carries_something(network):
+    section = network()
+    assert section.facts["loopback"]["error"] is None
+    with socket.socket() as probe:  # and nobody listens there any more
+        assert probe.connect_ex(("127.0.0.1", section.facts["loopback"]["port"])) != 0
+
+
+def test_names(network, monkeypatch):
+    def resolve(name, *rest, **more):
+        if name == "localhost":
+            return [(None, None, None, "", ("10.1.2.3", 0))]
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "gethostname", lambda: "lonely")
+    section = network()
+    assert section.facts["hostname_addresses"] == "Name or service not known"
+    ((what, fix),) = said(section, True, "localhost")
+    assert "leads to 10.1.2.3" in what
+    assert "/etc/hosts" in fix
+    ((what, _),) = said(section, False, "lonely")
+    assert "several do" in what
+    assert said(section, True, "lonely") == []
+
+
+def test_a_name_server_that_does_not_answer_does_not_stop_it(network, monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: answer.wait(60) and [])
+    monkeypatch.setattr(doctor_network, "_PATIENCE", 0.2)
+    try:
+        section = network()
+    finally:
+        answer.set()
+    assert section.error is None
+    assert said(section, True, "localhost is not known: no answer within 0.2 s")
+
+
+def test_loopback_that_is_closed(network, monkeypatch):
+    class Closed(socket.socket):
+        def connect(self, address):
+            raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "socket", Closed)
+    section = network()
+    ((what, fix),) = said(section, True, "127.0.0.1")
+    assert "Connection refused" in what
+    assert "lo" in fix
+    assert section.facts["loopback_ipv6"]["error"] is not None  # and is no problem
+
+
+# --- environment ---------------------------------------------------------------------------------------------------------
+
+
+def set_all(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_nobody_launched_this(network):
+    section = network()
+    assert section.facts["launcher"] is None
+    assert section.facts["launcher_variables"] == {}
+
+
+def test_variables_that_are_left_make_a_run_wait(network, monkeypatch):
+    set_all(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="10.0.0.1")
+    section = network()
+    assert section.facts["launcher"] == "environment"
+    assert section.facts["launcher_variables"] == {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+    ((what, fix),) = said(section, True, "rank 0 of 2")
+    assert "would wait" in what
+    assert fix.startswith("unset WORLD_SIZE LOCAL_RANK MASTER_ADDR")
+
+
+def test_a_launcher_s_own_process_is_no_problem(network, monkeypatch):
+    set_all(monkeypatch, TORCHELASTIC_RUN_ID="x", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    section = network()
+    assert section.facts["launcher"] == "torchrun"
+    assert said(section, False, "torchrun says that this process is rank 1 of 2")
+    assert said(section, True, "") == []
+
+
+@pytest.mark.parametrize("variables", [{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_variables_that_mean_nothing_here_are_shown_alone(network, monkeypatch, variables):
+    set_all(monkeypatch, **variables)
+    section = network()
+    assert section.facts["launcher_variables"] == variables
+    assert said(section, True, "") == said(section, False, "launched") == []
+
+
+def test_variables_that_contradict_each_other(network, monkeypatch):
+    set_all(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="5")
+    ((what, fix),) = said(network(), True, "contradicts itself")
+    assert "local rank 5 of 2" in what
+    assert "environment variables" in fix
+
+
+def test_only_what_changes_a_run_is_shown_and_no_secret(monkeypatch):
+    set_all(monkeypatch, NCCL_DEBUG="INFO", GLOO_SOCKET_IFNAME="lo", TORCH_LOGS="x", GEARTRAIN_BLOCK="a", CUDA_VISIBLE_DEVICES="")
+    set_all(monkeypatch, WANDB_API_KEY="hush", HOME="/nowhere", GEARTRAIN_TOKEN="hush", OMP_NUM_THREADS="1")
+    facts = examine("environment", doctor_network.environment).facts["variables"]
+    assert facts["NCCL_DEBUG"] == "INFO"
+    assert facts["CUDA_VISIBLE_DEVICES"] == ""
+    assert {"GLOO_SOCKET_IFNAME", "TORCH_LOGS", "GEARTRAIN_BLOCK", "OMP_NUM_THREADS"} <= set(facts)
+    assert not {"WANDB_API_KEY", "HOME"} & set(facts)
+    assert "hush" not in str(facts)

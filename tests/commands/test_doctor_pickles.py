@@ -1,0 +1,184 @@
+"""``geartrain doctor --pickle TARGET``."""
+
+import json
+import sys
+
+import pytest
+
+from geartrain.commands.arguments import read
+from geartrain.commands.doctor_findings import examine
+
+TARGET = """
+import threading
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import geartrain as gt
+
+class Scale:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+class Samples(TensorDataset):
+    pass
+
+def by_name(batch):
+    return torch.utils.data.default_collate(batch)
+
+class Net(gt.Module):
+    def __init__(self, locked: bool = False, activation: bool = False):
+        super().__init__()
+        print("the module is made")
+        self.layer = torch.nn.Linear(1, 1)
+        if locked:
+            self.transform = Scale()
+            self.layer.stream = (i for i in range(3))
+        if activation:
+            self.activation = lambda x: x
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Data(gt.DataModule):
+    def __init__(self, workers: int = 0, method: str = "", broken: bool = False, locked: bool = False):
+        self.options = (workers, method, broken)
+        if locked:
+            self.lock = threading.Lock()
+
+    def prepare_data(self):
+        print("prepared")
+
+    def setup(self, stage):
+        print("set up for", stage)
+        self.made_in_setup = threading.Lock()  # after it was pickled
+        self.samples = Samples(torch.ones(4, 1))
+
+    def teardown(self, stage):
+        print("torn down after", stage)
+
+    def train_dataloader(self):
+        workers, method, broken = self.options
+        functions = {"collate_fn": by_name}
+        if broken:
+            self.samples.lock = self.made_in_setup
+            functions = {"collate_fn": lambda batch: batch, "worker_init_fn": lambda worker: None}
+        return DataLoader(self.samples, num_workers=workers, multiprocessing_context=method if workers and method else None, **functions)
+"""
+
+
+@pytest.fixture(autouse=True)
+def target(write):
+    write("target.py", TARGET)
+
+
+@pytest.fixture
+def pickles(capsys):
+    """``pickles("--model.locked=true")``: the section."""
+
+    def run(*options):
+        from geartrain.commands import doctor_pickles
+
+        return examine("pickle", doctor_pickles.pickles, read("fit", ["target.py", *options], None))
+
+    return run
+
+
+@pytest.fixture(params=["cloudpickle", "pickle"])
+def pickler(request, monkeypatch):
+    """With cloudpickle, which geartrain-spawn brings, and without it."""
+    if request.param == "cloudpickle":
+        pytest.importorskip("cloudpickle", reason="comes with geartrain-spawn, which is not installed here")
+    else:
+        monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    return request.param
+
+
+def paths(section):
+    return [row["path"] for row in section.facts["refused"]]
+
+
+def found(section, must):
+    return [(finding.what, finding.fix) for finding in section.findings if finding.must is must]
+
+
+def test_all_of_it_pickles(pickles, pickler):
+    section = pickles()
+    assert section.error is None
+    assert section.facts == {"target": "Net", "pickler": pickler, "refused": []}
+    assert section.findings == []
+
+
+def test_each_attribute_is_named_with_its_type(pickles, pickler):
+    section = pickles("--model.locked=true", "--data.locked=true")
+    assert paths(section) == ["model.layer.stream", "model.transform.lock", "data.lock"]
+    assert [row["what"] for row in section.facts["refused"]] == ["generator", "_thread.lock", "_thread.lock"]
+    assert all("ddp_spawn" in row["needed_by"] and row["needed"] for row in section.facts["refused"])
+    problems = found(section, True)
+    assert problems[1][0].startswith("model.transform.lock: _thread.lock cannot be pickled (cannot pickle '_thread.lock' object")
+    assert "setup()" in problems[1][1]
+    assert found(section, False) == []
+
+
+def test_a_lambda_travels_with_geartrain_spawn_alone(pickles, pickler):
+    section = pickles("--model.activation=true")
+    assert found(section, True) == []
+    if pickler == "cloudpickle":
+        assert section.facts["refused"] == []
+    else:
+        ((what, fix),) = found(section, False)
+        assert what.startswith("model.activation: <lambda> at target.py:")
+        assert "pip install geartrain-spawn" in fix
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        (["--data.workers=0"], False),
+        (["--data.workers=2", "--data.method=fork"], False),
+        (["--data.workers=2", "--data.method=spawn"], True),
+        (["--data.workers=2", "--data.method=forkserver"], True),
+    ],
+)
+def test_loaders_count_where_their_workers_are_not_forked(pickles, pickler, options, needed):
+    section = pickles("--data.broken=true", *options)
+    assert section.error is None
+    expected = ["train_dataloader.dataset.lock", "train_dataloader.collate_fn", "train_dataloader.worker_init_fn"]
+    assert paths(section) == expected
+    assert {row["needed"] for row in section.facts["refused"]} == {needed}
+    assert len(found(section, needed)) == 3
+    assert found(section, not needed) == []
+    how = f"workers start by {options[-1].rpartition('=')[2]}" if len(options) > 1 else "num_workers=0"
+    assert all(how in what for what, _ in found(section, needed))
+
+
+def test_data_is_prepared_set_up_and_torn_down(pickles, capsys):
+    pickles()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["the module is made", "prepared", "set up for fit", "torn down after fit"]
+
+
+def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):
+    write("target.py", TARGET.replace('print("prepared")', 'raise OSError("no network")'))
+    section = pickles("--model.locked=true")
+    assert section.error == "OSError: no network"
+    assert "model.transform.lock" in paths(section)  # what was found before stays
+
+
+def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(command, install, monkeypatch):
+    source = "class A:\n    priority = 9\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 0)\n"
+    install("geartrain-empty", source, accelerators={"empty": "A"})
+    done = command("doctor --json --pickle target.py --model.locked=true")
+    assert done.code == 1
+    assert len(json.loads(done.out)["pickle"]["refused"]) == 2
+
+
+def test_the_whole_command(command):
+    done = command("doctor --pickle target.py --model.locked true --json")
+    assert done.code == 1
+    facts = json.loads(done.out)
+    assert [row["path"] for row in facts["pickle"]["refused"]] == ["model.layer.stream", "model.transform.lock"]
+    assert {problem["check"] for problem in facts["problems"]} >= {"pickle"}
+    shown = command("doctor --pickle target.py --model.locked=true").out
+    assert "model.transform.lock: _thread.lock cannot be pickled" in shown.partition("what to fix")[2]
