@@ -2,9 +2,9 @@
 
 The loop of overhead.py: MLP 64-WIDTH-10, batch 32, SGD, pre-batched data, one thread, CPU, and a logger. Runs with the plugin and without
 it take turns in this process, in an order that turns around each round; a round's ratio compares neighbours, and the median round counts.
-Two ratios: of wall time, in which the loop's waiting for the interpreter lock is, and of the whole process's CPU time, the sampling thread's
-included, which other programs disturb less. A run lasts as long as asked, so that samples fall into it; the clock runs from the first batch
-to the end of the last step.
+Two ratios: of wall time, in which the loop's waiting for the interpreter lock is, and of the whole process's CPU time, with the sampling
+thread's, which other programs disturb less. A run lasts as long as asked, so that samples fall into it; the clock runs from the first
+batch to the end of the last step.
 
     python benchmarks/device_stats.py [--interval 5.0] [--seconds 5.5] [--rounds 18] [--width 64]
 """

@@ -186,7 +186,8 @@ def test_a_prefetching_iterator_is_closed_at_the_end_of_the_epoch():
 
         @hookimpl
         def device_batches(self, loader):
-            return self.batches(loader)
+            self.kept = self.batches(loader)  # whoever keeps it must close it: nothing else would
+            return self.kept
 
         def batches(self, loader):
             self.open += 1
