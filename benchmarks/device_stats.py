@@ -26,6 +26,7 @@ from torch.nn import functional
 
 import geartrain as gt
 from geartrain_device_stats import DeviceStats
+from geartrain_device_stats.cpu import Cpu
 
 
 class MLP(gt.Module):
@@ -76,6 +77,17 @@ def one_run(batches, seconds: float, width: int, plugins) -> tuple[float, float,
     return timed.step_us, timed.cpu_us, logger.samples
 
 
+def one_sample() -> float:
+    """µs that the CPU's figures take, with nothing else running in this process; the utilisations too."""
+    cpu, times = Cpu(), []
+    for _ in range(20):
+        time.sleep(0.11)  # sooner, the utilisations would be left out
+        start = time.perf_counter()
+        cpu.figures()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--interval", type=float, default=5.0)
@@ -97,6 +109,7 @@ def main() -> None:
         "with_us": round(statistics.median(run[0] for run in with_it), 2),
         "wall": _ratios([b[0] / a[0] for a, b in zip(without, with_it, strict=True)]),
         "cpu": _ratios([b[1] / a[1] for a, b in zip(without, with_it, strict=True)]),
+        "sample_us": round(one_sample(), 1),
         "interval_s": options.interval,
         "samples_a_run": statistics.median(run[2] for run in with_it),
         "seconds_a_run": options.seconds,

@@ -257,8 +257,9 @@ def test_one_object_serves_a_second_fit_and_travels_before_and_after():
         assert pickle.loads(pickle.dumps(plugin)).interval == 1000.0
 
 
-def test_a_driver_that_hangs_is_left_behind_and_named_as_such(monkeypatch):
-    monkeypatch.setattr(monitor, "PATIENCE", 0.1)
+@pytest.mark.timeout(30)  # to wait in each of its sixty epochs would take a minute
+def test_a_driver_that_hangs_is_waited_for_once_then_left_behind_and_named(monkeypatch):
+    monkeypatch.setattr(monitor, "PATIENCE", 1.0)
     goes_on = threading.Event()
 
     class Hanging:
@@ -266,10 +267,10 @@ def test_a_driver_that_hangs_is_left_behind_and_named_as_such(monkeypatch):
         def device_stats(self):
             assert goes_on.wait(30)
 
-    one = trainer(Logger(), Hanging(), max_epochs=2)
+    one = trainer(Logger(), Hanging(), max_epochs=60)
     with pytest.warns(UserWarning, match="its thread did not end within"):
         one.fit(Net(), [torch.ones(2)])
-    assert (one.global_step, len(sampling())) == (2, 1)
+    assert (one.global_step, len(sampling())) == (60, 1)
     goes_on.set()
     sampling()[0].join(30)
 
@@ -295,7 +296,10 @@ def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():
     assert (broken.asked, one.current_epoch) == (1, 3)
 
 
-def test_an_error_at_the_first_sample_of_a_short_run_is_said():
+@pytest.mark.timeout(30)
+def test_an_error_at_the_first_sample_of_a_short_run_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(monitor, "PATIENCE", 1000.0)
+
     class Broken:
         @hookimpl
         def device_stats(self):
