@@ -305,7 +305,8 @@ def device_stats(run: Run) -> dict[str, float] | None:
 def log_metrics(run: Run, metrics: Mapping[str, float], step: int) -> None:
     """Write metrics where the user reads them.
 
-    Fired: on rank 0 when metrics were flushed: every ``log_every_n_steps`` steps and at the end of an epoch.
+    Fired: on rank 0 when metrics were flushed: every ``log_every_n_steps`` steps and at the end of an epoch; and by plugins that have
+        figures of their own.
     Arguments: ``metrics`` by name; ``step`` counts optimizer steps.
     """
 

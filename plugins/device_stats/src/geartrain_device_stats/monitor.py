@@ -1,0 +1,106 @@
+"""The thread that samples, and what it hands to the thread that trains."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from geartrain import TrainingError
+from geartrain_device_stats.cpu import NAMES, Cpu
+from geartrain_device_stats.nodes import Nodes
+
+if TYPE_CHECKING:
+    from geartrain import Run
+
+#: Seconds that training waits for the thread at most: for a first sample, and for its end.
+PATIENCE = 5.0
+
+
+class Monitor:
+    """Samples every ``interval`` seconds until it is stopped. The first error ends it, and never the training.
+
+    ``figures`` and ``notes`` are read by the training thread, which looks whether they are empty after each batch; deques, because their
+    ``append`` and ``pop`` need no lock.
+    """
+
+    def __init__(self, run: Run, interval: float) -> None:
+        self._run, self._interval = run, interval
+        #: The newest sample, until it is logged.
+        self.figures: deque[dict[str, float]] = deque(maxlen=1)
+        #: What the user should read, until it is said.
+        self.notes: deque[str] = deque()
+        #: The CPU's figures, once the thread runs.
+        self.cpu: Cpu | None = None
+        self._nodes = Nodes(run)
+        self._wake, self._sampled = threading.Event(), threading.Event()
+        self._stopping = self._asked = False
+        # A daemon: a driver that hangs must not keep the program from ending.
+        self._thread = threading.Thread(target=self._work, name="device_stats", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def first(self) -> None:
+        """Have the first sample taken now, where it is still to come; asks once and waits ``PATIENCE`` seconds at most."""
+        if not self._asked and not self._sampled.is_set():
+            self._wake.set()
+            self._sampled.wait(PATIENCE)
+        self._asked = True
+
+    def stop(self) -> bool:
+        """End the thread; whether it did within ``PATIENCE`` seconds."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(PATIENCE)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            self.cpu = Cpu()
+            self._nodes.connect()
+            while not self._stopping:
+                self._wake.wait(self._interval)
+                if self._stopping:
+                    break
+                self._take()
+                self._sampled.set()
+                self._wake.clear()
+        except Exception as error:
+            self._run.hooks.blame(error)
+            said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+            self.notes.append(f"device_stats takes no more samples, and training goes on: {said}")
+        finally:
+            self._sampled.set()
+
+    def _take(self) -> None:
+        mine = sample(self._run)
+        if self._run.world.rank == 0 and not self._sampled.is_set() and mine.keys() <= NAMES:
+            self.notes.append(_only_the_cpu(self._run))
+        figures = self._nodes.exchange(mine)
+        if figures:
+            self.figures.append(figures)
+
+
+def sample(run: Run) -> dict[str, float]:
+    """What all implementations of ``device_stats`` give, in one dict.
+
+    Raises:
+        TrainingError: two give one name, or one gives what is no number.
+    """
+    figures: dict[str, float] = {}
+    for given in run.hooks.device_stats(run=run):
+        for name, value in given.items():
+            if name in figures or isinstance(value, bool) or not isinstance(value, int | float):
+                what = f"gives {name!r} twice" if name in figures else f"gives {name}={value!r}, which is no number"
+                whose = ", ".join(choice.label for choice in run.hooks.implementers("device_stats"))
+                raise TrainingError(f"device_stats of {whose} {what}. Fix: take one of them out, or give its figures other names")
+            figures[name] = float(value)
+    return figures
+
+
+def _only_the_cpu(run: Run) -> str:
+    accelerator = run.plan.accelerator
+    asked = accelerator in run.hooks.implementers("device_stats")
+    why = "its device_stats gave none" if asked else "it has no device_stats"
+    return f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures of its own ({why}); only the CPU's are logged"

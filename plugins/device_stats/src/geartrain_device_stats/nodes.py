@@ -1,0 +1,64 @@
+"""The samples of all nodes, brought to rank 0, where loggers write."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+    from geartrain import Run
+
+#: How long the store may take to answer.
+_TIMEOUT = timedelta(seconds=10)
+
+
+class Nodes:
+    """One node's end of the exchange: each node puts its newest sample into the run's store, rank 0 reads what is there.
+
+    Nobody waits for anybody. The connection is this thread's own: clients of one connection wait for each other, and one of them may be
+    a process group that waits for a rank.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._count = run, run.plan.num_nodes
+        self._store: TCPStore | None = None
+
+    def connect(self) -> None:
+        """Reach the store, where there are several nodes and a store.
+
+        Raises:
+            DistError: it does not answer.
+        """
+        store = self._run.store
+        if self._count > 1 and store is not None:
+            from torch._C._distributed_c10d import TCPStore
+
+            assert isinstance(store, TCPStore)  # core makes no other
+            self._store = TCPStore(store.host, store.port, None, False, timeout=_TIMEOUT, wait_for_workers=False)
+
+    def exchange(self, figures: dict[str, float]) -> dict[str, float]:
+        """Hand in this node's newest figures.
+
+        Returns:
+            On rank 0 what is known of every node, ``node<N>_`` before each name; elsewhere nothing. With one node the figures.
+
+        Raises:
+            DistError: the store has gone.
+        """
+        if self._count == 1:
+            return figures
+        store, world, found = self._store, self._run.world, {self._run.world.node_rank: figures}
+        if store is not None and world.rank != 0:
+            store.set(_key(world.node_rank), json.dumps(figures))
+            return {}
+        for node in range(self._count):
+            if store is not None and node != world.node_rank and store.check([_key(node)]):  # get() alone would wait for it
+                found[node] = json.loads(store.get(_key(node)))
+        return {f"node{node}_{name}": value for node in sorted(found) for name, value in found[node].items()}
+
+
+def _key(node: int) -> str:
+    return f"geartrain-device-stats/node{node}"

@@ -1,0 +1,118 @@
+"""The plugin ``device_stats``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from geartrain import UsageError, hookimpl
+from geartrain_device_stats.cpu import SHORTEST
+from geartrain_device_stats.monitor import PATIENCE, Monitor
+
+if TYPE_CHECKING:
+    from geartrain import Run
+
+
+class DeviceStats:
+    """Hands figures of the devices and of the CPU to the loggers.
+
+    A thread on each node's first rank asks every ``device_stats`` hook once in ``interval`` seconds; rank 0 logs the newest sample
+    between two batches, and the first one at the end of the first epoch or evaluation at the latest.
+
+    Loggers get them by ``log_metrics``, and not by ``run.log``, which would put a dozen figures a device among the metrics of the
+    module: into the progress line, the closing table and ``trainer.callback_metrics``.
+
+    Args:
+        interval: seconds between two samples, at least 0.1.
+
+    Raises:
+        UsageError: another ``interval``.
+    """
+
+    def __init__(self, interval: float = 5.0) -> None:
+        number = isinstance(interval, int | float) and not isinstance(interval, bool)
+        if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:
+            raise UsageError(
+                f"geartrain-device-stats[device_stats]: interval={interval!r} is not a number of seconds, at least {SHORTEST}. "
+                "Fix: leave it out (5.0), or a longer one"
+            )
+        self.interval = float(interval)
+        self._monitor: Monitor | None = None
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._stop()
+        world, nodes = run.world, run.plan.num_nodes
+        if world.rank == 0:
+            if run.hooks.log_metrics is None and not run.plan.options.fast_dev_run:
+                _warn("device_stats: there is no logger, so nobody will see its figures. Fix: --output DIR, or a logger's plugin")
+            if nodes > 1 and run.store is None:
+                _warn(f"device_stats: {run.plan.strategy.label} has no store that every rank reaches, so only node 0's figures are logged")
+        if world.local_rank == 0 and (world.rank == 0 or run.store is not None):
+            self._monitor = Monitor(run, self.interval)
+            self._monitor.start()
+
+    @hookimpl
+    def device_stats(self) -> dict[str, float] | None:
+        cpu = self._monitor.cpu if self._monitor is not None else None
+        return cpu.figures() if cpu is not None else None
+
+    @hookimpl(wrapper=True)
+    def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Any, Iterator[Any]]:
+        """Looks for a sample between two batches, in every stage. ``on_step_end`` would cost each step a hook call, 1 µs."""
+        batches = yield
+        return batches if self._monitor is None else self._between(run, self._monitor, batches, loader)
+
+    @hookimpl
+    def on_validation_end(self, run: Run) -> None:
+        if run.stage != "sanity_check":
+            self._log_at_the_latest(run)
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        self._log_at_the_latest(run)
+
+    @hookimpl(wrapper=True)
+    def teardown_device(self) -> Generator[None, Any, Any]:
+        """The one hook that always comes, also after an error; the thread must be gone before the device is."""
+        self._stop()
+        return (yield)
+
+    def _between(self, run: Run, monitor: Monitor, batches: Iterator[Any], loader: Iterable[Any]) -> Iterator[Any]:
+        figures, notes = monitor.figures, monitor.notes
+        try:
+            for batch in batches:
+                yield batch
+                if figures or notes:
+                    _tell(run, monitor)
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None and batches is not loader:  # as the loop does: a generator of the user's own goes on
+                close()
+
+    def _log_at_the_latest(self, run: Run) -> None:
+        if self._monitor is not None:
+            self._monitor.first()
+            _tell(run, self._monitor)
+
+    def _stop(self) -> None:
+        monitor = self._monitor
+        if monitor is not None and not monitor.stop():
+            _warn(f"device_stats: its thread did not end within {PATIENCE:.0f} s; it is left behind and ends with the program")
+        self._monitor = None
+
+
+def _tell(run: Run, monitor: Monitor) -> None:
+    """Say and log what the monitor has; in the thread that trains, where loggers are used to be called."""
+    while monitor.notes:
+        _warn(monitor.notes.popleft())
+    if monitor.figures and run.stage != "sanity_check":
+        figures = monitor.figures.pop()
+        if run.hooks.log_metrics is not None:
+            run.hooks.log_metrics(run=run, metrics=figures, step=run.step)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,139 @@
+"""Samples of several nodes reach rank 0 through the run's store."""
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import DistError, TCPStore
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain_device_stats.nodes import Nodes
+
+from ..ddp.launched import free_port, launched
+from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
+
+SCRIPT = """
+import os
+import sys
+import torch
+sys.path.insert(0, {folder!r})
+from device_stats.cases import *
+
+node, logger = int(os.environ["NODE_RANK"]), Logger()
+seen = lambda: any("node1_cpu_utilization_percent" in figures for _, _, figures in logger.samples)
+one = trainer(logger, FakeGpu(gpu0_power_watt=100 + node), strategy="ddp", devices=1, num_nodes=2)
+one.fit(Net(), Until(seen))
+assert not sampling()
+torch.save((logger.samples, one.global_rank), f"kept-{{node}}.pt")
+"""
+
+
+@pytest.fixture
+def server():
+    return TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def node(server, rank, count=3):
+    end = Nodes(SimpleNamespace(plan=SimpleNamespace(num_nodes=count), store=server, world=gt.World(rank, count, 0, 1, rank)))
+    end.connect()
+    return end
+
+
+def test_rank_0_has_the_newest_figures_of_every_node_that_gave_any(server):
+    first, third = node(server, 0), node(server, 2)
+    assert first.exchange({"a": 1.0}) == {"node0_a": 1.0}
+    for value in (2.0, 3.0):
+        assert third.exchange({"a": value}) == {}
+    assert first.exchange({"a": 4.0}) == {"node0_a": 4.0, "node2_a": 3.0}
+
+
+def test_nobody_waits_for_a_connection_that_another_waits_on(server):
+    """A process group that waits for a rank holds its connection to the store meanwhile."""
+    client = TCPStore(server.host, server.port, None, False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    waiting = threading.Thread(target=client.wait, args=(["come"],), daemon=True)
+    first, second = node(client, 0, 2), node(client, 1, 2)
+    waiting.start()
+    second.exchange({"a": 1.0})
+    assert first.exchange({"a": 2.0}) == {"node0_a": 2.0, "node1_a": 1.0}
+    assert waiting.is_alive()
+    server.set("come", "1")
+    waiting.join(30)
+
+
+def test_a_store_that_has_gone_is_an_error():
+    server = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    first = node(server, 0)
+    first._run.store = None
+    del server
+    with pytest.raises((DistError, RuntimeError)):
+        first.exchange({"a": 1.0})
+
+
+def test_one_node_has_no_prefix_and_needs_no_store():
+    assert node(None, 0, count=1).exchange({"a": 1.0}) == {"a": 1.0}
+
+
+def test_two_nodes_are_in_rank_0s_log(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(folder=str(Path(__file__).parents[1])))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        launched("train.py", folder=tmp_path, name="node-0", NODE_RANK="0", **where) as first,
+        launched("train.py", folder=tmp_path, name="node-1", NODE_RANK="1", **where) as second,
+    ):
+        for run in (first, second):
+            assert run.wait(90) == 0, first.out + first.err + second.err
+    (samples, rank), (others, other) = (torch.load(tmp_path / f"kept-{i}.pt") for i in range(2))
+    assert (rank, other, others) == (0, 1, [])
+    last = samples[-1][2]
+    assert (last["node0_gpu0_power_watt"], last["node1_gpu0_power_watt"]) == (100.0, 101.0)
+    assert last["node0_process_rss_mib"] != last["node1_process_rss_mib"]
+    assert all(name.startswith(("node0_", "node1_")) for _, _, figures in samples for name in figures)
+    assert "device_stats" not in first.err + second.err, "nothing to complain of"
+
+
+class Elsewhere:
+    """A strategy whose launcher made the processes, with no store: this one is alone on its node."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    @hookimpl
+    def plan_processes(self):
+        return gt.Layout(None, 1)
+
+    @hookimpl
+    def launch(self, worker):
+        return worker(0)
+
+    @hookimpl
+    def setup_process_group(self):
+        return gt.World(self.rank, 1, 0, 1, self.rank)
+
+    @hookimpl
+    def log_sync(self, values):
+        return values[None]
+
+    @hookimpl
+    def broadcast(self, obj):
+        return obj
+
+    @hookimpl
+    def barrier(self): ...
+
+
+def test_without_a_store_only_node_0_is_shown_and_it_says_so():
+    logger = Logger()
+    with pytest.warns(UserWarning, match=r"Elsewhere has no store that every rank reaches, so only node 0's figures are logged"):
+        trainer(logger, FakeGpu(), strategy=Elsewhere(0), num_nodes=2).fit(Net(), [torch.ones(2)])
+    assert logger.samples[0][2]["node0_gpu0_memory_used_mib"] == 1024.0
+
+
+def test_without_a_store_another_node_does_not_sample():
+    gpu, seen = FakeGpu(), []
+    trainer(Logger(), gpu, strategy=Elsewhere(1), num_nodes=2).fit(Net(), Until(lambda: seen.extend(sampling()) or True))
+    assert not seen
+    assert gpu.asked == 0

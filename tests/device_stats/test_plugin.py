@@ -1,0 +1,332 @@
+"""What a user of ``--plugin device_stats`` sees."""
+
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain_device_stats import DeviceStats, monitor
+
+from .cases import CPU, Chip, FakeGpu, Logger, Net, Until, sampling, trainer
+
+DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
+COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
+pytestmark = pytest.mark.filterwarnings("ignore:device_stats. cpu .* reports no figures:UserWarning")
+
+
+def geartrain(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+    )
+
+
+def written(folder):
+    """The lines of metrics.jsonl that hold figures."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "process_rss_mib" in line]
+
+
+# --- the command line ----------------------------------------------------------------------------------------------------
+
+
+def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
+    done = geartrain(tmp_path, "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "device_stats", "--output", "out")
+    assert done.returncode == 0, done.stderr
+    (line,) = written(tmp_path / "out")  # four steps last less than the interval: one sample, at the end of the first epoch
+    assert (line["step"], line["epoch"], line["stage"]) == (4, 0, "train")
+    assert line["memory_available_mib"] > 0
+    assert "process_rss_mib" not in done.stdout + done.stderr, "neither the epoch's line nor the closing table shows them"
+    assert "process_rss_mib" not in json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    assert done.stderr.count("cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)") == 1
+
+
+@pytest.mark.parametrize("interval", ["0", "0.05", "-1"])
+def test_an_interval_that_cannot_be_is_refused_before_anything_starts(tmp_path, interval):
+    arguments = ["--plugin", "device_stats", f"--device_stats.interval={interval}", "--output", "out"]
+    done = geartrain(tmp_path, "fit", DOWNHILL, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "geartrain-device-stats[device_stats]: interval=" in done.stderr
+    assert "at least 0.1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("interval", ["5", None, True, [1], 0, float("nan"), float("inf")])
+def test_an_interval_that_is_no_time_is_refused(interval):
+    with pytest.raises(gt.UsageError, match=r"device_stats\].*interval.*Fix"):
+        DeviceStats(interval)
+
+
+# --- what is logged, and when --------------------------------------------------------------------------------------------
+
+
+def test_a_long_run_gets_a_sample_after_each_interval():
+    logger, gpu = Logger(), FakeGpu()
+    one = trainer(logger, gpu)
+    one.fit(Net(), Until(logger.count(3)))
+    for stage, step, figures in logger.samples:
+        assert stage == "train"
+        assert 1 <= step <= one.global_step
+        assert figures["gpu0_utilization_percent"] == 87.0
+        assert figures["gpu0_memory_used_mib"] == 1024.0
+        assert figures["process_rss_mib"] > 10
+        assert 0 <= figures["memory_used_percent"] <= 100
+        assert 0 <= figures["cpu_utilization_percent"] <= 100
+        assert figures["process_cpu_percent"] >= 0
+    assert {"load_1m", *logger.samples[0][2]} >= CPU
+    steps = [step for _, step, _ in logger.samples]
+    assert steps == sorted(set(steps))
+    assert steps[1] - steps[0] > 1, "between two samples lies an interval"
+    assert logger.threads == {threading.current_thread()}, "loggers are called by the thread that trains"
+    assert gpu.threads == {"device_stats"}, "accelerators are asked by a thread of its own"
+    assert set(one.callback_metrics) == {"loss"}
+    assert set(one.logged_metrics) == {"loss"}
+
+
+def test_the_process_is_seen_to_work():
+    logger = Logger()
+    trainer(logger, FakeGpu()).fit(Net(), Until(logger.count(3)))
+    assert max(figures["process_cpu_percent"] for _, _, figures in logger.samples) > 10
+    assert max(figures["cpu_utilization_percent"] for _, _, figures in logger.samples) > 1
+
+
+def test_a_run_shorter_than_the_interval_gets_one_sample():
+    logger, gpu = Logger(), FakeGpu()
+    trainer(logger, gpu, interval=1000, max_epochs=3).fit(Net(), [torch.ones(2)] * 4)
+    ((stage, step, figures),) = logger.samples
+    assert (stage, step, figures["gpu0_memory_used_mib"]) == ("train", 4, 1024.0)
+    assert gpu.asked == 1
+
+
+def test_the_first_validation_brings_the_first_sample():
+    logger = Logger()
+    trainer(logger, FakeGpu(), interval=1000, max_epochs=2, num_sanity_val_steps=2).fit(Net(), [torch.ones(2)] * 4, [torch.ones(2)] * 4)
+    ((stage, step, _),) = logger.samples
+    assert (stage, step) == ("validate", 4)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_gets_samples_between_its_batches_and_one_at_its_end(command):
+    logger = Logger()
+    one = trainer(logger, FakeGpu())
+    getattr(one, command)(Net(), Until(logger.count(2)))
+    assert [stage for stage, _, _ in logger.samples[:2]] == [command] * 2
+
+    short = Logger()
+    getattr(trainer(short, FakeGpu(), interval=1000), command)(Net(), [torch.ones(2)])
+    ((stage, step, figures),) = short.samples
+    assert (stage, step) == (command, 0)
+    assert figures["gpu0_memory_used_mib"] == 1024.0
+
+
+def test_the_sanity_check_logs_nothing():
+    logger, gpu = Logger(), FakeGpu()
+    trainer(logger, gpu, num_sanity_val_steps=-1).fit(Net(), Until(logger.count(1)), Until(lambda: gpu.asked >= 3))
+    assert logger.samples
+    assert "sanity_check" not in {stage for stage, _, _ in logger.samples}
+
+
+def test_the_accelerators_own_figures_are_there_and_nothing_is_said(recwarn):
+    logger = Logger()
+    trainer(logger, accelerator=Chip()).fit(Net(), [torch.ones(2)])
+    assert logger.samples[0][2]["gpu0_utilization_percent"] == 87.0
+    assert not [str(w.message) for w in recwarn if "device_stats" in str(w.message)]
+
+
+def test_an_accelerator_that_gives_none_is_named_once():
+    class Silent(Chip):
+        @hookimpl
+        def device_stats(self):
+            return None
+
+    logger = Logger()
+    with pytest.warns(UserWarning, match=r"Silent.*its device_stats gave none.*only the CPU's are logged") as said:
+        trainer(logger, accelerator=Silent()).fit(Net(), Until(logger.count(3)))
+    assert len([w for w in said if "reports no figures" in str(w.message)]) == 1
+    assert logger.samples[0][2].keys() <= CPU
+
+
+def test_without_a_logger_it_says_so_and_trying_out_does_not():
+    with pytest.warns(UserWarning, match=r"there is no logger.*Fix: --output DIR"):
+        trainer(FakeGpu()).fit(Net(), [torch.ones(2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(FakeGpu(), fast_dev_run=True).fit(Net(), [torch.ones(2)])
+
+
+# --- it changes nothing else ---------------------------------------------------------------------------------------------
+
+
+def test_training_sees_the_same_batches(tmp_path):
+    def endless():
+        yield from (torch.full((2,), float(n)) for n in range(1000))
+
+    with_it, without = Net(), Net()
+    options = {"max_epochs": 3, "limit_train_batches": 2, "accumulate_grad_batches": 2}
+    trainer(Logger(), FakeGpu(), **options).fit(with_it, endless())
+    gt.Trainer(accelerator="cpu", enable_progress_bar=False, **options).fit(without, endless())
+    assert with_it.seen == without.seen
+    assert len(set(with_it.seen)) == 6, "a generator of the user's own goes on in the next epoch"
+    assert torch.equal(with_it.w, without.w)
+
+
+def test_a_prefetching_iterator_is_closed_at_the_end_of_the_epoch():
+    class Prefetching:
+        replaces = frozenset({"device_batches"})
+        open = 0
+
+        @hookimpl
+        def device_batches(self, loader):
+            self.kept = self.batches(loader)  # whoever keeps it must close it: nothing else would
+            return self.kept
+
+        def batches(self, loader):
+            self.open += 1
+            try:
+                yield from loader
+            finally:
+                self.open -= 1
+
+        @hookimpl
+        def on_epoch_end(self):
+            assert self.open == 0
+
+    prefetching = Prefetching()
+    trainer(Logger(), prefetching, max_steps=2).fit(Net(), [torch.ones(2)] * 9)
+
+
+def test_forked_loader_workers_know_nothing_of_it():
+    logger = Logger()
+    data = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    module = Net()
+    trainer(logger, FakeGpu(), max_epochs=3).fit(module, data)
+    assert module.seen == [0.5, 2.5, 4.5, 6.5] * 3
+
+
+# --- the thread ends -----------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Net):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        assert sampling()
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=lambda error: type(error).__name__)
+def test_the_thread_has_gone_after_an_error(error):
+    with pytest.raises(type(error)) as raised:
+        trainer(Logger(), FakeGpu(), interval=1000).fit(Interrupted(error), [torch.ones(2)])
+    assert raised.value is error
+    assert not sampling()
+
+
+@pytest.mark.parametrize("event", ["on_run_start", "on_exception"])
+def test_the_thread_has_gone_where_another_plugin_fails(event):
+    class Failing:
+        @hookimpl(specname=event)
+        def fails(self):
+            raise RuntimeError(event)
+
+    one = gt.Trainer(plugins=[Failing(), DeviceStats(1000.0), Logger()], accelerator="cpu", enable_progress_bar=False, max_epochs=1)
+    for each in (one, trainer(Logger(), Failing(), interval=1000)):
+        with pytest.raises((RuntimeError, ValueError)):
+            each.fit(Interrupted(ValueError("mine")), [torch.ones(2)])
+        assert not sampling()
+
+
+def test_one_object_serves_a_second_fit_and_travels_before_and_after():
+    plugin, logger = pickle.loads(pickle.dumps(DeviceStats(1000))), Logger()
+    one = gt.Trainer(plugins=[plugin, logger], accelerator="cpu", enable_progress_bar=False, max_epochs=1)
+    for count in (1, 2):
+        one.fit(Net(), [torch.ones(2)])
+        assert len(logger.samples) == count
+        assert not sampling()
+        assert pickle.loads(pickle.dumps(plugin)).interval == 1000.0
+
+
+@pytest.mark.timeout(30)  # to wait in each of its sixty epochs would take a minute
+def test_a_driver_that_hangs_is_waited_for_once_then_left_behind_and_named(monkeypatch):
+    monkeypatch.setattr(monitor, "PATIENCE", 1.0)
+    goes_on = threading.Event()
+
+    class Hanging:
+        @hookimpl
+        def device_stats(self):
+            assert goes_on.wait(30)
+
+    one = trainer(Logger(), Hanging(), max_epochs=60)
+    with pytest.warns(UserWarning, match="its thread did not end within"):
+        one.fit(Net(), [torch.ones(2)])
+    assert (one.global_step, len(sampling())) == (60, 1)
+    goes_on.set()
+    sampling()[0].join(30)
+
+
+# --- a sampler that fails ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():
+    class Broken(FakeGpu):
+        @hookimpl
+        def device_stats(self, run):
+            super().device_stats(run)
+            raise OSError("the driver is gone")
+
+    broken, ends = Broken(), []
+    one = trainer(Logger(), broken, max_epochs=3)
+    with pytest.warns(UserWarning, match="no more samples") as said:
+        one.fit(Net(), Until(lambda: ends.append(sampling()) or (broken.asked and not ends[-1])))
+    (text,) = [str(w.message) for w in said if "no more samples" in str(w.message)]
+    assert text == (
+        "device_stats takes no more samples, and training goes on: OSError: the driver is gone; raised in hook 'device_stats' of Broken"
+    )
+    assert (broken.asked, one.current_epoch) == (1, 3)
+
+
+@pytest.mark.timeout(30)
+def test_an_error_at_the_first_sample_of_a_short_run_is_said_at_once(monkeypatch):
+    monkeypatch.setattr(monitor, "PATIENCE", 1000.0)
+
+    class Broken:
+        @hookimpl
+        def device_stats(self):
+            raise OSError("the driver is gone")
+
+    with pytest.warns(UserWarning, match="no more samples.*the driver is gone"):
+        trainer(Logger(), Broken(), interval=1000, max_epochs=2).fit(Net(), [torch.ones(2)])
+
+
+class OtherGpu(FakeGpu):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (OtherGpu(gpu0_utilization_percent=1.0), "gives 'gpu0_utilization_percent' twice"),
+        (OtherGpu(gpu1_power_watt=None), "gives gpu1_power_watt=None, which is no number"),
+        (OtherGpu(gpu1_power_watt="12 W"), "gives gpu1_power_watt='12 W', which is no number"),
+    ],
+)
+def test_figures_that_cannot_be_right_name_who_may_have_given_them(second, problem):
+    logger = Logger()
+    with pytest.warns(UserWarning, match="no more samples") as said:
+        trainer(logger, FakeGpu(), second).fit(Net(), [torch.ones(2)])
+    (text,) = [str(w.message) for w in said if "no more samples" in str(w.message)]
+    assert problem in text
+    for name in ("OtherGpu", "FakeGpu", "geartrain-device-stats[device_stats]"):
+        assert name in text
+    assert not logger.samples
