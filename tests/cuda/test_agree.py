@@ -71,7 +71,8 @@ def test_ranks_of_ddp_get_the_first_process_answers(tmp_path):
     assert first[:2] == [[0, 1], [0]]
     assert first[2].startswith("ValueError: find_usable_cuda_devices(9): only 3")
     assert first[3:6] == [[], [0, 1], [0, 1]]
-    assert first[6].startswith("RuntimeError") and "before the first fit" in first[6]
+    assert first[6].startswith("RuntimeError")
+    assert "before the first fit" in first[6]
 
 
 def place(monkeypatch, launcher, local_rank=0, local_size=2, **record):

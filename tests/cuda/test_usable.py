@@ -71,16 +71,15 @@ def test_busy_ones_are_passed_over(machine):
 
 
 def test_too_few_names_gpus_and_processes(machine):
-    taken = FakeGPU(
-        "GPU-c", "NVIDIA A100", processes=[(SOMEONE, 4000 * MIB), (2**22, None)], mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-    )
+    users = [(SOMEONE, 4000 * MIB), (2**22, None)]
+    taken = FakeGPU("GPU-c", processes=users, mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
     machine(busy("a"), FakeGPU("GPU-b"), taken, names={SOMEONE: "/usr/bin/python3"})
     with pytest.raises(RuntimeError) as caught:
         find_usable_cuda_devices(2)
     for word in (
         "only 1 of 3 GPUs are free ([1])",
         "cuda:0, GPU 0 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB",
-        "cuda:2, GPU 2 (NVIDIA A100): pid 1 /usr/bin/python3, 4000 MiB and pid 4194304 (name unknown) (exclusive mode)",
+        "cuda:2, GPU 2 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB and pid 4194304 (name unknown) (exclusive mode)",
         "Fix: ",
     ):
         assert word in str(caught.value)
@@ -102,19 +101,16 @@ def test_indices_count_after_the_variable(machine, monkeypatch):
 
 
 def test_own_processes_do_not_count(machine):
-    with subprocess.Popen(
-        [sys.executable, "-c", "import os; pid = os.fork(); print(pid or os.getpid(), flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
+    # Both wait until their input is closed.
+    code = "import os, sys; pid = os.fork(); pid and print(pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         grandchild = int(child.stdout.readline())
-        machine(
-            FakeGPU("GPU-a", processes=[(os.getpid(), 1), (child.pid, 1), (grandchild, 1)]), FakeGPU("GPU-b", processes=[(os.getppid(), 1)])
-        )
+        ours = [(os.getpid(), 1), (child.pid, 1), (grandchild, 1)]
+        machine(FakeGPU("GPU-a", processes=ours), FakeGPU("GPU-b", processes=[(os.getppid(), 1)]))
         try:
-            assert find_usable_cuda_devices(1) == [0]
+            assert find_usable_cuda_devices() == [0]
         finally:
-            child.communicate(b"\n\n")
+            child.communicate()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +182,6 @@ def test_rocm_does_not_ask_nvml(machine, probe, tmp_path, monkeypatch):
 
 def test_a_probe_that_hangs_ends(machine, monkeypatch):
     machine(FakeGPU("GPU-a", errors=NO_LIST))
-    monkeypatch.setattr(usable, "_PROBE", "input()")  # its input is closed; what it waits for is below
     monkeypatch.setattr(usable, "_PROBE", "import threading; threading.Event().wait()")
     monkeypatch.setattr(usable, "_PROBE_TIMEOUT", 0.5)
     with pytest.raises(RuntimeError, match=r"an allocation was not done after 0 s|after 1 s"):

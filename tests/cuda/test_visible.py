@@ -87,8 +87,8 @@ def test_what_is_wrong_hides_and_is_named(variable, means, entry):
 def as_torch_reads(variable):
     with (
         mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": variable}),
-        mock.patch.object(torch.cuda, "_raw_device_count_nvml", lambda: len(UUIDS)),
-        mock.patch.object(torch.cuda, "_raw_device_uuid_nvml", lambda: UUIDS),
+        mock.patch.object(torch.cuda, "_raw_device_count_nvml", return_value=len(UUIDS)),
+        mock.patch.object(torch.cuda, "_raw_device_uuid_nvml", return_value=UUIDS),
     ):
         count = torch.cuda._device_count_nvml()
         return [torch.cuda._get_nvml_device_index(i) for i in range(count)] if count else []
