@@ -117,8 +117,7 @@ def test_as_many_are_counted_as_cuda_shows(variable):
     """CUDA itself is asked in a process of its own: it reads the variable when it wakes."""
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     code = (
-        "import torch; print(torch._C._cuda_getDeviceCount())
-"
+        "import torch; print(torch._C._cuda_getDeviceCount()); "
         "from geartrain_cuda import CUDAAccelerator; print(CUDAAccelerator.device_count())"
     )
     cuda, ours = run_alone(code, **environ).split()
