@@ -130,7 +130,8 @@ def test_auto_select_through_the_trainer(machine):
 
 
 def plan_of(layout, devices):
-    return types.SimpleNamespace(layout=layout, devices=devices, strategy=types.SimpleNamespace(label="mine"), accelerator=cuda_choice())
+    options, mine = types.SimpleNamespace(deterministic=False), types.SimpleNamespace(label="mine")
+    return types.SimpleNamespace(layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options)
 
 
 def cuda_choice():
@@ -155,6 +156,15 @@ def test_no_more_processes_than_gpus(layout, right):
         return
     with pytest.raises(UsageError, match=r"mine plans .*devices=\[0, 1\] are 2. Fix: --devices"):
         CUDAAccelerator().check_plan(plan)
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn"])
+def test_settings_that_contradict_each_other_are_refused(machine, deterministic):
+    machine(1)
+    options = {"accelerator": "cuda", "strategy": "single", "deterministic": deterministic}
+    gt.Trainer(**options, accelerator_options={"cudnn_benchmark": False}).check(Net())
+    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"):
+        gt.Trainer(**options, accelerator_options={"cudnn_benchmark": True}).check(Net())
 
 
 def test_explain_on_the_command_line(tmp_path):

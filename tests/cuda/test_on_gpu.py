@@ -142,16 +142,19 @@ def test_a_gpu_is_usable_until_another_process_is_on_it():
         pytest.skip("every GPU is in use")
     index = free[0]
     torch.zeros(1, device=torch.device("cuda", index))
+    with session() as nvml:
+        if os.getpid() not in [p.pid for p in view(nvml).devices[index].processes() or ()]:
+            pytest.skip("NVML does not list this process here, as in some containers")
     assert index in find_usable_cuda_devices()  # this process's own context does not count
-    code = f"import torch; torch.zeros(1, device='cuda:{index}'); print('on it', flush=True); input()"
+    code = f"import torch; torch.zeros(1, device='cuda:{index}'); print('on it', flush=True); import sys; sys.stdin.read()"
     # In a session of its own and started by a process that ends, so that it is no descendant of this one.
     start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True); "
     with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
         try:
             assert starter.stdout.readline() == b"on it\n"
             with session() as nvml:
-                if not any(p.pid != os.getpid() for p in view(nvml).devices[index].processes() or ()):
-                    pytest.skip("NVML does not list other processes here, as in some containers")
+                pids = [p.pid for p in view(nvml).devices[index].processes() or ()]
+            assert any(pid != os.getpid() for pid in pids)
             assert index not in find_usable_cuda_devices()
         finally:
             starter.communicate()  # closes the input for which the other waits

@@ -64,6 +64,7 @@ class CUDAAccelerator:
             cudnn_benchmark=cudnn_benchmark,
             cudnn_deterministic=cudnn_deterministic,
         )
+        self._benchmarks = bool(cudnn_benchmark)
         self._stats = Stats()
         self._prefetcher: Prefetcher | None = None
         self._device: torch.device | None = None
@@ -111,13 +112,18 @@ class CUDAAccelerator:
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        """Refuse more processes than there are GPUs for."""
+        """Refuse more processes than there are GPUs for, and settings that contradict each other."""
         layout = plan.layout
         needed = (layout.processes_per_node or 1) * layout.devices_per_process
         if needed > len(plan.devices):
             raise UsageError(
                 f"{plan.strategy.label} plans {layout.processes_per_node or 1} processes of {layout.devices_per_process} GPUs each on "
                 f"every node, and devices={list(plan.devices)} are {len(plan.devices)}. Fix: --devices {needed}"
+            )
+        if plan.options.deterministic and self._benchmarks:
+            raise UsageError(
+                f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and deterministic={plan.options.deterministic!r} "
+                "asks for the same ones in every run. Fix: leave one of them out"
             )
 
     # --- in each process -------------------------------------------------------------------------------------------------
