@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from geartrain_cuda import CUDAAccelerator
+from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import session
 from geartrain_cuda.visible import View, view
 
@@ -164,6 +164,7 @@ def mig(driver=NEW):
         ("MIG-GPU-aabb-2/3/1", ["MIG-dddd"], ["MIG-dddd"]),
         ("MIG-GPU-aab/2/0", ["MIG-aabb"], ["MIG-aabb"]),
         ("MIG-GPU-aabb-2/9/0", [], []),
+        ("MIG-GPU-aabb-2/٢/0", [], []),  # digits, but not CUDA's
         ("MIG-GPU-aaaa-1/1/0", [], []),
         ("MIG-a", [], []),
         ("MIG-aaaa,MIG-aaaa", [], []),
@@ -225,6 +226,12 @@ def test_that_is_warned_of_once():
         warnings.simplefilter("error")
         seen.warn()
         View((), None).warn()
+
+
+def test_whoever_takes_indices_warns(machine):
+    machine(*MIXED)
+    with pytest.warns(UserWarning, match="PCI_BUS_ID"):
+        assert find_usable_cuda_devices() == [0, 1]
 
 
 def test_counting_is_this(machine, monkeypatch):

@@ -122,8 +122,8 @@ class CUDAAccelerator:
             )
         if plan.options.deterministic and self._benchmarks:
             raise UsageError(
-                f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and deterministic={plan.options.deterministic!r} "
-                "asks for the same ones in every run. Fix: leave one of them out"
+                f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and "
+                f"deterministic={plan.options.deterministic!r} asks for the same ones in every run. Fix: leave one of them out"
             )
 
     # --- in each process -------------------------------------------------------------------------------------------------
