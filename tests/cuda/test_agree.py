@@ -115,6 +115,16 @@ def test_a_rank_repeats_call_by_call(machine, monkeypatch):
     assert fake.calls == []
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_call_after_the_start_gives_the_newest_answer(machine, monkeypatch, local_rank):
+    fake = machine(1)
+    calls = [{"n": 2, "devices": [4, 5]}, {"n": 2, "devices": [6, 7]}, {"n": 2, "error": "too few", "kind": "RuntimeError"}]
+    place(monkeypatch, ours(), local_rank=local_rank, pid=os.getppid() if local_rank else os.getpid(), calls=calls)
+    monkeypatch.setattr(agree, "_calls", 3)
+    assert find_usable_cuda_devices(2) == [6, 7]
+    assert fake.calls == []
+
+
 def test_a_rank_that_calls_otherwise_is_told(machine, monkeypatch):
     machine(4)
     place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=[{"n": 2, "devices": [0, 1]}])

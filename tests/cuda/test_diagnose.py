@@ -191,6 +191,11 @@ def test_mig(machine):
     assert problems() == []
 
 
+def test_a_lost_instance(machine):
+    machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", errors={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})]))
+    assert "MIG instance 0 of GPU 0 (NVIDIA H200): GPU is lost" in problems()[0]
+
+
 def test_nothing_that_nvml_does_makes_it_raise(machine, monkeypatch):
     fake = machine(1)
     monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *arguments, **more: "nonsense")

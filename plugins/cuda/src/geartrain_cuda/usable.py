@@ -93,16 +93,11 @@ def look() -> list[Look]:
 
 def _look(index: int, gpu: GPU) -> Look:
     name = f"cuda:{index}, {gpu.label}"
-    if gpu.error is None and gpu.uuid is None:
-        gpu.ask("nvmlDeviceGetMemoryInfo")  # a GPU that says nothing may be lost: one more question tells
-    if gpu.error is not None:
+    mode, processes = gpu.compute_mode(), gpu.processes()
+    if gpu.error is not None:  # lost, as one of the answers said
         return Look(index, name, gpu.error)
-    mode = gpu.compute_mode()
     if mode == "prohibited":
         return Look(index, name, "its compute mode is PROHIBITED; nvidia-smi -c DEFAULT changes it")
-    processes = gpu.processes()
-    if gpu.error is not None:
-        return Look(index, name, gpu.error)
     if processes is None:
         return Look(index, name, probe_as=gpu.uuid or _entry(index))
     others = [process for process in processes if not is_ours(process.pid)]
