@@ -1,6 +1,7 @@
 """What a strategy of several processes builds on.
 
-- ``launch``: this process becomes a rank and starts the others, or joins a launcher's.
+- ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
+  rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
   ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
 - ``shard``, ``gather_uneven``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on torch.distributed.
@@ -22,7 +23,7 @@ from torch import nn
 from geartrain.errors import TrainingError
 from geartrain.pickles import refusals
 from geartrain.process import is_connection
-from geartrain.process.environment import Place
+from geartrain.process.environment import Place, detect
 from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
 from geartrain.process.workers import hear_signals
@@ -37,6 +38,7 @@ __all__ = [
     "Place",
     "belongings",
     "broadcast_weights",
+    "detect",
     "gather_uneven",
     "hear_signals",
     "is_connection",

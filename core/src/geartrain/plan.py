@@ -71,6 +71,8 @@ class Plan:
     options: Options
     #: Samples in one batch of the training loader; ``None`` until the loader is known.
     loader_batch_size: int | None = None
+    #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
+    assumed: bool = False
 
     @property
     def processes(self) -> int | None:

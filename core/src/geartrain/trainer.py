@@ -157,6 +157,7 @@ class Trainer:
             precision=dtype,
             passed_over=passed | also_passed,
             options=options,
+            assumed=chip.choice.name in self._assume,
         )
         self.output = Path(output) if output is not None and not tries else None
         self._run: Run | None = None

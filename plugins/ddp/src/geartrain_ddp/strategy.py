@@ -91,7 +91,8 @@ class DDPStrategy:
     def check_plan(self, plan: Plan) -> None:
         accelerator = plan.accelerator.name
         backend = self.process_group_backend or _default_backend(accelerator)
-        right = [name for name in _BACKENDS if dist.is_backend_available(name) and (name != "nccl" or accelerator == "cuda")]
+        here = [name for name in _BACKENDS if plan.assumed or dist.is_backend_available(name)]
+        right = [name for name in here if name != "nccl" or accelerator == "cuda"]
         if backend not in right:
             fix = " or ".join(right) or "a torch built with one"
             raise UsageError(f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")

@@ -1,0 +1,170 @@
+"""What is wrong with this machine's GPUs, and what there is: the accelerator's ``unavailable()`` and ``diagnose()``. No context is made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from geartrain_cuda.nvml import GPU, Session, Unavailable, session
+from geartrain_cuda.stats import throttles
+from geartrain_cuda.usable import count_without_nvml
+from geartrain_cuda.visible import View, view
+
+_INSTALL = "https://pytorch.org/get-started/locally/"
+
+
+def no_gpu() -> str | None:
+    """Why no GPU can be used here, or ``None``."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA. Fix: install a build that has it, {_INSTALL}"
+    if torch.version.hip is not None:
+        return None if count_without_nvml() else f"torch {torch.__version__} is built for ROCm, and ROCm shows no GPU"
+    try:
+        with session() as nvml:
+            return _hidden(nvml, view(nvml))
+    except Unavailable as error:
+        # CUDA may work where NVML does not, as on some Jetsons.
+        return None if count_without_nvml() else str(error)
+
+
+def _hidden(nvml: Session, seen: View) -> str | None:
+    """Why the driver, which is there, shows no GPU that can be used."""
+    lost = [f"{gpu.label}: {gpu.error}" for gpu in seen.devices if gpu.error is not None]
+    if seen.devices:
+        return "; ".join(lost) if len(lost) == len(seen.devices) else None
+    there = nvml.gpus()
+    if not there:
+        return f"NVML: the driver ({nvml.driver()}) shows no GPU. Fix: nvidia-smi -L must list one; a container needs --gpus"
+    if seen.variable is None:
+        return f"all GPUs here ({len(there)}) are in MIG mode and have no instance. Fix: nvidia-smi mig -cgi, or nvidia-smi -mig 0"
+    return seen.problem or f"CUDA_VISIBLE_DEVICES={seen.variable!r} shows none of the {len(there)} GPUs here. Fix: unset it, or name some"
+
+
+def diagnose() -> dict[str, Any]:
+    """Facts, devices and problems; never raises.
+
+    Returns:
+        ``facts``: by name, a text or ``None``. ``devices``: those that CUDA shows, each with ``index, name, uuid, memory_used_mib,
+        memory_total_mib, compute_mode, processes`` (``pid, name, memory_mib``) and ``mig`` (an instance's place, ``"enabled"`` or
+        ``None``); what NVML cannot say is ``None``. ``problems``: sentences that end in ``Fix: ...``.
+    """
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
+        "cudnn": _or_none(torch.backends.cudnn.version) if torch.version.cuda is not None else None,
+        "nccl": _nccl(),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "driver": None,
+        "driver_cuda": None,
+        "nvml": "ok",
+    }
+    devices: list[dict[str, Any]] = []
+    problems: list[str] = []
+    try:
+        with session() as nvml:
+            seen, cuda = view(nvml), nvml.driver_cuda()
+            facts |= {"driver": nvml.driver(), "driver_cuda": None if cuda is None else f"{cuda[0]}.{cuda[1]}"}
+            devices = [_device(index, gpu) for index, gpu in enumerate(seen.devices)]
+            problems = [*_of_torch(cuda), *filter(None, [seen.problem, seen.order]), *_of_gpus(nvml, seen)]
+    except Unavailable as error:
+        facts["nvml"] = str(error)
+        if torch.version.cuda is not None:
+            fix = "" if "Fix: " in str(error) else ". Fix: load the NVIDIA driver (nvidia-smi must work)"
+            problems.append(f"{error}{fix}")
+    except Exception as error:  # a report of what is wrong must not be one more thing that is
+        problems.append(f"NVML gave what it should not: {type(error).__name__}: {error}. Fix: another nvidia-ml-py or driver")
+    return {"facts": facts, "devices": devices, "problems": problems}
+
+
+def _or_none(ask: Callable[[], Any]) -> str | None:
+    try:
+        found = ask()
+    except Exception:  # a library that torch was built with and that is not found here
+        return None
+    return None if found is None else str(found)
+
+
+def _nccl() -> str | None:
+    if torch.version.cuda is None:
+        return None
+    return _or_none(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+
+
+def _device(index: int, gpu: GPU) -> dict[str, Any]:
+    memory, processes = gpu.memory(), gpu.processes()
+    mig: str | None
+    if gpu.parent is not None:
+        place = gpu.ask("nvmlDeviceGetGpuInstanceId"), gpu.ask("nvmlDeviceGetComputeInstanceId")
+        mig = f"GPU instance {place[0]}, compute instance {place[1]} of {gpu.parent.label}"
+    else:
+        mig = "enabled" if gpu.in_mig_mode() else None
+    return {
+        "index": index,
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "memory_used_mib": None if memory is None else memory[0],
+        "memory_total_mib": None if memory is None else memory[1],
+        "compute_mode": gpu.compute_mode(),
+        "processes": None if processes is None else [{"pid": p.pid, "name": p.name, "memory_mib": p.memory_mib} for p in processes],
+        "mig": mig,
+    }
+
+
+def _of_torch(driver_cuda: tuple[int, int] | None) -> list[str]:
+    """What does not go together: torch's build and the driver, which is there."""
+    if torch.version.hip is not None:
+        return []
+    if torch.version.cuda is None:
+        return [f"an NVIDIA driver is here, but torch {torch.__version__} is built without CUDA. Fix: a CUDA build of torch, {_INSTALL}"]
+    # Within a major version CUDA programs run on older drivers: https://docs.nvidia.com/deploy/cuda-compatibility/
+    if driver_cuda is not None and driver_cuda[0] < int(torch.version.cuda.partition(".")[0]):
+        have = f"{driver_cuda[0]}.{driver_cuda[1]}"
+        return [
+            f"torch is built for CUDA {torch.version.cuda}, and the driver runs CUDA up to {have}. "
+            f"Fix: a newer driver, or torch for CUDA {driver_cuda[0]}, {_INSTALL}"
+        ]
+    return []
+
+
+def _of_gpus(nvml: Session, seen: View) -> list[str]:
+    problems = []
+    if not seen.devices:
+        problems.append(_hidden(nvml, seen) or "")
+    for gpu in seen.devices:
+        owner = gpu.parent or gpu
+        error = gpu.error or owner.error
+        if error is not None:
+            problems.append(f"{gpu.label}: {error}. Fix: look for its Xid error in dmesg, reset it (nvidia-smi -r) or restart")
+            continue
+        if gpu.compute_mode() == "prohibited":
+            problems.append(f"{gpu.label} takes no compute processes (mode PROHIBITED). Fix: nvidia-smi -i {owner.index} -c DEFAULT")
+        memory_errors = owner.ask(
+            "nvmlDeviceGetTotalEccErrors", gpu.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"), gpu.constant("NVML_VOLATILE_ECC")
+        )
+        if memory_errors:
+            problems.append(f"{gpu.label} had {memory_errors} memory errors that ECC could not correct. Fix: reset it (nvidia-smi -r)")
+        slowed = [reason for reason in ("thermal", "hw_slowdown") if throttles(owner).get(f"throttled_{reason}")]
+        if slowed:
+            problems.append(f"{gpu.label} is slowed down ({', '.join(slowed)}). Fix: look at its cooling and power supply")
+        problems += _too_new(gpu, owner)
+    return [problem for problem in dict.fromkeys(problems) if problem and problem != seen.problem]
+
+
+def _too_new(gpu: GPU, owner: GPU) -> list[str]:
+    """Whether torch has kernels for this GPU: for its major version, or code to compile for a newer one."""
+    capability, built = owner.ask("nvmlDeviceGetCudaComputeCapability"), torch.cuda.get_arch_list()
+    if capability is None or not built or torch.version.hip is not None:
+        return []
+    major, minor = capability
+    for kind, high, low, only in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
+        made = int(high), int(low)
+        if made == (major, minor) or (not only and made <= (major, minor) and (kind == "compute" or made[0] == major)):
+            return []
+    return [
+        f"torch {torch.__version__} has no kernels for {gpu.label}, of compute capability {major}.{minor}. Fix: another build, {_INSTALL}"
+    ]

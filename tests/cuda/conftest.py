@@ -1,0 +1,44 @@
+"""NVML and torch as they would be on a machine with GPUs."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from geartrain_cuda import agree, visible
+
+from .fake_pynvml import FakeGPU, FakeNVML
+
+_OURS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", agree.RECORD, "GEARTRAIN_STARTED_BY")
+
+
+@pytest.fixture(autouse=True)
+def _as_after_a_start(monkeypatch, request):
+    """Each test begins as a program does, and leaves no variable behind. On a real GPU what is set stays: it says which are ours."""
+    if request.node.get_closest_marker("cuda"):
+        yield
+        return
+    kept = {name: os.environ.pop(name, None) for name in _OURS}
+    monkeypatch.setattr(agree, "_calls", 0)
+    monkeypatch.setattr(visible, "_warned", set())
+    yield
+    for name, value in kept.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """``machine(FakeGPU(...), ...)`` puts GPUs in; a number makes so many of one model. Gives the fake NVML."""
+
+    def put(*gpus, **more):
+        if gpus and isinstance(gpus[0], int):
+            gpus = [FakeGPU(f"GPU-{letter * 8}-0000") for letter in "abcdefgh"[: gpus[0]]]
+        fake = FakeNVML(*gpus, **more)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        return fake
+
+    return put

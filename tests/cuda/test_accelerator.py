@@ -1,0 +1,392 @@
+"""The accelerator in a trainer: its options, its plan, set-up and tear-down, and a whole training through its batches."""
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pynvml
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
+from geartrain_cuda import CUDAAccelerator
+from geartrain_cuda.batches import Prefetcher
+from geartrain_cuda.settings import Settings
+
+from .fake_pynvml import FakeGPU
+from .fake_streams import GPU
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_documented_and_typed():
+    for name, parameter in inspect.signature(CUDAAccelerator).parameters.items():
+        assert f"\n        {name}: " in inspect.cleandoc(CUDAAccelerator.__doc__).replace("\n    ", "\n        ")
+        assert parameter.annotation is not parameter.empty
+
+
+@pytest.mark.parametrize("option", [{"prefetch": -1}, {"prefetch": 1.5}, {"prefetch": True}, {"matmul_precision": "low"}])
+def test_options_that_mean_nothing_are_refused(option):
+    (name,) = option
+    with pytest.raises(UsageError, match=name):
+        CUDAAccelerator(**option)
+
+
+def test_the_trainer_names_the_option(machine):
+    machine(1)
+    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: prefetch=-1 must be"):
+        gt.Trainer(accelerator="cuda", accelerator_options={"prefetch": -1})
+    with pytest.raises(UsageError, match="Did you mean 'prefetch'"):
+        gt.Trainer(accelerator="cuda", accelerator_options={"prefetsch": 1})
+
+
+@pytest.fixture
+def globals_():
+    """torch's settings now, put back after the test."""
+    cudnn = torch.backends.cudnn
+
+    def read():
+        return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+
+    before = read()
+    yield read
+    torch.set_float32_matmul_precision(before[0])
+    cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = before[1:]
+
+
+WANTED = {"matmul_precision": "medium", "cudnn_benchmark": True, "cudnn_deterministic": True, "cudnn_allow_tf32": False}
+
+
+def test_settings_are_torchs_for_the_length_of_a_run(globals_):
+    before = globals_()
+    settings = Settings(**WANTED)
+    for _ in range(2):
+        settings.apply()
+        assert globals_() == ("medium", True, True, False)
+        settings.put_back()
+        assert globals_() == before
+        settings.put_back()
+        assert globals_() == before
+
+
+def test_what_is_not_asked_for_is_not_touched(globals_):
+    before = globals_()
+    settings = Settings(**dict.fromkeys(WANTED))
+    settings.apply()
+    assert globals_() == before
+    torch.backends.cudnn.benchmark = not before[1]
+    settings.put_back()
+    assert torch.backends.cudnn.benchmark is not before[1]
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "means"), [(2, (0, 1)), ("auto", (0, 1, 2, 3)), (-1, (0, 1, 2, 3)), ([3, 1], (3, 1)), ("2,", (2,)), (range(2), (0, 1))]
+)
+def test_the_grammar_of_devices(machine, devices, means):
+    machine(4)
+    assert gt.Trainer(accelerator="cuda", devices=devices, strategy="dp").plan.devices == means
+
+
+@pytest.mark.parametrize(("devices", "words"), [(9, "asked for 9, only [0, 1, 2, 3] are visible"), ([1, 1], "unique"), (0, "zero devices")])
+def test_devices_that_are_not_there(machine, devices, words):
+    machine(4)
+    with pytest.raises(UsageError) as caught:
+        gt.Trainer(accelerator="cuda", devices=devices)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "gpu", "cuda", "CUDA"])
+def test_cuda_is_taken_where_it_can_serve(machine, name):
+    machine(1)
+    plan = gt.Trainer(accelerator=name).plan
+    assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == ("cuda", "geartrain-cuda", (0,))
+
+
+def test_where_it_cannot_the_reason_is_said(machine, monkeypatch):
+    machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"):
+        gt.Trainer(accelerator="cuda")
+    plan = gt.Trainer(accelerator="auto", devices=1).plan
+    assert plan.accelerator.name == "cpu"
+    assert plan.passed_over["geartrain-cuda[cuda]"] == "unavailable: NVML: Driver Not Loaded"
+
+
+def test_its_priority_is_above_mps_and_below_tpu():
+    assert 20 < CUDAAccelerator.priority < 40
+
+
+def test_auto_select_through_the_trainer(machine):
+    machine(FakeGPU("GPU-a", processes=[(1, None)]), FakeGPU("GPU-b"), FakeGPU("GPU-c"))
+    assert gt.Trainer(accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True}).plan.devices == (1, 2)
+    with pytest.raises(UsageError, match=r"only 2 of 3 GPUs are free \(\[1, 2\]\).*pid 1"):
+        gt.Trainer(accelerator="cuda", devices=3, strategy="dp", accelerator_options={"auto_select": True})
+
+
+def plan_of(layout, devices):
+    options, mine = types.SimpleNamespace(deterministic=False), types.SimpleNamespace(label="mine")
+    return types.SimpleNamespace(layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options)
+
+
+def cuda_choice():
+    return types.SimpleNamespace(label="geartrain-cuda[cuda]", name="cuda")
+
+
+@pytest.mark.parametrize(
+    ("layout", "right"),
+    [
+        (Layout(2, 1), True),
+        (Layout(1, 2), True),
+        (Layout(None, 1), True),
+        (Layout(1, 1), True),
+        (Layout(3, 1), False),
+        (Layout(2, 2), False),
+    ],
+)
+def test_no_more_processes_than_gpus(layout, right):
+    plan: Plan = plan_of(layout, (0, 1))
+    if right:
+        CUDAAccelerator().check_plan(plan)
+        return
+    with pytest.raises(UsageError, match=r"mine plans .*devices=\[0, 1\] are 2. Fix: --devices"):
+        CUDAAccelerator().check_plan(plan)
+
+
+@pytest.mark.parametrize("deterministic", [True, "warn"])
+def test_settings_that_contradict_each_other_are_refused(machine, deterministic):
+    machine(1)
+    options = {"accelerator": "cuda", "strategy": "single", "deterministic": deterministic}
+    gt.Trainer(**options, accelerator_options={"cudnn_benchmark": False}).check(Net())
+    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"):
+        gt.Trainer(**options, accelerator_options={"cudnn_benchmark": True}).check(Net())
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 4), ("ddp_spawn", 4), ("ddp2", 1), ("dp", 1)])
+def test_strategies_can_be_planned_for_gpus_that_are_not_here(strategy, processes):
+    """Also where this machine's torch has no nccl."""
+    trainer = gt.Trainer(accelerator="cuda", assume={"cuda": 4}, strategy=strategy)
+    assert trainer.check(Net()).processes == processes
+    assert trainer.plan.assumed
+
+
+def test_a_backend_that_torch_lacks_is_refused_for_gpus_that_are_here(machine):
+    machine(2)
+    options = {"process_group_backend": "ucc"}
+    with pytest.raises(UsageError, match=r"geartrain-ddp\[ddp\]: process_group_backend='ucc' cannot be used on cuda"):
+        gt.Trainer(accelerator="cuda", strategy="ddp", strategy_options=options).check(Net())
+
+
+def test_explain_on_the_command_line(tmp_path):
+    """In a process of its own, as a user types it; the GPUs are assumed."""
+    target = tmp_path / "net.py"
+    target.write_text(
+        "import geartrain as gt\n\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): pass\n"
+        "    def configure_optimizers(self): pass\n"
+    )
+    words = ["explain", target, "--accelerator", "cuda", "--assume", "cuda=4", "--strategy", "ddp", "--accelerator.prefetch", "2", "--json"]
+    code = "import sys; from geartrain.commands import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert '"cuda"' in done.stdout
+
+
+# --- set-up and tear-down ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """``torch.cuda`` as far as set-up needs it: what was called, in order; ``cuda.fails[index]`` is what a context there raises."""
+    fake = types.SimpleNamespace(calls=[], fails={}, initialized=False, current=0)
+
+    def zeros(size, device):
+        fake.calls.append(("context", device.index))
+        fake.initialized = True
+        if device.index in fake.fails:
+            raise fake.fails[device.index]
+
+    def set_device(index):
+        fake.calls.append(("set", index))
+        fake.current = index
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.initialized)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device.index))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.calls.append(("wait", device.index)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.calls.append(("empty", None)))
+    return fake
+
+
+def run_of(devices, each=1):
+    return types.SimpleNamespace(plan=plan_of(Layout(len(devices) // each, each), devices))
+
+
+def test_each_process_takes_its_own_gpus(cuda):
+    assert [CUDAAccelerator().setup_device(run_of((3, 1)), rank) for rank in (0, 1)] == [torch.device("cuda", 3), torch.device("cuda", 1)]
+    assert cuda.calls == [("set", 3), ("context", 3), ("set", 1), ("context", 1)]
+    assert CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1) == torch.device("cuda", 7)
+    assert cuda.current == 7
+
+
+def test_a_rank_too_many_has_no_gpu(cuda):
+    with pytest.raises(TrainingError, match="local rank 2 has no GPU"):
+        CUDAAccelerator().setup_device(run_of((0, 1)), 2)
+    assert cuda.calls == []
+
+
+def test_tear_down_puts_everything_back(cuda, globals_):
+    before, accelerator = globals_(), CUDAAccelerator(**WANTED)
+    cuda.initialized, cuda.current = True, 5
+    accelerator.setup_device(run_of((1,)), 0)
+    assert globals_() == ("medium", True, True, False)
+    cuda.calls.clear()
+    accelerator.teardown_device()
+    assert globals_() == before
+    assert cuda.calls == [("wait", 1), ("empty", None), ("set", 5)]
+    cuda.calls.clear()
+    accelerator.teardown_device()
+    assert cuda.calls == []
+
+
+def test_no_context_is_made_on_the_first_gpu_where_cuda_was_not_in_use(cuda):
+    accelerator = CUDAAccelerator()
+    accelerator.setup_device(run_of((1,)), 0)
+    accelerator.teardown_device()
+    assert ("set", 0) not in cuda.calls
+
+
+def test_tear_down_after_a_set_up_that_failed_halfway(cuda, machine, globals_):
+    machine(2)
+    before, accelerator = globals_(), CUDAAccelerator(**WANTED)
+    cuda.fails[1] = RuntimeError("CUDA error: out of memory")
+    with pytest.raises(TrainingError):
+        accelerator.setup_device(run_of((1,)), 0)
+    accelerator.teardown_device()
+    assert globals_() == before
+    assert ("wait", 1) not in cuda.calls
+
+
+def test_settings_come_back_although_the_gpu_has_failed(cuda, globals_, monkeypatch):
+    before, accelerator = globals_(), CUDAAccelerator(**WANTED)
+    accelerator.setup_device(run_of((0,)), 0)
+
+    def failed(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    with pytest.raises(RuntimeError, match="device-side assert"):  # a run whose last steps failed has failed
+        accelerator.teardown_device()
+    assert globals_() == before
+
+
+def test_a_gpu_that_takes_no_context_is_named_with_its_processes(cuda, machine):
+    machine(
+        FakeGPU("GPU-a"), FakeGPU("GPU-b", processes=[(1, 900 * 2**20)], mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS), names={1: "init"}
+    )
+    cuda.fails[1] = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")
+    with pytest.raises(TrainingError) as caught:
+        CUDAAccelerator().setup_device(run_of((1,)), 0)
+    for word in (
+        "geartrain-cuda[cuda]: cuda:1, GPU 1 (NVIDIA H200) cannot be used",
+        "pid 1 init, 900 MiB (exclusive mode)",
+        "busy or unavailable. Fix: ",
+    ):
+        assert word in str(caught.value)
+    assert "more lines" not in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there(cuda, machine):
+    machine(1)
+    cuda.fails[3] = RuntimeError("CUDA error: invalid device ordinal")
+    with pytest.raises(TrainingError, match="there is no GPU 3; 1 are visible"):
+        CUDAAccelerator().setup_device(run_of((3,)), 0)
+
+
+# --- a whole training through its batches --------------------------------------------------------------------------------
+
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(3, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen.append(float(x.sum()))
+        return torch.nn.functional.mse_loss(self.net(x), y)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class OnCPU(CUDAAccelerator):
+    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop."""
+
+    unavailable = staticmethod(lambda: None)
+    device_count = staticmethod(lambda: 1)
+
+    @hookimpl
+    def setup_device(self, run, local_rank):
+        if self.prefetch:
+            self._prefetcher = Prefetcher(torch.device("cpu"), self.prefetch, False)
+        return torch.device("cpu")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 3},
+        {"limit_train_batches": 5, "limit_val_batches": 1},
+        {"max_steps": 7, "max_epochs": -1},
+        {"val_check_interval": 2},
+        {"val_check_interval": 0.5, "num_sanity_val_steps": -1},
+    ],
+)
+def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+
+    def train(accelerator):
+        net, trainer = Net(), gt.Trainer(accelerator=accelerator, devices=1, enable_progress_bar=False, **{"max_epochs": 2, **options})
+        trainer.fit(net, DataLoader(data, batch_size=4), [DataLoader(data, batch_size=8), DataLoader(data, batch_size=16)])
+        return net, trainer
+
+    expected, on_cpu = train("cpu")
+    GPU(monkeypatch)
+    found, ours = train(OnCPU(prefetch=prefetch))
+    assert found.seen == expected.seen
+    assert all(a.equal(b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    assert ours.callback_metrics == on_cpu.callback_metrics
+    assert ours.global_step == on_cpu.global_step
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("options", "read"), [({"limit_train_batches": 4, "max_epochs": 2}, 8), ({"max_steps": 5, "accumulate_grad_batches": 2}, 10)]
+)
+def test_an_endless_generator_is_read_as_far_as_trained_on(monkeypatch, options, read, prefetch):
+    GPU(monkeypatch)
+    given = []
+
+    def endless():
+        while True:
+            given.append(len(given))
+            yield torch.ones(2, 3), torch.ones(2, 1)
+
+    net = Net()
+    gt.Trainer(accelerator=OnCPU(prefetch=prefetch), devices=1, enable_progress_bar=False, **options).fit(net, endless())
+    assert len(net.seen) == len(given) == read

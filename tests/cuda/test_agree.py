@@ -1,0 +1,151 @@
+"""Ranks take the GPUs that the process which started them has found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from geartrain_cuda import agree, find_usable_cuda_devices
+
+from .fake_pynvml import FakeGPU
+
+_TAKEN = {"processes": [(1, None)]}
+PROGRAM = '''
+"""A training on two ranks; in the second NVML sees the first GPU taken, as it is once rank 0 has begun."""
+import json, os, sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+rank = os.environ.get("RANK", "0")
+
+import torch
+from fake_pynvml import FakeGPU, FakeNVML
+
+torch.version.cuda = "13.0"
+gpus = [FakeGPU(f"GPU-{i}", processes=[(1, None)] if i < int(rank) else []) for i in range(3)]
+sys.modules["pynvml"] = FakeNVML(*gpus)
+
+import geartrain as gt
+from geartrain.accelerators import find_usable_cuda_devices
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def ask(n):
+    try:
+        return find_usable_cuda_devices(n)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+answers = [ask(2), ask(1), ask(9), ask(0)]
+for _ in range(2):
+    answers.append(ask(2))
+    trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, enable_progress_bar=False)
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 2), batch_size=2))
+    gpus[1].processes = [(1, None)]  # from here on the world looks otherwise to rank 0 too
+answers.append(ask(3))
+(folder / f"{trainer.global_rank}.json").write_text(json.dumps(answers))
+'''
+
+
+@pytest.mark.slow
+def test_ranks_of_ddp_get_the_first_process_answers(tmp_path):
+    pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, program, tmp_path, Path(__file__).parent]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first[:2] == [[0, 1], [0]]
+    assert first[2].startswith("ValueError: find_usable_cuda_devices(9): only 3")
+    assert first[3:6] == [[], [0, 1], [0, 1]]
+    assert first[6].startswith("RuntimeError")
+    assert "before the first fit" in first[6]
+
+
+def place(monkeypatch, launcher, local_rank=0, local_size=2, **record):
+    variables = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": local_size, "LOCAL_WORLD_SIZE": local_size, "NODE_RANK": 0}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **launcher}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    if record:
+        monkeypatch.setenv(agree.RECORD, json.dumps(record))
+
+
+def ours():
+    return {"GEARTRAIN_STARTED_BY": os.getpid()}
+
+
+@pytest.mark.parametrize("launcher", [{"TORCHELASTIC_RUN_ID": "x"}, {}])
+def test_ranks_of_another_launcher_must_not_choose(machine, monkeypatch, launcher):
+    machine(4)
+    place(monkeypatch, launcher)
+    with pytest.raises(RuntimeError, match=r"started 2 processes on this node.*Fix: devices=\[...\], or set CUDA_VISIBLE_DEVICES"):
+        find_usable_cuda_devices(2)
+    assert find_usable_cuda_devices(0) == []
+
+
+def test_one_rank_a_node_may_choose(machine, monkeypatch):
+    machine(FakeGPU("GPU-a", **_TAKEN), FakeGPU("GPU-b"))
+    place(monkeypatch, {"TORCHELASTIC_RUN_ID": "x"}, local_size=1)
+    assert find_usable_cuda_devices(1) == [1]
+
+
+def test_a_rank_repeats_call_by_call(machine, monkeypatch):
+    fake = machine(1)
+    calls = [{"n": 2, "devices": [4, 5]}, {"n": 2, "error": "too few", "kind": "RuntimeError"}, {"n": 1, "devices": [7]}]
+    place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=calls)
+    assert find_usable_cuda_devices(2) == [4, 5]
+    with pytest.raises(RuntimeError, match="too few"):
+        find_usable_cuda_devices(2)
+    assert find_usable_cuda_devices(1) == [7]
+    assert find_usable_cuda_devices(2) == [4, 5]  # after the last recorded call
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_call_after_the_start_gives_the_newest_answer(machine, monkeypatch, local_rank):
+    fake = machine(1)
+    calls = [{"n": 2, "devices": [4, 5]}, {"n": 2, "devices": [6, 7]}, {"n": 2, "error": "too few", "kind": "RuntimeError"}]
+    place(monkeypatch, ours(), local_rank=local_rank, pid=os.getppid() if local_rank else os.getpid(), calls=calls)
+    monkeypatch.setattr(agree, "_calls", 3)
+    assert find_usable_cuda_devices(2) == [6, 7]
+    assert fake.calls == []
+
+
+def test_a_rank_that_calls_otherwise_is_told(machine, monkeypatch):
+    machine(4)
+    place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=[{"n": 2, "devices": [0, 1]}])
+    with pytest.raises(RuntimeError, match="call 1 of find_usable_cuda_devices asks for 3 in this rank, and asked for 2"):
+        find_usable_cuda_devices(3)
+
+
+@pytest.mark.parametrize("record", ["", "nonsense", "[]", "{}", '{"pid": 1, "calls": [{"n": 2, "devices": [0, 1]}]}'])
+def test_a_record_of_some_other_program_is_none(machine, monkeypatch, record):
+    machine(4)
+    monkeypatch.setenv(agree.RECORD, record)
+    assert find_usable_cuda_devices(2) == [0, 1]
+    assert json.loads(os.environ[agree.RECORD]) == {"pid": os.getpid(), "calls": [{"n": 2, "devices": [0, 1]}]}
+    place(monkeypatch, ours(), local_rank=1)
+    monkeypatch.setenv(agree.RECORD, record)
+    with pytest.raises(RuntimeError, match="after the ranks were started"):
+        find_usable_cuda_devices(2)
+
+
+def test_a_wrong_number_is_no_call(machine, monkeypatch):
+    machine(4)
+    with pytest.raises(ValueError):
+        find_usable_cuda_devices("2")
+    assert agree.RECORD not in os.environ

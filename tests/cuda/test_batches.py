@@ -1,0 +1,372 @@
+"""Batches ahead of the step: the right ones, in the right order of streams, and no more read than are asked for."""
+
+import gc
+import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import geartrain as gt
+from geartrain_cuda.batches import Prefetcher, most, pinned
+
+from .fake_streams import GPU, CPUBatch, Race
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return GPU(monkeypatch)
+
+
+class Plain(gt.Module):
+    pass
+
+
+def make_run(module=None, batches=None, *, stage="train", run_stage=None, index=0, max_steps=-1, accumulate=1, sanity=2, step=0):
+    options = SimpleNamespace(max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity)
+    run = SimpleNamespace(plan=SimpleNamespace(options=options), module=module or Plain(), stage=run_stage or stage, device=DEVICE)
+    run.batches, run.dataloader_idx, run.step = {stage: batches or [None]}, index, step
+    run.to_device = lambda batch: run.module.transfer_batch_to_device(batch, DEVICE, index)
+    return run
+
+
+def loader(gpu, count, read=None):
+    for value in range(count):
+        if read is not None:
+            read.append(value)
+        yield CPUBatch(gpu, value)
+
+
+def prefetch(gpu, run, items, *, ahead=1, stage="train", prefetcher=None):
+    return (prefetcher or Prefetcher(DEVICE, ahead, True)).batches(run, items, stage)
+
+
+def step(gpu, batch):
+    """What a training step does with its batch, on the compute stream."""
+    return batch.read()
+
+
+# --- data and streams ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
+def test_every_batch_comes_once_in_order_and_unharmed(gpu, count, ahead):
+    assert [step(gpu, batch) for batch in prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)] == list(range(count))
+
+
+def test_memory_is_reused_and_not_hoarded(gpu):
+    for batch in prefetch(gpu, make_run(), loader(gpu, 100), ahead=2):
+        step(gpu, batch)
+        del batch
+    assert next(gpu.numbers) <= 4  # two ahead, the one in use, and the next, which is copied before that one is let go
+
+
+def test_a_copy_runs_beside_a_step(gpu):
+    """The second batch's copy must not wait for the first step: its stream knows nothing of that step's work."""
+    batches = prefetch(gpu, make_run(), loader(gpu, 10))
+    first = next(batches)
+    side = gpu.streams[1]
+    assert first.stream is side
+    step(gpu, first)
+    assert side.clock.get(gpu.compute, 0) < gpu.compute.clock[gpu.compute]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_use_of_batches_is_free_of_races(data):
+    """Steps that keep batches for a while, read them again, validate in between, and end early."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu, kept = GPU(monkeypatch), []
+        prefetcher = Prefetcher(DEVICE, data.draw(st.integers(1, 4)), True)
+        run = make_run()
+        for _ in range(data.draw(st.integers(1, 3))):
+            batches = prefetch(gpu, run, loader(gpu, data.draw(st.integers(0, 12))), prefetcher=prefetcher)
+            for given_, batch in enumerate(batches):
+                assert step(gpu, batch) == given_
+                if data.draw(st.booleans()):
+                    kept.append(batch)
+                if kept and data.draw(st.booleans()):
+                    kept.pop(data.draw(st.integers(0, len(kept) - 1))).read()
+                if data.draw(st.integers(0, 4)) == 0:
+                    inner = make_run(stage="validate")
+                    assert [step(gpu, b) for b in prefetch(gpu, inner, loader(gpu, 3), stage="validate", prefetcher=prefetcher)] == [
+                        0,
+                        1,
+                        2,
+                    ]
+                del batch
+                if data.draw(st.integers(0, 9)) == 0:
+                    batches.close()
+
+
+@pytest.mark.parametrize("broken", ["side waits", "compute waits"])
+def test_the_recorder_finds_a_missing_wait(gpu, monkeypatch, broken):
+    """That the tests above would fail is part of what they say."""
+    batches = prefetch(gpu, make_run(), loader(gpu, 20))
+    lame = gpu.streams[1] if broken == "side waits" else gpu.compute
+    monkeypatch.setattr(lame, "wait_event", lambda event: None)
+    with pytest.raises(Race):  # noqa: PT012
+        for batch in batches:
+            step(gpu, batch)
+            del batch
+
+
+def test_a_loader_that_works_on_the_gpu(gpu):
+    """What it gives is the compute stream's memory, which the copy reads on the side stream."""
+
+    class OnGPU:
+        def __iter__(self):
+            for value in range(30):
+                tensor = gpu.allocate()
+                tensor.write(value)
+                yield tensor
+
+    for value, batch in enumerate(prefetch(gpu, make_run(), OnGPU(), ahead=2)):
+        assert step(gpu, batch) == value
+        scratch = gpu.allocate()  # the step's own memory, from the compute stream's pool
+        scratch.write("scratch")
+
+
+# --- the end -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_loader_surfaces_where_the_plain_loop_has_it(gpu):
+    def failing():
+        yield from loader(gpu, 3)
+        raise KeyError("row 3")
+
+    seen = []
+    with pytest.raises(KeyError, match="row 3"):  # noqa: PT012
+        for batch in prefetch(gpu, make_run(), failing(), ahead=5):
+            seen.append(step(gpu, batch))
+    assert seen == [0, 1, 2]
+
+
+def test_an_error_of_a_transfer_hook_too(gpu):
+    class Net(gt.Module):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            if batch.value == 2:
+                raise StopIteration  # not the end of the loader
+            return batch
+
+    seen = []
+    with pytest.raises((StopIteration, RuntimeError)):  # noqa: PT012
+        batches = prefetch(gpu, make_run(Net()), loader(gpu, 5), ahead=3)
+        for _ in range(3):
+            seen.append(step(gpu, next(batches)))
+    assert seen == [0, 1]
+
+
+def test_an_interrupt_surfaces_at_once(gpu):
+    def interrupted():
+        yield CPUBatch(gpu, 0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(prefetch(gpu, make_run(), interrupted()))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_waits_for_nothing_and_keeps_nothing(gpu, taken):
+    source = loader(gpu, 10)
+    batches = prefetch(gpu, make_run(), source, ahead=2)
+    for batch in islice(batches, taken):
+        step(gpu, batch)
+        del batch
+    batches.close()
+    assert list(batches) == []
+    gc.collect()
+    assert sum(map(len, gpu.free.values())) == next(gpu.numbers)
+    assert next(source) is not None  # a generator of the user's own goes on
+
+
+# --- how far ahead -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_never_more_is_read_than_the_loop_asks_for(gpu, limit, ahead):
+    read = []
+    source = loader(gpu, 1000, read)
+    for start in (0, limit):  # the generator goes on in the second epoch
+        batches = prefetch(gpu, make_run(batches=[limit]), source, ahead=ahead)
+        assert [step(gpu, batch) for batch in islice(batches, limit)] == list(range(start, start + limit))
+        assert read == list(range(start + limit))
+        batches.close()
+
+
+def test_reading_ahead_is_so_far_and_no_further(gpu):
+    read = []
+    batches = prefetch(gpu, make_run(), loader(gpu, 1000, read), ahead=3)
+    assert read == []  # nothing before the first is asked for
+    next(batches)
+    assert len(read) == 4
+    next(batches)
+    assert len(read) == 5
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "means"),
+    [
+        ("train", {}, None),
+        ("train", {"batches": [7]}, 7),
+        ("train", {"batches": [7], "max_steps": 3}, 3),
+        ("train", {"max_steps": 3, "step": 1, "accumulate": 4}, 8),
+        ("train", {"batches": [7], "max_steps": 100}, 7),
+        ("validate", {}, None),
+        ("validate", {"batches": [7], "max_steps": 3}, 7),
+        ("validate", {"batches": [7, 5], "index": 1}, 5),
+        ("validate", {"batches": [0]}, 1),
+        ("validate", {"batches": [7], "run_stage": "sanity_check"}, 2),
+        ("validate", {"run_stage": "sanity_check"}, 2),
+        ("validate", {"batches": [1], "run_stage": "sanity_check"}, 1),
+        ("validate", {"batches": [7], "run_stage": "sanity_check", "sanity": -1}, 7),
+    ],
+)
+def test_how_many_the_loop_asks_for(stage, options, means):
+    assert most(make_run(stage=stage, **options), stage, options.get("index", 0)) == means
+
+
+# --- the module's transfer hooks -----------------------------------------------------------------------------------------
+
+
+def test_before_comes_ahead_and_after_when_due(gpu):
+    log = []
+
+    class Net(gt.Module):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            assert gpu.current is gpu.compute
+            log.append(("before", batch.value, dataloader_idx))
+            return batch
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            assert gpu.current is gpu.compute
+            log.append(("after", batch.read(), dataloader_idx))
+            return [batch]
+
+    run = make_run(Net(), [9, 9, 9], stage="validate", index=2)
+    batches = prefetch(gpu, run, loader(gpu, 3), stage="validate")
+    run.dataloader_idx = 0  # an evaluation that begins meanwhile changes it; these batches are still the third loader's
+    for (batch,) in batches:
+        log.append(("step", step(gpu, batch)))
+    assert log == [
+        *[("before", 0, 2), ("before", 1, 2), ("after", 0, 2), ("step", 0)],
+        *[("before", 2, 2), ("after", 1, 2), ("step", 1)],
+        *[("after", 2, 2), ("step", 2)],
+    ]
+
+
+def test_a_transfer_of_the_modules_own_is_left_to_it(gpu):
+    log = []
+
+    class Net(gt.Module):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            assert gpu.current is gpu.compute
+            log.append(batch.value)
+            return batch.value
+
+    batches = prefetch(gpu, make_run(Net()), loader(gpu, 4), ahead=3)
+    assert next(batches) == 0
+    assert log == [0]
+
+
+# --- pinning -------------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: object
+    name: str
+
+
+class Owner:
+    """An object of a library, with tensors that nobody else sees."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def pin_memory(self):
+        return Owner(self.tensor.pin_memory())
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """Memory that can be pinned, on this machine without CUDA: the set of addresses that are."""
+    addresses = set()
+
+    def pin_memory(self):
+        same = self.clone()
+        addresses.add(same.data_ptr())
+        return same
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in addresses)
+    return addresses
+
+
+def test_everything_is_pinned_in_any_nesting(pins):
+    tensor = torch.arange(3)
+    data = {"list": [tensor, (tensor, 5)], "pair": Pair(tensor, "text"), "sample": Sample(tensor, "a"), "owner": Owner(tensor)}
+    data = OrderedDict(data)
+    found = pinned(data)
+    tensors = [found["list"][0], found["list"][1][0], found["pair"].x, found["sample"].x, found["owner"].tensor]
+    assert all(t.is_pinned() and t.equal(tensor) for t in tensors)
+    assert not tensor.is_pinned()
+    assert (found["list"][1][1], found["pair"].y, found["sample"].name) == (5, "text", "a")
+    assert type(found) is OrderedDict
+    assert type(found["pair"]) is Pair
+
+
+def test_what_is_pinned_stays_as_it_is(pins):
+    tensor = torch.arange(3).pin_memory()
+    assert pinned([tensor])[0] is tensor
+
+
+def test_what_has_no_strides_is_left_alone(pins):
+    sparse = torch.eye(3).to_sparse()
+    assert pinned(sparse) is sparse
+
+
+def test_batches_are_pinned_on_their_way(gpu):
+    seen = []
+
+    class Seen(CPUBatch):
+        def pin_memory(self):
+            seen.append(self.value)
+            return self
+
+    run = make_run()
+    for pin, expected in ((True, [0, 1, 2]), (False, [])):
+        seen.clear()
+        batches = Prefetcher(DEVICE, 1, pin).batches(run, (Seen(gpu, value) for value in range(3)), "train")
+        assert [step(gpu, batch) for batch in batches] == [0, 1, 2]
+        assert seen == expected
+
+
+def test_memory_that_cannot_be_pinned_is_warned_of_once_and_used_as_it_is(gpu):
+    class Full(CPUBatch):
+        def pin_memory(self):
+            raise RuntimeError("CUDA error: out of memory\nand more")
+
+    run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
+    with pytest.warns(UserWarning, match=r"cannot be pinned.*out of memory\. Fix: more locked memory"):
+        assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")] == [0, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0)], "train")] == [0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
+def test_without_cuda_torch_itself_refuses_to_pin():
+    with pytest.raises(RuntimeError):
+        pinned(torch.arange(3))

@@ -1,0 +1,258 @@
+"""find_usable_cuda_devices: which GPUs are taken, by whom, and what is asked only where NVML cannot say."""
+
+import os
+import subprocess
+import sys
+
+import pynvml
+import pytest
+import torch
+
+from geartrain import UsageError
+from geartrain.accelerators import find_usable_cuda_devices
+from geartrain_cuda import CUDAAccelerator, usable
+
+from .fake_pynvml import MIB, FakeGPU
+
+SOMEONE = 1  # init's: never this process's descendant
+NO_LIST = {"nvmlDeviceGetComputeRunningProcesses": pynvml.NVML_ERROR_NO_PERMISSION}
+
+
+def busy(letter="b", **more):
+    return FakeGPU(f"GPU-{letter}", processes=[(SOMEONE, 4000 * MIB)], **more)
+
+
+@pytest.fixture
+def probe(monkeypatch):
+    """``probe("GPU-b")`` lets an allocation fail on these; gives the file in which each probe leaves what it was narrowed to."""
+
+    def fails(folder, *names):
+        code = "import os; name = os.environ['CUDA_VISIBLE_DEVICES']; open({!r}, 'a').write(name + '\\n'); {}"
+        does = f"raise SystemExit('RuntimeError: CUDA error: all CUDA-capable devices are busy' if name in {names!r} else 0)"
+        log = folder / "probes"
+        log.touch()
+        monkeypatch.setattr(usable, "_PROBE", code.format(str(log), does))
+        return lambda: log.read_text().split()
+
+    return fails
+
+
+def test_it_is_found_where_users_look():
+    import geartrain_cuda
+
+    assert find_usable_cuda_devices is geartrain_cuda.find_usable_cuda_devices
+
+
+@pytest.mark.parametrize("n", [-2, 1.0, "2", True, None, [0]])
+def test_what_is_no_number_of_gpus_is_refused(machine, n):
+    machine(2)
+    with pytest.raises(ValueError, match="number of GPUs, or -1"):
+        find_usable_cuda_devices(n)
+
+
+def test_free_gpus_in_order(machine):
+    fake = machine(4)
+    assert find_usable_cuda_devices(0) == []
+    assert fake.calls == []
+    assert find_usable_cuda_devices(2) == [0, 1]
+    assert find_usable_cuda_devices(4) == find_usable_cuda_devices() == find_usable_cuda_devices(-1) == [0, 1, 2, 3]
+
+
+def test_more_than_exist_is_a_value_error(machine):
+    machine(4)
+    with pytest.raises(ValueError, match=r"\(5\): only 4 GPUs are visible"):
+        find_usable_cuda_devices(5)
+
+
+def test_busy_ones_are_passed_over(machine):
+    machine(FakeGPU("GPU-a"), busy(), FakeGPU("GPU-c"))
+    assert find_usable_cuda_devices(2) == [0, 2]
+    assert find_usable_cuda_devices() == [0, 2]
+
+
+def test_too_few_names_gpus_and_processes(machine):
+    users = [(SOMEONE, 4000 * MIB), (2**22, None)]
+    taken = FakeGPU("GPU-c", processes=users, mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+    machine(busy("a"), FakeGPU("GPU-b"), taken, names={SOMEONE: "/usr/bin/python3"})
+    with pytest.raises(RuntimeError) as caught:
+        find_usable_cuda_devices(2)
+    for word in (
+        "only 1 of 3 GPUs are free ([1])",
+        "cuda:0, GPU 0 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB",
+        "cuda:2, GPU 2 (NVIDIA H200): pid 1 /usr/bin/python3, 4000 MiB and pid 4194304 (name unknown) (exclusive mode)",
+        "Fix: ",
+    ):
+        assert word in str(caught.value)
+
+
+def test_none_free_is_none_for_all_and_an_error_for_one(machine):
+    machine(busy("a"), busy("b"))
+    assert find_usable_cuda_devices() == []
+    with pytest.raises(RuntimeError, match="only 0 of 2"):
+        find_usable_cuda_devices(1)
+
+
+def test_indices_count_after_the_variable(machine, monkeypatch):
+    machine(busy("a"), FakeGPU("GPU-b"), busy("c"), FakeGPU("GPU-d"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,1")
+    assert find_usable_cuda_devices() == [0, 2]
+    with pytest.raises(RuntimeError, match=r"cuda:1, GPU 2 "):
+        find_usable_cuda_devices(3)
+
+
+def test_own_processes_do_not_count(machine):
+    # Both wait until their input is closed.
+    code = "import os, sys; pid = os.fork(); pid and print(pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        grandchild = int(child.stdout.readline())
+        ours = [(os.getpid(), 1), (child.pid, 1), (grandchild, 1)]
+        machine(FakeGPU("GPU-a", processes=ours), FakeGPU("GPU-b", processes=[(os.getppid(), 1)]))
+        try:
+            assert find_usable_cuda_devices() == [0]
+        finally:
+            child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "why"),
+    [
+        ({"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED}, "PROHIBITED; nvidia-smi -c DEFAULT"),
+        ({"errors": {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
+        ({"errors": {"nvmlDeviceGetUUID": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
+        ({"errors": {"nvmlDeviceGetComputeRunningProcesses": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
+    ],
+)
+def test_gpus_that_take_nobody(machine, gpu, why):
+    machine(FakeGPU("GPU-a", **gpu), FakeGPU("GPU-b"))
+    assert find_usable_cuda_devices() == [1]
+    with pytest.raises(RuntimeError, match=why):
+        find_usable_cuda_devices(2)
+
+
+def test_an_exclusive_gpu_without_a_process_is_free(machine):
+    machine(FakeGPU("GPU-a", mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS))
+    assert find_usable_cuda_devices() == [0]
+
+
+def test_mig_instances_have_processes_of_their_own(machine):
+    machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", gi=1, processes=[(SOMEONE, 1)]), FakeGPU("MIG-b", gi=2)]))
+    assert find_usable_cuda_devices() == [1]
+
+
+# --- where NVML cannot say -----------------------------------------------------------------------------------------------
+
+
+def test_no_probe_where_nvml_can_say(machine, probe, tmp_path):
+    probes = probe(tmp_path)
+    machine(busy("a"), FakeGPU("GPU-b"))
+    find_usable_cuda_devices()
+    assert probes() == []
+
+
+def test_a_gpu_of_which_nvml_cannot_say_is_probed_alone(machine, probe, tmp_path):
+    probes = probe(tmp_path, "GPU-b")
+    machine(FakeGPU("GPU-a"), *(FakeGPU(f"GPU-{letter}", errors=NO_LIST) for letter in "bcd"))
+    assert find_usable_cuda_devices(2) == [0, 2]
+    assert probes() == ["GPU-b", "GPU-c"]  # none that is not needed
+    with pytest.raises(RuntimeError, match=r"cuda:1, GPU 1 .*: an allocation failed: RuntimeError: CUDA error: all CUDA-capable"):
+        find_usable_cuda_devices(4)
+
+
+@pytest.mark.parametrize(("variable", "narrowed"), [(None, ["0", "1", "2"]), ("2, 0,GPU-x", ["2", "0", "GPU-x"])])
+def test_without_nvml_each_is_probed(machine, probe, tmp_path, monkeypatch, variable, narrowed):
+    probes = probe(tmp_path, "0")
+    machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert find_usable_cuda_devices() == [index for index in range(3) if narrowed[index] != "0"]
+    assert probes() == narrowed
+
+
+def test_rocm_does_not_ask_nvml(machine, probe, tmp_path, monkeypatch):
+    fake = machine(4)
+    probe(tmp_path)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert find_usable_cuda_devices() == [0]
+    assert CUDAAccelerator.device_count() == 1
+    assert fake.calls == []
+
+
+def test_a_probe_that_hangs_ends(machine, monkeypatch):
+    machine(FakeGPU("GPU-a", errors=NO_LIST))
+    monkeypatch.setattr(usable, "_PROBE", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(usable, "_PROBE_TIMEOUT", 0.5)
+    with pytest.raises(RuntimeError, match=r"an allocation was not done after 0 s|after 1 s"):
+        find_usable_cuda_devices(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its probe would succeed on a GPU")
+def test_the_probe_itself_runs_torch():
+    assert "CUDA" in usable.probe("0")
+
+
+def test_no_context_is_made_by_counting_choosing_or_explaining(tmp_path):
+    """In a process of its own, with torch's own counting in the way of anything that would wake CUDA."""
+    code = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from fake_pynvml import FakeGPU, FakeNVML
+sys.modules["pynvml"] = FakeNVML(FakeGPU("GPU-a"), FakeGPU("GPU-b", processes=[(1, None)]), FakeGPU("GPU-c"))
+torch.version.cuda = "13.0"
+def woken(*arguments):
+    raise AssertionError("CUDA was woken")
+torch.cuda._lazy_init = torch.cuda.device_count = woken
+import geartrain as gt
+from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
+assert CUDAAccelerator.unavailable() is None
+assert CUDAAccelerator.device_count() == 3
+assert find_usable_cuda_devices() == [0, 2]
+CUDAAccelerator.diagnose()
+trainer = gt.Trainer(accelerator="auto", devices=2, strategy="dp", accelerator_options={})
+assert trainer.plan.accelerator.name == "cuda" and trainer.plan.devices == (0, 1)
+trainer = gt.Trainer(accelerator="gpu", devices=1)
+trainer = gt.Trainer(accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True})
+assert trainer.plan.devices == (0, 2)
+class Net(gt.Module):
+    def training_step(self, batch, batch_idx): pass
+    def configure_optimizers(self): pass
+trainer.check(Net())
+assert not torch.cuda.is_initialized()
+"""
+    folder = os.path.dirname(__file__)
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+# --- auto_select ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "indices", "means"),
+    [
+        (2, [0, 1], [0, 2]),
+        ("2", [0, 1], [0, 2]),
+        (" 1 ", [0], [0]),
+        (-1, [0, 1, 2], [0, 2]),
+        ("auto", [0, 1, 2], [0, 2]),
+        ("-1", [0, 1, 2], [0, 2]),
+        ([1], [1], [1]),
+        ((0, 1), [0, 1], [0, 1]),
+        ("1,", [1], [1]),
+        ("0,1", [0, 1], [0, 1]),
+        (range(2), [0, 1], [0, 1]),
+    ],
+)
+def test_auto_select_takes_free_ones_for_a_number(machine, devices, indices, means):
+    machine(FakeGPU("GPU-a"), busy(), FakeGPU("GPU-c"))
+    assert CUDAAccelerator(auto_select=True).select_devices(devices, indices) == means
+    assert CUDAAccelerator().select_devices(devices, indices) == indices
+
+
+@pytest.mark.parametrize("devices", [3, "auto"])
+def test_auto_select_that_finds_too_few_is_a_usage_error(machine, devices):
+    machine(busy("a"), busy("b"), busy("c"))
+    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: auto_select: .*only 0 of 3 GPUs are free.*pid 1"):
+        CUDAAccelerator(auto_select=True).select_devices(devices, [0, 1, 2])

@@ -1,0 +1,241 @@
+"""CUDA_VISIBLE_DEVICES: every spelling, compared with torch's own reading, and any other text."""
+
+import os
+import warnings
+from unittest import mock
+
+import pynvml
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
+from geartrain_cuda.nvml import session
+from geartrain_cuda.visible import View, view
+
+from .fake_pynvml import FakeGPU, FakeNVML
+
+UUIDS = ["GPU-5d5ba0d6-d33d", "GPU-0aa11ebd-627f", "GPU-08279800-1cbe", "GPU-71086aca-c858"]
+NEW, OLD = "570.86.10", "535.129.03"
+
+
+def shown(variable, *, fake=None, **environ):
+    """(physical indices or MIG UUIDs that are shown, the problem)."""
+    fake = fake or FakeNVML(*map(FakeGPU, UUIDS))
+    with mock.patch.dict("sys.modules", pynvml=fake), session() as nvml:
+        seen = view(nvml, environ if variable is None else {"CUDA_VISIBLE_DEVICES": variable, **environ})
+        return [gpu.index if gpu.parent is None else gpu.uuid for gpu in seen.devices], seen.problem
+
+
+@pytest.mark.parametrize(
+    ("variable", "means"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("0", [0]),
+        ("2,1", [2, 1]),
+        ("2, 1", [2, 1]),
+        ("0,2,-1,1", [0, 2]),
+        ("0,1,2,3", [0, 1, 2, 3]),
+        ("0,", [0]),
+        ("+1", [1]),
+        ("001", [1]),
+        ("GPU-5d5ba0d6-d33d", [0]),
+        ("GPU-71,GPU-0aa", [3, 1]),
+    ],
+)
+def test_what_is_right_shows_gpus_and_no_problem(variable, means):
+    assert shown(variable) == (means, None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "means", "entry"),
+    [
+        ("9", [], "'9'"),
+        ("0,9,1", [0], "'9'"),
+        ("1,nonsense,0", [1], "'nonsense'"),
+        ("0,,1", [0], "''"),
+        ("0,0", [], "'0'"),
+        ("1,2,01", [], "'01'"),
+        ("0,-2", [0], "'-2'"),
+        ("9" * 5000, [], "999"),
+        ("GPU-", [], "'GPU-'"),
+        ("GPU-0,GPU-71", [], "'GPU-0'"),
+        ("GPU-71,GPU-none,GPU-5d", [3], "'GPU-none'"),
+        ("GPU-71,1", [3], "'1'"),
+        ("1,GPU-71", [1], "'GPU-71'"),
+        ("GPU-71, GPU-5d", [3], "' GPU-5d'"),
+        ("GPU-71,GPU-71", [], "'GPU-71'"),
+        ("GPU-71,GPU-710", [], "'GPU-710'"),
+        ("gpu-71", [], "'gpu-71'"),
+        ("MIG-71", [], "'MIG-71'"),
+        ("cuda:0", [], "'cuda:0'"),
+    ],
+)
+def test_what_is_wrong_hides_and_is_named(variable, means, entry):
+    devices, problem = shown(variable)
+    assert devices == means
+    assert entry in problem
+    assert "Fix: " in problem
+
+
+# --- torch's reading as the measure --------------------------------------------------------------------------------------
+
+
+def as_torch_reads(variable):
+    with (
+        mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": variable}),
+        mock.patch.object(torch.cuda, "_raw_device_count_nvml", return_value=len(UUIDS)),
+        mock.patch.object(torch.cuda, "_raw_device_uuid_nvml", return_value=UUIDS),
+    ):
+        count = torch.cuda._device_count_nvml()
+        return [torch.cuda._get_nvml_device_index(i) for i in range(count)] if count else []
+
+
+entries = st.one_of(
+    st.integers(-3, 6).map(str),
+    st.sampled_from(["", " ", "1gpu2", "0x1", "junk", "-0", "+2", "0 1", " 3 ", "1.5", "00"]),
+    st.sampled_from([uuid[:length] for uuid in UUIDS for length in (4, 5, 6, 7, 17)]),
+    st.text("GPU-012 ,+x", max_size=4),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(entries, max_size=5).map(",".join).filter(lambda text: not text.startswith("MIG-")))
+@example("GPU-0,GPU-5")
+@example("9,9")
+@example("0,9,9")
+@example("-0,0")
+def test_numbers_and_uuids_mean_what_torch_takes_them_for(text):
+    try:
+        right = as_torch_reads(text)
+    except ValueError:  # torch fails on a sign alone; for CUDA it is an entry that is no number
+        right = None
+    devices, _ = shown(text)
+    assert right is None or devices == right
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.lists(entries | st.just("MIG-x")).map(",".join))
+@example("MIG-GPU-5d5ba0d6-d33d/1/²")
+@example("²")
+@example("MIG-GPU-")
+def test_any_text_gives_devices_or_one_outcome(text):
+    instances = [FakeGPU("MIG-1", gi=1), None, FakeGPU("MIG-2", gi=2)]
+    fake = FakeNVML(FakeGPU("GPU-1"), FakeGPU("GPU-2", instances=instances), FakeGPU("GPU-3", instances=[]))
+    devices, problem = shown(text, fake=fake)
+    assert len(set(devices)) == len(devices)
+    assert set(devices) <= {0, "MIG-1", "MIG-2"}
+    assert problem is None or "Fix: " in problem
+
+
+# --- MIG -----------------------------------------------------------------------------------------------------------------
+
+
+def mig(driver=NEW):
+    """GPU 0 whole; GPU 1 with three GPU instances, the last of which holds two compute instances; GPU 2 in MIG mode, empty."""
+    instances = [
+        FakeGPU("MIG-aaaa", gi=1),
+        None,
+        FakeGPU("MIG-aabb", gi=2),
+        FakeGPU("MIG-cccc", gi=3, ci=0),
+        FakeGPU("MIG-dddd", gi=3, ci=1),
+    ]
+    return FakeNVML(FakeGPU("GPU-aaaa-1"), FakeGPU("GPU-aabb-2", instances=instances), FakeGPU("GPU-cccc-3", instances=[]), driver=driver)
+
+
+@pytest.mark.parametrize(
+    ("variable", "new", "old"),
+    [
+        (None, [0, "MIG-aaaa", "MIG-aabb", "MIG-cccc"], ["MIG-aaaa"]),
+        ("0", [0], [0]),
+        ("1", ["MIG-aaaa", "MIG-aabb", "MIG-cccc"], ["MIG-aaaa"]),
+        ("1,0", ["MIG-aaaa", "MIG-aabb", "MIG-cccc", 0], ["MIG-aaaa"]),
+        ("GPU-aabb", ["MIG-aaaa", "MIG-aabb", "MIG-cccc"], ["MIG-aaaa"]),
+        ("2", [], []),
+        ("2,0", [0], [0]),
+        ("MIG-aabb", ["MIG-aabb"], ["MIG-aabb"]),
+        ("MIG-aab", ["MIG-aabb"], ["MIG-aabb"]),
+        ("MIG-dddd", ["MIG-dddd"], ["MIG-dddd"]),
+        ("MIG-aabb,MIG-aaaa", ["MIG-aabb", "MIG-aaaa"], ["MIG-aabb"]),
+        ("MIG-dddd,MIG-cccc,MIG-aaaa", ["MIG-dddd", "MIG-aaaa"], ["MIG-dddd"]),
+        ("MIG-GPU-aabb-2/3/1", ["MIG-dddd"], ["MIG-dddd"]),
+        ("MIG-GPU-aab/2/0", ["MIG-aabb"], ["MIG-aabb"]),
+        ("MIG-GPU-aabb-2/9/0", [], []),
+        ("MIG-GPU-aabb-2/٢/0", [], []),  # digits, but not CUDA's
+        ("MIG-GPU-aaaa-1/1/0", [], []),
+        ("MIG-a", [], []),
+        ("MIG-aaaa,MIG-aaaa", [], []),
+    ],
+)
+def test_mig(variable, new, old):
+    assert shown(variable, fake=mig(NEW))[0] == new
+    assert shown(variable, fake=mig(OLD))[0] == old
+
+
+def test_an_old_driver_says_what_it_hides():
+    assert "one MIG instance, and no GPU beside it" in shown(None, fake=mig(OLD))[1]
+    assert "Fix: " in shown("MIG-aabb,MIG-aaaa", fake=mig(OLD))[1]
+    assert shown(None, fake=mig(NEW))[1] is None
+    assert shown("MIG-aabb", fake=mig(OLD))[1] is None
+
+
+def test_two_instances_of_one_gpu_instance_are_one_device():
+    assert "share a GPU instance" in shown("MIG-dddd,MIG-cccc", fake=mig(NEW))[1]
+
+
+def test_instances_whose_place_is_unknown_all_count():
+    error = {"nvmlDeviceGetGpuInstanceId": pynvml.NVML_ERROR_NO_PERMISSION}
+    fake = FakeNVML(FakeGPU("GPU-1", instances=[FakeGPU("MIG-1", errors=error), FakeGPU("MIG-2", errors=error)]), driver=NEW)
+    assert shown(None, fake=fake)[0] == ["MIG-1", "MIG-2"]
+
+
+# --- CUDA_DEVICE_ORDER ---------------------------------------------------------------------------------------------------
+
+MIXED = [FakeGPU("GPU-1", "NVIDIA T4"), FakeGPU("GPU-2", "NVIDIA A100")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environ", "uncertain"),
+    [
+        (MIXED, {}, True),
+        (MIXED, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, True),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "1"}, True),
+        (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-1"}, False),
+        ([FakeGPU("GPU-1"), FakeGPU("GPU-2")], {}, False),
+        ([FakeGPU("GPU-1"), FakeGPU("GPU-2", errors={"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST})], {}, False),
+    ],
+)
+def test_indices_of_different_models_are_uncertain(gpus, environ, uncertain):
+    with mock.patch.dict("sys.modules", pynvml=FakeNVML(*gpus)), session() as nvml:
+        order = view(nvml, environ).order
+    assert (order is not None) == uncertain
+    if uncertain:
+        assert "NVIDIA A100, NVIDIA T4" in order
+        assert "Fix: export CUDA_DEVICE_ORDER=PCI_BUS_ID" in order
+
+
+def test_that_is_warned_of_once():
+    seen = View((), None, order="GPUs differ")
+    with pytest.warns(UserWarning, match="GPUs differ"):
+        seen.warn()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen.warn()
+        View((), None).warn()
+
+
+def test_whoever_takes_indices_warns(machine):
+    machine(*MIXED)
+    with pytest.warns(UserWarning, match="PCI_BUS_ID"):
+        assert find_usable_cuda_devices() == [0, 1]
+
+
+def test_counting_is_this(machine, monkeypatch):
+    machine(4)
+    assert CUDAAccelerator.device_count() == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,7,0")
+    assert CUDAAccelerator.device_count() == 2
