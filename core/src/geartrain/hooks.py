@@ -13,6 +13,7 @@ from pluggy import HookCaller, HookImpl
 
 from geartrain import hookspecs
 from geartrain.errors import UsageError, nearest
+from geartrain.harmless import guarded
 from geartrain.parts import Choice, Part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -101,9 +102,9 @@ class Hooks:
         self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
         self._impls = {id(part): self._check_part(part) for part in self._parts}
         self._owner_of = self._settle_owners()
+        self._choice_of: dict[int, Choice] = {}
         for part in self._parts:
             self._register(part)
-        self._choice_of = {id(part.plugin): part.choice for part in self._parts}
         vars(self).update(self._specs)
 
     if TYPE_CHECKING:  # at run time a __getattr__ would slow every hook call down: CPython specialises plain attributes only
@@ -241,10 +242,16 @@ class Hooks:
         label, n = part.choice.label, 1
         while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
             n += 1
-        try:
-            self._manager.register(part.plugin, name)
-        except ValueError as error:
-            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.") from error
+        plugin = guarded(part, self._events(part)) if getattr(part.plugin, "harmless", False) else part.plugin
+        if any(other.plugin is part.plugin for other in self._parts[: self._parts.index(part)]):
+            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
+        self._manager.register(plugin, name)
+        self._choice_of[id(plugin)] = part.choice
+
+    def _events(self, part: Part) -> dict[str, str | None]:
+        """Each hookimpl's attribute -> its hook, where an error of it can be let go: nobody waits for its result, and the run has begun."""
+        impls = self._impls[id(part)]
+        return {i.attribute: None if i.wrapper or self.is_single(i.hook) or i.hook == "check_plan" else i.hook for i in impls}
 
     # --- what explain shows ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from geartrain.errors import TrainingError
+from geartrain.hparams import MadeWith
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
 
-class Module(nn.Module):
+class Module(MadeWith, nn.Module):
     """A model with what is needed to train it: ``training_step`` and ``configure_optimizers`` at least.
 
     Steps, of which a subclass defines those it needs:
@@ -307,7 +308,7 @@ class Module(nn.Module):
         return {key: value for key, value in vars(self).items() if key not in ("_run", "_trainer")}
 
 
-class DataModule:
+class DataModule(MadeWith):
     """Data apart from the model. A subclass defines the loaders it has: ``train_dataloader``, ``val_dataloader``,
     ``test_dataloader``, ``predict_dataloader``, each returning a DataLoader or any iterable of batches, or (but for training) a
     list of DataLoaders."""

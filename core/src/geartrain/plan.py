@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from geartrain.devices import parse_devices
@@ -71,6 +71,8 @@ class Plan:
     options: Options
     #: Samples in one batch of the training loader; ``None`` until the loader is known.
     loader_batch_size: int | None = None
+    #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.hparams`. Empty until they are known.
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
     assumed: bool = False
 
@@ -106,12 +108,13 @@ class Plan:
             "plugins": [choice.as_dict() for choice in self.plugins],
             "passed_over": dict(self.passed_over),
             "options": asdict(self.options),
+            "hyperparameters": dict(self.hyperparameters),
         }
 
 
-def with_batch_size(plan: Plan, size: int | None) -> Plan:
-    """The same plan, now that the training loader is known."""
-    return replace(plan, loader_batch_size=size)
+def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, Any]) -> Plan:
+    """The same plan, now that module and loaders are known."""
+    return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters)
 
 
 def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ...], devices: tuple[int, ...], **rest: Any) -> Plan:

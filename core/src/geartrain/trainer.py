@@ -13,6 +13,7 @@ from geartrain.assembly import core_parts, plugin_parts, recipes, remake
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
+from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
 from geartrain.plan import (
@@ -22,8 +23,8 @@ from geartrain.plan import (
     choose_devices,
     choose_precision,
     choose_strategy,
+    complete,
     make_plan,
-    with_batch_size,
 )
 from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry
@@ -218,17 +219,20 @@ class Trainer:
         outputs: list[Any] = self._start("predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         return outputs
 
-    def check(self, model: Module | type[Module], command: str = "fit", batch_size: int | None = None) -> Plan:
+    def check(
+        self, model: Module | type[Module], command: str = "fit", batch_size: int | None = None, datamodule: DataModule | None = None
+    ) -> Plan:
         """Complete the plan for a module (or its class) and let every plugin refuse it; starts nothing.
 
         Args:
             batch_size: samples in one batch of the training loader, where it is known.
+            datamodule: whose arguments belong to the plan's hyperparameters.
 
         Raises:
             UsageError: a module or a plan that cannot work.
         """
         check_module(model, command)
-        self.plan = with_batch_size(self.plan, batch_size)
+        self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule))
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
         return self.plan
@@ -246,7 +250,7 @@ class Trainer:
         if checkpoint is not None and not Path(checkpoint).is_file():
             raise UsageError(f"there is no checkpoint {checkpoint}")
         size = loader_batch_size(given.get("train"))
-        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size)
+        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self

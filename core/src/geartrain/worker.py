@@ -100,7 +100,8 @@ def _compare_with_rank_0(run: Run) -> None:
     """
     if run.world.size == 1:
         return
-    plan = {key: value for key, value in run.plan.as_dict().items() if key != "passed_over"}
+    # A module's arguments may well differ, as a folder's name does; what it became must not.
+    plan = {key: value for key, value in run.plan.as_dict().items() if key not in ("passed_over", "hyperparameters")}
     parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
     mine = {"the plan": plan, "the command": run.command, "parameters": parameters}
     first = run.hooks.broadcast(run=run, obj=mine, src=0)

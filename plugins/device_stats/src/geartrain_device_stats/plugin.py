@@ -31,6 +31,9 @@ class DeviceStats:
         UsageError: another ``interval``.
     """
 
+    #: Training never stops because of a monitor.
+    harmless = True
+
     def __init__(self, interval: float = 5.0) -> None:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)
         if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:

@@ -1,0 +1,129 @@
+"""Plugins that say ``harmless = True`` never stop a run: one warning, and they are left out of the rest of it."""
+
+import warnings
+
+import pytest
+
+from geartrain import UsageError, hookimpl
+
+from .models import Loggers, Net, fit, loader, trainer
+
+
+class Breaks:
+    """A logger that breaks in the hooks in ``where``, and keeps what was called."""
+
+    harmless = True
+
+    def __init__(self, *where, error=OSError):
+        self.where, self.error, self.called = where, error, []
+
+    def note(self, hook):
+        self.called.append(hook)
+        if hook in self.where:
+            raise self.error("disk full")
+
+    @hookimpl
+    def on_run_start(self):
+        self.note("on_run_start")
+
+    @hookimpl
+    def log_metrics(self, metrics, step):
+        self.note("log_metrics")
+
+    @hookimpl
+    def on_epoch_end(self):
+        self.note("on_epoch_end")
+
+    @hookimpl
+    def on_run_end(self):
+        self.note("on_run_end")
+
+    @hookimpl
+    def on_exception(self, error):
+        self.note("on_exception")
+
+    @hookimpl(wrapper=True)
+    def barrier(self):
+        return (yield)
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("hook", ["on_run_start", "log_metrics", "on_epoch_end"])
+def test_training_goes_on_with_one_warning_and_without_the_plugin(hook):
+    broken, other = Breaks(hook), Loggers()
+    with pytest.warns(UserWarning, match="Breaks") as caught:
+        one = fit(Logs(), max_epochs=3, log_every_n_steps=1, plugins=[other, broken])
+    (warning,) = [str(w.message) for w in caught if "Breaks" in str(w.message)]
+    assert warning == f"Breaks: {hook} raised OSError: disk full. The run goes on without it."
+    assert one.global_step == 18
+    assert len(other.lines) == 18
+    assert broken.called.count(hook) == 1
+    assert broken.called[-1] == "on_run_end"  # it can close what is open
+    assert broken.called[broken.called.index(hook) :] == [hook, "on_run_end"]
+
+
+def test_errors_of_closing_after_another_are_not_told_again():
+    broken = Breaks("log_metrics", "on_run_end")
+    with pytest.warns(UserWarning, match="Breaks") as caught:
+        fit(Logs(), plugins=[broken])
+    assert len([w for w in caught if "Breaks" in str(w.message)]) == 1
+
+
+def test_the_next_run_tries_again():
+    broken = Breaks("log_metrics")
+    one = trainer(plugins=[broken])
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="Breaks: log_metrics"):
+            one.fit(Logs(), loader())
+    assert broken.called.count("log_metrics") == 2
+
+
+def test_an_error_of_the_users_own_is_not_hidden():
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise ValueError("mine")
+
+    broken = Breaks("on_exception")
+    with pytest.warns(UserWarning, match="Breaks: on_exception"), pytest.raises(ValueError, match="mine"):
+        fit(Fails(), plugins=[broken])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_error_passes(error):
+    with pytest.raises(error):
+        fit(Logs(), plugins=[Breaks("log_metrics", error=error)])
+
+
+def test_a_refusal_before_the_run_stops_it():
+    class Refuses(Breaks):
+        @hookimpl
+        def check_plan(self, plan):
+            raise UsageError("no folder")
+
+    with pytest.raises(UsageError, match="no folder"):
+        fit(Logs(), plugins=[Refuses()])
+
+
+def test_without_an_error_nothing_changes():
+    fine = Breaks()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = fit(Logs(), plugins=[fine])
+    assert fine.called == ["on_run_start", "log_metrics", "on_epoch_end", "on_run_end"]
+    assert [choice.name for choice in one.hooks.implementers("log_metrics")] == ["Breaks"]
+    assert [choice.name for choice in one.hooks.wrappers("barrier")] == ["Breaks"]
+    with pytest.raises(UsageError, match="given twice"):
+        trainer(plugins=[fine, fine])
+
+
+def test_others_still_stop_the_run():
+    class Strict(Breaks):
+        harmless = False
+
+    with pytest.raises(OSError, match="disk full"):
+        fit(Logs(), plugins=[Strict("log_metrics")])
