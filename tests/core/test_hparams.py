@@ -100,14 +100,14 @@ def test_the_plan_and_plan_json_have_them(tmp_path):
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["hyperparameters"] == expected
 
     class Saves(Net):
-        def __init__(self, act=nn.ReLU, make=torch.zeros, net=None, sizes=None):
+        def __init__(self, act=nn.ReLU, make=nn.functional.relu, net=None, sizes=None):
             super().__init__()
             self.save_hyperparameters()
 
     made = Saves(net=nn.Linear(1, 1), sizes={1: (torch.device("cpu"),)})
     assert one.check(made).hyperparameters == {
         "act": "torch.nn.modules.activation.ReLU",
-        "make": "torch.zeros",
+        "make": "torch.nn.functional.relu",
         "net": "torch.nn.modules.linear.Linear",
         "sizes": {"1": ["torch.device"]},
     }

@@ -111,4 +111,4 @@ def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    return ".".join(filter(None, (named.__module__, named.__qualname__)))  # of a builtin the module may be None
