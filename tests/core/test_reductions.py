@@ -34,3 +34,10 @@ def test_torchs_own_functions_are_the_named_ones():
 
     values = fit(Logging(train)).callback_metrics
     assert {name.split()[0]: value for name, value in values.items()} == {"mean": 2.5, "sum": 15.0, "min": 0.0, "max": 5.0}
+
+
+def test_torch_median_as_in_the_documentation():
+    def train(self, batch, batch_idx):
+        self.log("median", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=torch.median)
+
+    assert fit(Logging(train)).callback_metrics == {"median": 2.0}
