@@ -159,6 +159,51 @@ def test_data_is_prepared_set_up_and_torn_down(pickles, capsys):
     assert printed == ["the module is made", "prepared", "set up for fit", "torn down after fit"]
 
 
+ATTACHED = """
+class Data(Data):
+    def prepare_data(self):
+        print("data on", self.trainer.world_size)
+
+    def teardown(self, stage):
+        print("data off", self.trainer.world_size)
+
+class Net(Net):
+    def setup(self, stage):
+        print("net on", self.trainer.world_size, type(self.trainer.datamodule).__name__)
+        if self.fails:
+            raise OSError("no disk")
+
+    def val_dataloader(self):
+        print("val loader of rank", self.trainer.global_rank)
+        return DataLoader([1.0], collate_fn=lambda rows: rows)
+
+    def teardown(self, stage):
+        print("net off", self.trainer.world_size)
+
+    fails = {fails}
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(write, monkeypatch, capsys, fails):
+    write("attached.py", TARGET + ATTACHED.format(fails=fails))
+    from geartrain.commands import doctor_pickles
+
+    request = read("fit", ["attached.py"], None)
+    model, data = request.make_model()
+    monkeypatch.setattr(type(request), "make_model", lambda self: (model, data))
+    capsys.readouterr()
+    section = examine("pickle", doctor_pickles.pickles, request)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "data on 1"
+    assert "net on 1 Data" in printed
+    assert printed[-2:] == ["data off 1", "net off 1"]
+    assert ("val loader of rank 0" in printed) is not fails
+    assert section.error == ("OSError: no disk" if fails else None)
+    assert paths(section) == ([] if fails else ["val_dataloader.collate_fn"])
+    assert (model._trainer, data.trainer) == (None, None)
+
+
 def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):
     write("target.py", TARGET.replace('print("prepared")', 'raise OSError("no network")'))
     section = pickles("--model.locked=true")

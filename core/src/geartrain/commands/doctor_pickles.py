@@ -12,7 +12,9 @@ import torch
 from geartrain.commands.arguments import Request
 from geartrain.commands.doctor_findings import Section
 from geartrain.data import DataSource
+from geartrain.module import DataModule, Module
 from geartrain.pickles import Dump, Refusal, plain_dump, refusals
+from geartrain.trainer import Trainer
 
 #: As many are shown of each object.
 _MOST = 50
@@ -34,12 +36,14 @@ def pickles(section: Section, request: Request) -> None:
             what = f"{found.path}: {found.what} cannot be pickled ({found.why})"
             section.problem(what, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
     owners = [thing for thing in (data, model) if thing is not None]
+    _attach(request.trainer, model, data)
     try:
         for name, loader in _loaders(owners, DataSource({}, data), model):
             _look_at_loader(section, name, loader)
     finally:
         for thing in owners:
             thing.teardown("fit")
+        _attach(None, model, data)
 
 
 def _row(found: Refusal, needed_by: str, needed: bool) -> dict[str, Any]:
@@ -65,6 +69,15 @@ def _by_value() -> Dump | None:
 
 
 # --- loaders -------------------------------------------------------------------------------------------------------------
+
+
+def _attach(trainer: Trainer | None, model: Module, data: DataModule | None) -> None:
+    """Let module and data find their trainer, as ``fit`` does: they may ask it in ``setup`` and where they make loaders."""
+    model._trainer = trainer
+    if data is not None:
+        data.trainer = trainer
+    if trainer is not None:
+        trainer.datamodule = data
 
 
 def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tuple[str, Any]]:
