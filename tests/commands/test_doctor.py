@@ -255,7 +255,7 @@ def test_without_torch_it_says_so_and_goes_on(python, write, options):
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--backend", "gloo")])
+@pytest.mark.parametrize("options", [(), ("--backend", "gloo"), ("--pickle", "net.py")])
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(python, write, options):
     write("broken/torch/__init__.py", "raise OSError('libcudart.so.12: cannot open shared object file')\n")
     write("doctor.py", "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
@@ -263,6 +263,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(pytho
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
     assert "libcudart.so.12" in facts["failed"]["versions"]
+    assert ("pickle" in facts["failed"]) is ("--pickle" in options)
     assert any("libcudart.so.12" in problem["what"] for problem in facts["problems"])
     assert facts["network"]["loopback"]["error"] is None
     shown = python("doctor.py", "doctor", *options)

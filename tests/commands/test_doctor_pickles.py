@@ -86,13 +86,17 @@ def pickles(capsys):
 
 
 @pytest.fixture(params=["cloudpickle", "pickle"])
-def pickler(request, monkeypatch):
-    """With cloudpickle, which geartrain-spawn brings, and without it."""
+def pickler(request):
+    """With geartrain-spawn, which pickles by cloudpickle, and without it."""
     if request.param == "cloudpickle":
-        pytest.importorskip("cloudpickle", reason="comes with geartrain-spawn, which is not installed here")
-    else:
-        monkeypatch.setitem(sys.modules, "cloudpickle", None)
+        request.getfixturevalue("spawn")
     return request.param
+
+
+@pytest.fixture
+def spawn(installed):
+    pytest.importorskip("geartrain_spawn", reason="geartrain-spawn is not installed here")
+    installed.update(("geartrain-ddp", "geartrain-spawn"))
 
 
 def paths(section):
@@ -130,6 +134,36 @@ def test_a_lambda_travels_with_geartrain_spawn_alone(pickles, pickler):
         ((what, fix),) = found(section, False)
         assert what.startswith("model.activation: <lambda> at target.py:")
         assert "pip install geartrain-spawn" in fix
+
+
+LOADED = """
+import importlib.util
+import sys
+
+spec = importlib.util.spec_from_file_location("loaded_from_elsewhere", "plug/ins.py")
+sys.modules["loaded_from_elsewhere"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.activation = module.scaled
+"""
+
+
+def test_what_geartrain_spawn_takes_along_by_value_must_pickle(spawn, pickles, write, monkeypatch):
+    """It takes along what a fresh process could not import, with the globals that it uses."""
+    monkeypatch.setitem(sys.modules, "loaded_from_elsewhere", None)
+    write("plug/ins.py", "import threading\nLOCK = threading.Lock()\ndef scaled(x):\n    with LOCK:\n        return x\n")
+    write("target.py", TARGET + LOADED)
+    section = pickles()
+    assert paths(section) == ["model.activation (its global 'LOCK')"]
+    assert len(found(section, True)) == 1
+
+
+def test_a_blocked_geartrain_spawn_is_as_none(spawn, pickles, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_BLOCK", "ddp_spawn")
+    assert pickles().facts["pickler"] == "pickle"
 
 
 @pytest.mark.parametrize(
