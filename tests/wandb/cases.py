@@ -71,10 +71,10 @@ def offline(**options):
     return WandB(**{"project": "tests", "mode": "offline"} | options)
 
 
-def python(*arguments, seconds=60, **options):
+def python(*arguments, seconds=60, terminal=subprocess.DEVNULL):
     """Run Python in the working folder; the finished process, with what it printed."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=seconds, **options)
+    return subprocess.run(command, capture_output=True, text=True, stdin=terminal, timeout=seconds)
 
 
 def geartrain(*arguments, **options):

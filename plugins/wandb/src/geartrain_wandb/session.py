@@ -101,9 +101,9 @@ def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
         run: wandb.Run = module.init(settings=module.Settings(**patience, **settings), **arguments)
     except module.errors.CommError as error:
         run = module.init(settings=module.Settings(**{**patience, **settings, "mode": "offline"}), **arguments)
-        folder = os.path.dirname(run.dir)
+        folder, said = os.path.dirname(run.dir), str(error).partition("\n")[0]  # below it: wandb's advice on its own timeouts
         warnings.warn(
-            f"wandb: its server does not answer, and the run is kept on this machine. Send it later: wandb sync {folder} ({error})",
+            f"wandb: its server does not answer, and the run is kept on this machine. Send it later: wandb sync {folder} ({said})",
             stacklevel=2,
         )
     return run
