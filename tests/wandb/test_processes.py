@@ -11,10 +11,11 @@ import pytest
 from ..ddp.launched import launched, until
 from .cases import COMMAND, geartrain, python
 from .record import recorded
+from .server import serving
 
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
 IMPORTS = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.wandb.cases import *
 """
@@ -110,6 +111,39 @@ def test_a_server_that_does_not_answer_makes_the_run_an_offline_one(tmp_path, mo
     (run,) = [run for run in recorded(tmp_path / "out") if run.of("history")]
     assert "wandb sync out/wandb/offline-run-" in done.stderr
     assert run.exit_code == 0
+
+
+ONLINE = f"""{IMPORTS}
+import urllib.request
+
+class Away:
+    @hookimpl
+    def on_epoch_end(self, run):
+        if run.epoch == 0 and sys.argv[1] == "goes":
+            urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/go-away").close()
+
+trainer(WandB(project="p"), Away()).fit(Net(fails=ValueError() if sys.argv[1] == "fails" else None), loader())
+"""
+
+
+@pytest.mark.parametrize("what", ["stays", "fails", "goes"])
+def test_an_online_run(tmp_path, monkeypatch, what):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "3" if what == "goes" else "60")
+    monkeypatch.setenv("WANDB_DISABLE_CODE", "true")
+    (tmp_path / "train.py").write_text(ONLINE)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        done = python("train.py", what)
+    assert done.returncode == (what == "fails"), done.stderr
+    steps = [row["trainer/global_step"] for row in server.rows if "loss_step" in row]
+    if what == "goes":
+        assert "Timed out finishing run" in done.stderr
+        (run,) = recorded(tmp_path)  # what could not be sent is on disk
+        steps = [row["trainer/global_step"] for row in run.rows if "loss_step" in row]
+    else:
+        assert server.exit_codes == [int(what == "fails")]
+    assert steps == list(range(1, 5 if what == "fails" else 9))
 
 
 def test_a_missing_wandb_is_an_error_before_anything_starts(tmp_path):
