@@ -161,7 +161,7 @@ def test_variables_are_honoured_and_options_win(tmp_path, monkeypatch):
 def test_nothing_is_written(tmp_path, monkeypatch, how):
     if how == "variable":
         monkeypatch.setenv("WANDB_MODE", "disabled")
-    one = WandB(mode="disabled") if how == "option" else WandB()
+    one = {"variable": WandB(), "option": WandB(mode="disabled"), "fast_dev_run": WandB(mode="offline")}[how]
     trainer(one, fast_dev_run=how == "fast_dev_run", output="out").fit(Net(), loader())
     assert not list(tmp_path.rglob("*.wandb"))
     assert not (tmp_path / "wandb").exists()
