@@ -32,6 +32,7 @@ SPELT = {
 
 #: Trainer's arguments whose annotation says less than there is to say -> their types.
 TYPES = {
+    "max_time": "str, float, timedelta, mapping, None",
     "plugins": "str, object or a list of them",
     "accelerator_options": "mapping, None",
     "strategy_options": "mapping, None",

@@ -76,6 +76,19 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
     return parts
 
 
+def time_limit(registry: Registry, max_time: Any) -> list[Part]:
+    """The plugin ``timer`` for ``max_time``; none without it.
+
+    Raises:
+        UsageError: a duration that cannot be read.
+    """
+    if max_time is None:
+        return []
+    from geartrain.callbacks.timer import Timer
+
+    return [registry.adopt("plugin", Timer(max_time), f"max_time={max_time!r}")]
+
+
 # --- the same parts in another process -----------------------------------------------------------------------------------
 
 

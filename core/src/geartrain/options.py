@@ -25,7 +25,6 @@ RENAMED = {
     "truncated_bptt_steps": "nothing: split the sequence in training_step",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "resume_from_checkpoint": "checkpoint=PATH of fit, which reads the weights",
-    "max_time": "nothing yet: max_steps or max_epochs",
 }
 
 
