@@ -51,7 +51,7 @@ def test_forms_of_a_duration(given, seconds):
 
 @pytest.mark.parametrize("given", ["1:00", "soon", "", True, None, {"hors": 1}, {"hours": "x"}, 0, -1, "00:00:00:00", float("nan")])
 def test_what_is_no_duration(given):
-    with pytest.raises(UsageError, match="duration=.*Fix: 'DD:HH:MM:SS'"):
+    with pytest.raises(UsageError, match=r"duration=.*Fix: 'DD:HH:MM:SS'"):
         Timer(given)
 
 

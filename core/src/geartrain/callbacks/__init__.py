@@ -11,6 +11,7 @@ from geartrain.callbacks.lr_monitor import LearningRateMonitor
 from geartrain.callbacks.model_summary import ModelSummary
 from geartrain.callbacks.nan_guard import NaNGuard
 from geartrain.callbacks.norms import Norms
+from geartrain.callbacks.throughput import Throughput
 from geartrain.callbacks.timer import Timer
 
-__all__ = ["EMA", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Timer"]
+__all__ = ["EMA", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Throughput", "Timer"]
