@@ -76,17 +76,22 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
     return parts
 
 
-def time_limit(registry: Registry, max_time: Any) -> list[Part]:
-    """The plugin ``timer`` for ``max_time``; none without it.
+def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
+    """The plugins that ``callbacks`` and ``max_time`` come to; none without them.
 
     Raises:
-        UsageError: a duration that cannot be read.
+        UsageError: no callback, one with methods that would never be called, or a duration that cannot be read.
     """
-    if max_time is None:
-        return []
-    from geartrain.callbacks.timer import Timer
+    parts = []
+    if callbacks:  # imported here: a run without them need not pay for it
+        from geartrain.callbacks.callback import callback_parts
 
-    return [registry.adopt("plugin", Timer(max_time), f"max_time={max_time!r}")]
+        parts = callback_parts(registry, callbacks)
+    if max_time is not None:
+        from geartrain.callbacks.timer import Timer
+
+        parts.append(registry.adopt("plugin", Timer(max_time), f"max_time={max_time!r}"))
+    return parts
 
 
 # --- the same parts in another process -----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ RENAMED = {
     "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
     "default_root_dir": "output=DIR",
     "weights_save_path": "output=DIR",
-    "callbacks": "plugins=[...]",
     "logger": "plugins=[...], and output=DIR for metrics.jsonl",
     "progress_bar_refresh_rate": "enable_progress_bar=True or False",
     "auto_lr_find": "nothing yet: set the learning rate",

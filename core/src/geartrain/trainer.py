@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain._version import __version__
-from geartrain.assembly import core_parts, plugin_parts, recipes, remake, time_limit
+from geartrain.assembly import core_parts, more_parts, plugin_parts, recipes, remake
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -48,6 +48,7 @@ class Trainer:
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``; in short ``32``, ``64``, ``16``,
             ``"bf16"``, of which the last two are mixed.
         plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
+        callbacks: objects of subclasses of ``geartrain.callbacks.Callback``, and plugins' objects, in the order to call them.
         block: names of plugins that must not be chosen.
         output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
         max_epochs: epochs to train; -1 for no end; default 1000, or no end where ``max_steps`` is given.
@@ -87,6 +88,7 @@ class Trainer:
         num_nodes: int = 1,
         precision: str | int = "32-true",
         plugins: Any = (),
+        callbacks: Any = (),
         block: Sequence[str] = (),
         output: str | Path | None = None,
         max_epochs: int | None = None,
@@ -148,7 +150,7 @@ class Trainer:
         chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
         indices = choose_devices(chip, devices, self._assume)
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
-        extra = [*plugin_parts(self.registry, plugins, plugin_options or {}), *time_limit(self.registry, max_time)]
+        extra = [*plugin_parts(self.registry, plugins, plugin_options or {}), *more_parts(self.registry, callbacks, max_time)]
         dtype = choose_precision(precision, __version__)
         self._parts = (*core_parts(options, dtype, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)

@@ -5,6 +5,7 @@ They are chosen as any plugin is: ``Trainer(plugins=[EarlyStopping("val_loss")])
 
 from __future__ import annotations
 
+from geartrain.callbacks.callback import Callback
 from geartrain.callbacks.early_stopping import EarlyStopping
 from geartrain.callbacks.ema import EMA
 from geartrain.callbacks.lr_monitor import LearningRateMonitor
@@ -14,4 +15,4 @@ from geartrain.callbacks.norms import Norms
 from geartrain.callbacks.throughput import Throughput
 from geartrain.callbacks.timer import Timer
 
-__all__ = ["EMA", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Throughput", "Timer"]
+__all__ = ["EMA", "Callback", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Throughput", "Timer"]
