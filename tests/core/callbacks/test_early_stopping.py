@@ -78,8 +78,9 @@ def test_verbose_says_each_improvement(capsys):
     assert "metric went from 5 to 4" in capsys.readouterr().err
 
 
-def test_the_sanity_check_is_no_check():
-    callback, _ = run_on([1, 5, 5, 5], max_epochs=2, num_sanity_val_steps=2)
+@pytest.mark.parametrize("every", [1.0, 3])
+def test_the_sanity_check_is_no_check(every):
+    callback, _ = run_on([1, 5, 5, 5], every=every, max_epochs=2, num_sanity_val_steps=2)
     assert callback.best_score == 5
 
 

@@ -88,7 +88,7 @@ def test_its_state_keeps_the_time(ticks):
 
 def test_each_fit_has_the_whole_time(ticks):
     one = trainer(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=1)
-    for _ in range(2):
+    for _ in range(3):
         one.fit(EvalNet(), loader())
         assert one.global_step == 8
 
