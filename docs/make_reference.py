@@ -23,6 +23,7 @@ DOCS = Path(__file__).parent
 #: Trainer's arguments that the command line spells in another way -> how.
 SPELT = {
     "plugins": "--plugin NAME_OR_FILE",
+    "callbacks": "--plugin NAME_OR_FILE",
     "block": "--block NAME",
     "accelerator_options": "--accelerator.OPTION",
     "strategy_options": "--strategy.OPTION",
@@ -32,6 +33,8 @@ SPELT = {
 
 #: Trainer's arguments whose annotation says less than there is to say -> their types.
 TYPES = {
+    "callbacks": "object or a list of them",
+    "max_time": "str, float, timedelta, mapping, None",
     "plugins": "str, object or a list of them",
     "accelerator_options": "mapping, None",
     "strategy_options": "mapping, None",

@@ -181,6 +181,11 @@ def test_every_argument_of_the_trainer_has_an_option(command):
     from geartrain import Trainer
 
     shown = command("fit net.py --help").out
-    spelt_otherwise = {"plugins": "--plugin ", "accelerator_options": "--accelerator ", "strategy_options": "--strategy "}
+    spelt_otherwise = {
+        "plugins": "--plugin ",
+        "callbacks": "--plugin ",
+        "accelerator_options": "--accelerator ",
+        "strategy_options": "--strategy ",
+    }
     for name in set(inspect.signature(Trainer).parameters) - {"unknown", "plugin_options", "assume"}:
         assert spelt_otherwise.get(name, f"--{name} ") in shown

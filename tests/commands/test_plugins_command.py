@@ -33,7 +33,8 @@ def rows(command):
 
 def test_core_s_own_are_listed_like_any_other(rows):
     found = rows()
-    assert set(found) == {"cpu", "single"}
+    assert {name for name, row in found.items() if row["kind"] != "plugin"} == {"cpu", "single"}
+    assert {name: row["kind"] for name, row in found.items()}["early_stopping"] == "plugin"
     assert found["cpu"].pop("version")
     assert found["cpu"] == {"name": "cpu", "kind": "accelerator", "state": "available", "reason": "", "distribution": "geartrain"}
     assert found["single"]["kind"] == "strategy"
@@ -55,7 +56,8 @@ def test_table(command, install):
     lines = {tuple(cell.strip() for cell in line.strip("│").split("│")) for line in done.out.splitlines() if line.startswith("│")}
     assert ("c", "plugin", "available", "", "geartrain-a", "1.0") in lines
     assert ("single", "strategy", "blocked", "by --block") in {line[:4] for line in lines}
-    assert len(lines) == 3
+    assert {line[0] for line in lines if line[1] != "plugin"} == {"cpu", "single"}
+    assert ("timer", "plugin", "available", "", "geartrain") in {line[:5] for line in lines}
 
 
 def test_probe_asks_each_and_survives_what_is_broken(command, install):

@@ -23,7 +23,10 @@ def found(registry, name):
 
 def test_core_declares_its_own_as_any_plugin_would(dists):
     registry = Registry()
-    assert [(c.label, c.kind) for c in registry.candidates] == [("geartrain[cpu]", "accelerator"), ("geartrain[single]", "strategy")]
+    others = [(c.label, c.kind) for c in registry.candidates if c.kind != "plugin"]
+    assert others == [("geartrain[cpu]", "accelerator"), ("geartrain[single]", "strategy")]
+    assert {c.name for c in registry.of("plugin")} >= {"early_stopping", "timer"}
+    assert {c.distribution for c in registry.of("plugin")} == {"geartrain"}
 
 
 def test_metadata_tells_name_kind_distribution_and_version(dists):

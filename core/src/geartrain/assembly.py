@@ -76,6 +76,24 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
     return parts
 
 
+def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
+    """The plugins that ``callbacks`` and ``max_time`` come to; none without them.
+
+    Raises:
+        UsageError: no callback, one with methods that would never be called, or a duration that cannot be read.
+    """
+    parts = []
+    if callbacks:  # imported here: a run without them need not pay for it
+        from geartrain.callbacks.callback import callback_parts
+
+        parts = callback_parts(registry, callbacks)
+    if max_time is not None:
+        from geartrain.callbacks.timer import Timer
+
+        parts.append(registry.adopt("plugin", Timer(max_time), f"max_time={max_time!r}"))
+    return parts
+
+
 # --- the same parts in another process -----------------------------------------------------------------------------------
 
 

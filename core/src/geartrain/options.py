@@ -18,14 +18,12 @@ RENAMED = {
     "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
     "default_root_dir": "output=DIR",
     "weights_save_path": "output=DIR",
-    "callbacks": "plugins=[...]",
     "logger": "plugins=[...], and output=DIR for metrics.jsonl",
     "progress_bar_refresh_rate": "enable_progress_bar=True or False",
     "auto_lr_find": "nothing yet: set the learning rate",
     "truncated_bptt_steps": "nothing: split the sequence in training_step",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
     "resume_from_checkpoint": "checkpoint=PATH of fit, which reads the weights",
-    "max_time": "nothing yet: max_steps or max_epochs",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from geartrain._version import __version__
-from geartrain.assembly import core_parts, plugin_parts, recipes, remake
+from geartrain.assembly import core_parts, more_parts, plugin_parts, recipes, remake
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -43,10 +44,12 @@ class Trainer:
         precision: ``"32-true"``, ``"64-true"``, ``"bf16-true"``, ``"16-mixed"`` or ``"bf16-mixed"``; in short ``32``, ``64``, ``16``,
             ``"bf16"``, of which the last two are mixed.
         plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
+        callbacks: objects of subclasses of ``geartrain.callbacks.Callback``, and plugins' objects, in the order to call them.
         block: names of plugins that must not be chosen.
         output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
         max_epochs: epochs to train; -1 for no end; default 1000, or no end where ``max_steps`` is given.
         max_steps: optimizer steps to train; -1 for no end.
+        max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``; chooses the plugin ``timer``.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
@@ -81,10 +84,12 @@ class Trainer:
         num_nodes: int = 1,
         precision: str | int = "32-true",
         plugins: Any = (),
+        callbacks: Any = (),
         block: Sequence[str] = (),
         output: str | Path | None = None,
         max_epochs: int | None = None,
         max_steps: int = -1,
+        max_time: str | float | timedelta | Mapping[str, float] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
@@ -141,7 +146,7 @@ class Trainer:
         chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
         indices = choose_devices(chip, devices, self._assume)
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
-        extra = plugin_parts(self.registry, plugins, plugin_options or {})
+        extra = [*plugin_parts(self.registry, plugins, plugin_options or {}), *more_parts(self.registry, callbacks, max_time)]
         dtype = choose_precision(precision, __version__)
         self._parts = (*core_parts(options, dtype, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)

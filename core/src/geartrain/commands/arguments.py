@@ -26,7 +26,10 @@ from geartrain.trainer import Trainer
 #: Options that may be given several times -> the key that holds their list.
 _REPEATED = {"plugin": "plugins", "block": "block", "assume": "assume"}
 #: Trainer's arguments that the command line spells in another way.
-_SPELT_OTHERWISE = {"accelerator", "strategy", "plugins", "block", "accelerator_options", "strategy_options", "plugin_options", "assume"}
+_SPELT_OTHERWISE = {
+    *("accelerator", "strategy", "plugins", "callbacks", "block"),
+    *("accelerator_options", "strategy_options", "plugin_options", "assume"),
+}
 
 
 @dataclass

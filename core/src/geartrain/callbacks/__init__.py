@@ -1,0 +1,18 @@
+"""Callbacks: plugins of core's own, each a small file. ``from geartrain.callbacks import EarlyStopping``.
+
+They are chosen as any plugin is: ``Trainer(plugins=[EarlyStopping("val_loss")])``, or ``--plugin early_stopping``.
+"""
+
+from __future__ import annotations
+
+from geartrain.callbacks.callback import Callback
+from geartrain.callbacks.early_stopping import EarlyStopping
+from geartrain.callbacks.ema import EMA
+from geartrain.callbacks.lr_monitor import LearningRateMonitor
+from geartrain.callbacks.model_summary import ModelSummary
+from geartrain.callbacks.nan_guard import NaNGuard
+from geartrain.callbacks.norms import Norms
+from geartrain.callbacks.throughput import Throughput
+from geartrain.callbacks.timer import Timer
+
+__all__ = ["EMA", "Callback", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Throughput", "Timer"]

@@ -1,0 +1,104 @@
+"""``lr_monitor``: log the learning rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+
+
+class LearningRateMonitor:
+    """Logs each optimizer's learning rate under PyTorch Lightning's names: ``lr-SGD``, a second optimizer of that class
+    ``lr-SGD-1``, its parameter groups ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or their ``"name"``), and a scheduler's ``"name"`` instead where
+    ``configure_optimizers`` gives one. What is logged at a step is the rate with which it was taken.
+
+    Args:
+        logging_interval: ``"step"``: every ``log_every_n_steps``; ``"epoch"``: the rate at its start, at its end; default: each as its
+            scheduler steps, and without a scheduler every ``log_every_n_steps``.
+        log_momentum: log ``NAME-momentum`` too: ``momentum``, or the first of ``betas``; 0 where there is none.
+        log_weight_decay: log ``NAME-weight_decay`` too.
+
+    Raises:
+        UsageError: a wrong interval.
+    """
+
+    harmless = True
+
+    def __init__(
+        self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise UsageError(f"lr_monitor: logging_interval={logging_interval!r}. Fix: 'step', 'epoch' or None")
+        self.logging_interval, self.log_momentum, self.log_weight_decay = logging_interval, log_momentum, log_weight_decay
+        self._named: list[tuple[str, Optimizer, str]] = []
+        self._ahead: dict[str, Any] = {}
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._named = list(_named(run))
+
+    @hookimpl
+    def on_epoch_start(self, run: Run) -> None:
+        for name, value in self._values("epoch").items():
+            run.log(name, value, on_step=False, on_epoch=True, batch_size=1)
+        self._ahead = self._values("step")
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        every = run.plan.options.log_every_n_steps
+        if run.step % every == 0:
+            for name, value in self._ahead.items():
+                run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+        if (run.step + 1) % every == 0:  # schedulers have stepped: these are the rates of the next step
+            self._ahead = self._values("step")
+
+    def _values(self, interval: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for base, optimizer, own in self._named:
+            if interval != (self.logging_interval or own):
+                continue
+            groups = optimizer.param_groups  # read anew: groups may be added while it trains
+            for i, group in enumerate(groups, start=1):
+                label = group.get("name", f"pg{i}" if len(groups) > 1 else "")
+                name = f"{base}/{label}" if label else base
+                if name in found:
+                    raise UsageError(f"geartrain[lr_monitor]: two parameter groups are called {name}. Fix: give each a name of its own")
+                found[name] = _now(group.get("lr", 0.0))
+                if self.log_momentum:
+                    found[f"{name}-momentum"] = _now(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+                if self.log_weight_decay:
+                    found[f"{name}-weight_decay"] = _now(group.get("weight_decay", 0.0))
+        return found
+
+
+def _now(value: Any) -> Any:
+    """The value as it is now: a capturable optimizer's rate is a tensor, which its scheduler changes in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _named(run: Run) -> Iterator[tuple[str, Optimizer, str]]:
+    """Each optimizer with its name and when it is logged by default: those with a scheduler first, as Lightning counts them."""
+    seen: Counter[type] = Counter()
+    with_scheduler: set[int] = set()
+    for schedule in run.schedulers:
+        optimizer = getattr(schedule.scheduler, "optimizer", None)
+        if optimizer is None or id(optimizer) in with_scheduler:  # several schedulers of one optimizer change one rate
+            continue
+        with_scheduler.add(id(optimizer))
+        yield schedule.name or _count(seen, optimizer), optimizer, schedule.interval
+    for optimizer in run.optimizers:
+        if id(optimizer) not in with_scheduler:
+            yield _count(seen, optimizer), optimizer, "step"
+
+
+def _count(seen: Counter[type], optimizer: Optimizer) -> str:
+    seen[type(optimizer)] += 1
+    before = seen[type(optimizer)] - 1
+    return f"lr-{type(optimizer).__name__}" + (f"-{before}" if before else "")

@@ -1,0 +1,58 @@
+"""``model_summary``: a table of the model's layers before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+
+
+class ModelSummary:
+    """Prints the model's layers, their parameters and sizes on rank 0's standard output before ``fit`` begins.
+
+    A parameter that layers share is counted in each of them and once in the total; a lazy one that has no shape yet counts as 0.
+
+    Args:
+        max_depth: how deep to list: 1 the module's own layers, 2 theirs too, -1 all, 0 the total only.
+
+    Raises:
+        UsageError: a depth below -1.
+    """
+
+    harmless = True
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+            raise UsageError(f"model_summary: max_depth={max_depth!r} must be a whole number, at least -1 (all).")
+        self.max_depth = max_depth
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        if run.world.rank or run.command != "fit":
+            return
+        table = Table("layer", "type", "parameters", "trainable", "MiB")
+        for column in table.columns[2:]:
+            column.justify = "right"
+        for name, layer in run.module.named_modules():
+            depth = name.count(".") + 1
+            if name and (self.max_depth == -1 or depth <= self.max_depth):
+                table.add_row("  " * (depth - 1) + name, type(layer).__name__, *_figures(layer))
+        table.add_section()
+        table.add_row("total", type(run.module).__name__, *_figures(run.module))
+        Console(markup=False).print(table)
+
+
+def _figures(layer: nn.Module) -> tuple[str, str, str]:
+    """Parameters, those that are trained, and MiB of parameters and buffers."""
+    parameters = [p for p in layer.parameters() if not is_lazy(p)]
+    tensors: list[Any] = [*parameters, *(b for b in layer.buffers() if not is_lazy(b))]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = sum(t.numel() * t.element_size() for t in tensors) / 2**20
+    return f"{sum(p.numel() for p in parameters):,}", f"{trained:,}", f"{size:,.3f}"

@@ -1,0 +1,74 @@
+"""``norms``: log the norms of gradients and parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+
+
+class Norms:
+    """Logs 2-norms of gradients and parameters. They stay on the device until the flush: the CPU does not wait for them.
+
+    Gradients are taken after their reduction over ranks, unscaled and before clipping: ``grad_norm``, and ``grad_norm/NAME`` each.
+    Parameters are taken before the same step: ``param_norm``, and ``param_norm/NAME``. Each rank logs its own figures.
+
+    Args:
+        gradients: log those of gradients.
+        parameters: log those of parameters that are trained.
+        per_parameter: log one for each parameter too.
+        every: steps from one measurement to the next; default: ``log_every_n_steps``, since a flush reports the newest only.
+
+    Raises:
+        UsageError: neither gradients nor parameters, or a wrong ``every``.
+    """
+
+    harmless = True
+
+    def __init__(self, gradients: bool = True, parameters: bool = False, per_parameter: bool = False, every: int | None = None) -> None:
+        if not gradients and not parameters:
+            raise UsageError("norms: neither gradients nor parameters are asked for. Fix: one of them")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise UsageError(f"norms: every={every!r} must be a whole number of steps, at least 1.")
+        self.gradients, self.parameters, self.per_parameter, self.every = gradients, parameters, per_parameter, every
+        self._warned = False
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
+        if (run.step + 1) % (self.every or run.plan.options.log_every_n_steps) == 0:
+            try:
+                self._measure(run)
+            except Exception as error:  # a wrapper is not guarded as events are; a figure must not stop the run
+                if not self._warned:
+                    warnings.warn(f"geartrain[norms]: {type(error).__name__}: {error}. The run goes on without it.", stacklevel=2)
+                self._warned = True
+        return (yield)
+
+    def _measure(self, run: Run) -> None:
+        trained = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
+        if self.gradients:
+            self._log(run, "grad_norm", {name: p.grad for name, p in trained.items() if p.grad is not None})
+        if self.parameters:
+            self._log(run, "param_norm", {name: p.detach() for name, p in trained.items()})
+
+    def _log(self, run: Run, base: str, tensors: dict[str, torch.Tensor]) -> None:
+        if not tensors:
+            return
+        norms = norms_of(list(tensors.values()))
+        run.log(base, torch.linalg.vector_norm(norms), on_step=True, on_epoch=False, batch_size=1)
+        if self.per_parameter:
+            for name, norm in zip(tensors, norms.unbind(), strict=True):
+                run.log(f"{base}/{name}", norm, on_step=True, on_epoch=False, batch_size=1)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
+    """Each tensor's norm, float32 ``[len(tensors)]`` on the first one's device; sparse ones by their values."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    found = torch._foreach_norm(dense, order)
+    return torch.stack([norm.to(found[0].device, torch.float32) for norm in found])

@@ -1,0 +1,141 @@
+"""``throughput``: samples, tokens and floating-point operations a second."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from geartrain.data import first_size
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+
+#: Dense 16-bit operations a second of a GPU, by what its name contains; the first that fits. NVIDIA's pages, whose figures "with
+#: sparsity" are twice as large: https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
+PEAK_FLOPS = {"H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+
+#: Precisions that compute in 16 bits, for which that table holds.
+_HALF = ("16-mixed", "bf16-mixed", "bf16-true")
+
+
+class Throughput:
+    """Logs how fast training is: ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/tokens_per_sec``,
+    ``device/flops_per_sec`` and ``device/mfu``, and but for the last the same under ``global/`` for all devices.
+
+    Measured is from one flush to the next (``log_every_n_steps``): only there does the CPU wait for the device anyway. A clock read
+    after each step would tell how fast work is handed to the GPU, not how fast it is done, and waiting for it each step would
+    slow training down. Loading data and saving are in it, validation is not. The first figures come with the second flush.
+
+    Nothing is asked of other ranks: ``global/`` is this rank's figure times the number of processes, which step together.
+
+    Floating-point operations are counted once, over this rank's first step (forward and backward) by
+    ``torch.utils.flop_counter.FlopCounterMode``, which knows matrix products, convolutions and attention; that step is slower. They
+    are left out where a process drives several devices. Model FLOPs utilisation (MFU) is the part of the GPU's peak that they are.
+
+    Args:
+        tokens: tokens in a sample, or a function of a batch that counts them; default: no tokens.
+        flops: whether to count floating-point operations.
+        peak_flops: the most operations a second that one device can do; default: known in 16 bits for NVIDIA H200, H100 and A100,
+            and without it there is no ``device/mfu``.
+
+    Raises:
+        UsageError: ``tokens`` or ``peak_flops`` that cannot be.
+    """
+
+    harmless = True
+
+    def __init__(self, tokens: int | Callable[[Any], int] | None = None, flops: bool = True, peak_flops: float | None = None) -> None:
+        if isinstance(tokens, bool) or not (tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)):
+            raise UsageError(f"throughput: tokens={tokens!r}. Fix: a number of tokens in a sample, or a function of a batch")
+        if peak_flops is not None and not peak_flops > 0:
+            raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")
+        self.tokens, self.flops, self.peak_flops = tokens, flops, peak_flops
+        self._failed = False
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        #: Batches, samples and tokens since the last flush, and floating-point operations of one sample.
+        self._done = [0, 0, 0]
+        self._per_sample: float | None = None
+        self._since: float | None = None
+        self._paused = 0.0
+        self._failed = False
+        self._counts = self.flops and run.plan.layout.devices_per_process == 1
+        self._peak = self.peak_flops or _known_peak(run)
+
+    @hookimpl(wrapper=True)
+    def step(self, run: Run, micro_batches: Sequence[Any]) -> Generator[None, None, None]:
+        if self._failed:
+            yield
+            return
+        counter = FlopCounterMode(display=False) if self._counts and self._per_sample is None else None
+        if counter is None:
+            yield
+        else:
+            with counter:
+                yield
+        try:  # a wrapper is not guarded as events are; a figure must not stop the run
+            samples = sum(first_size(batch) or 0 for batch in micro_batches)
+            self._done[0] += len(micro_batches)
+            self._done[1] += samples
+            if callable(self.tokens):
+                self._done[2] += sum(map(self.tokens, micro_batches))
+            elif self.tokens:
+                self._done[2] += samples * self.tokens
+            if counter is not None:
+                self._per_sample = counter.get_total_flops() / samples if samples else 0.0
+        except Exception as error:
+            self._failed = True
+            warnings.warn(f"geartrain[throughput]: {type(error).__name__}: {error}. The run goes on without it.", stacklevel=2)
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if self._failed or run.step % run.plan.options.log_every_n_steps:
+            return
+        _wait(run.device)  # the flush, which comes next, would wait for the device too
+        now = time.perf_counter()
+        if self._since is not None and now > self._since:
+            self._log(run, now - self._since)
+        self._since, self._done = now, [0, 0, 0]
+
+    @hookimpl
+    def on_validation_start(self, run: Run) -> None:
+        if self._since is not None:
+            _wait(run.device)  # the steps before it are no part of validation
+            self._paused = time.perf_counter()
+
+    @hookimpl
+    def on_validation_end(self) -> None:
+        if self._since is not None:
+            self._since += time.perf_counter() - self._paused
+
+    def _log(self, run: Run, seconds: float) -> None:
+        mine = dict(zip(("batches_per_sec", "samples_per_sec", "tokens_per_sec"), (n / seconds for n in self._done), strict=True))
+        if self._per_sample:
+            mine["flops_per_sec"] = mine["samples_per_sec"] * self._per_sample
+        figures = {}
+        for name, value in mine.items():
+            if value:
+                figures[f"device/{name}"] = value / (1 if name == "batches_per_sec" else run.plan.layout.devices_per_process)
+                figures[f"global/{name}"] = value * run.world.size
+        if self._peak and "flops_per_sec" in mine:
+            figures["device/mfu"] = mine["flops_per_sec"] / self._peak
+        for name, value in figures.items():
+            run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+
+
+def _wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    torch.zeros((), device=device).item()
+
+
+def _known_peak(run: Run) -> float | None:
+    if run.device.type != "cuda" or run.plan.precision.name not in _HALF:
+        return None
+    name = torch.cuda.get_device_name(run.device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,220 @@
+"""Trainer(callbacks=[...]): callbacks written as for PyTorch Lightning."""
+
+import inspect
+import itertools
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import geartrain as gt
+from geartrain import UsageError
+from geartrain.callbacks import Callback, EarlyStopping
+from geartrain.callbacks.callback import CALLED, NOT_CALLED, Adapter
+from geartrain.step import ModuleHooks
+
+from ..models import EvalNet, Logging, Net, Own, fit, loader, trainer
+
+EVENTS = [name for name in CALLED if name not in ("setup", "teardown", "on_exception")]
+
+
+def noting(notes, label="", methods=CALLED):
+    """A callback that notes each call of ``methods``."""
+
+    def method(name):
+        def call(self, trainer, pl_module, *arguments):
+            notes.append(f"{label}{name}")
+
+        return call
+
+    return type("Noting", (Callback,), {name: method(name) for name in methods})()
+
+
+def test_each_is_called_where_the_modules_own_hook_is_and_before_it():
+    notes, own = [], []
+
+    class Both(Own):
+        def __init__(self):
+            super().__init__(notes.append)
+
+    fit(Own(own.append), val=loader(8), max_epochs=2, num_sanity_val_steps=1)
+    callback = noting(notes, "callback ", EVENTS)
+    fit(Both(), val=loader(8), max_epochs=2, num_sanity_val_steps=1, callbacks=[callback])
+    assert [note for note in notes if not note.startswith("callback ")] == own
+    called = [note.removeprefix("callback ") for note in notes if note.startswith("callback ")]
+    assert called == [name for name in own if name in EVENTS]
+    for before, after in itertools.pairwise(notes):
+        if before.startswith("callback "):
+            assert after == before.removeprefix("callback ")
+
+
+@pytest.mark.parametrize(("command", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_evaluation(command, stage):
+    notes = []
+    getattr(trainer(callbacks=[noting(notes)]), command)(EvalNet(), loader(4))
+    events = [f"on_{stage}_start", f"on_{stage}_epoch_start", f"on_{stage}_batch_start", f"on_{stage}_batch_end"]
+    assert notes == ["setup", *events, f"on_{stage}_epoch_end", f"on_{stage}_end", "teardown"]
+
+
+def test_every_method_is_called():
+    notes = []
+    one = trainer(callbacks=[noting(notes)], num_sanity_val_steps=1)
+    one.fit(EvalNet(), loader(), loader())
+    one.test(EvalNet(), loader())
+    one.predict(EvalNet(), loader())
+    with pytest.raises(ZeroDivisionError):
+        one.fit(Logging(lambda self, batch, i: 1 / 0), loader())
+    assert set(notes) == set(CALLED)
+
+
+def test_callbacks_are_called_in_the_order_given():
+    notes = []
+    fit(callbacks=[noting(notes, "a "), noting(notes, "b ")], limit_train_batches=1)
+    for name in ("setup", "on_fit_start", "on_train_batch_end", "on_train_end"):
+        assert notes.index(f"a {name}") == notes.index(f"b {name}") - 1
+    assert notes.index("b teardown") == notes.index("a teardown") - 1
+
+
+def test_arguments_are_lightnings():
+    seen = {}
+
+    class Looks(Callback):
+        def setup(self, trainer, pl_module, stage):
+            seen["setup"] = (trainer, pl_module, stage, trainer.global_rank)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen["train"] = (trainer, pl_module, outputs, batch, batch_idx)
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx):
+            seen["start"] = (len(batch), batch_idx, dataloader_idx)
+
+        def on_validation_batch_end(self, *arguments):
+            seen["end"] = (len(arguments), *arguments[-2:])
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            seen["optimizer"] = optimizer
+
+    module = EvalNet()
+    one = fit(module, val=loader(8), callbacks=[Looks()])
+    assert seen["setup"] == (one, module, "fit", 0)
+    assert seen["train"][:2] == (one, module)
+    assert seen["train"][2].ndim == 0
+    assert seen["train"][4] == 5
+    assert seen["start"] == (2, 1, 0)
+    assert seen["end"] == (6, 1, 0)
+    assert seen["optimizer"] is one.run.optimizers[0]
+
+
+def test_several_loaders():
+    seen = []
+
+    class Looks(Callback):
+        def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+            seen.append((batch_idx, dataloader_idx))
+
+    trainer(callbacks=Looks()).test(EvalNet(), [loader(8), loader(4)])
+    assert seen == [(0, 0), (1, 0), (0, 1)]
+
+
+def test_it_may_log_and_stop():
+    class Logs(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.log("from_callback", float(trainer.current_epoch))
+            trainer.should_stop = trainer.current_epoch == 2
+
+    one = fit(callbacks=[Logs()], max_epochs=9)
+    assert one.callback_metrics["from_callback"] == 2
+    assert one.current_epoch == 3
+
+
+def test_an_error_is_told():
+    seen = []
+
+    class Told(Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            seen.append(exception)
+
+        def teardown(self, trainer, pl_module, stage):
+            seen.append(stage)
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        fit(Logging(lambda self, batch, i: 1 / 0), callbacks=[Told()])
+    assert seen == [raised.value, "fit"]
+
+
+def test_plugins_may_stand_among_callbacks():
+    module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
+    one = fit(module, val=loader(), max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=1), noting([])])
+    assert one.current_epoch == 2
+    assert [choice.label for choice in one.plan.plugins] == ["geartrain[early_stopping]", "Noting"]
+
+
+def test_state_is_the_callbacks():
+    class Keeps(Callback):
+        n = 0
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.n += 1
+
+        def state_dict(self):
+            return {"n": self.n}
+
+        def load_state_dict(self, state):
+            self.n = state["n"]
+
+    callback = Keeps()
+    fit(callbacks=[callback], max_epochs=3)
+    adapter = Adapter(callback)
+    assert adapter.state_dict() == {"n": 3}
+    adapter.load_state_dict({"n": 7})
+    assert callback.n == 7
+    assert not hasattr(Adapter(noting([])), "state_dict")
+
+
+class Module(Callback):
+    """One that another process can find."""
+
+    def on_fit_start(self, trainer, pl_module): ...
+
+
+def test_it_goes_to_another_process():
+    assert isinstance(pickle.loads(pickle.dumps(Adapter(Module()))).callback, Callback)
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
+def test_a_method_that_would_never_be_called(name):
+    callback = type("Mine", (Callback,), {name: lambda self, trainer, pl_module: None})()
+    with pytest.raises(UsageError, match=rf"callback Mine.{name} would never be called. Use instead: "):
+        trainer(callbacks=[callback])
+
+
+def test_a_misspelt_method():
+    callback = type("Mine", (Callback,), {"on_train_epoch_ends": lambda self, trainer, pl_module: None})()
+    with pytest.raises(UsageError, match=r"on_train_epoch_ends would never be called. Did you mean 'on_train_epoch_end'\?"):
+        trainer(callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"), [(Callback(), "overrides no method"), (object(), "no callback"), ("early_stopping", "no callback")]
+)
+def test_what_is_no_callback(wrong, why):
+    with pytest.raises(UsageError, match=why):
+        trainer(callbacks=[wrong])
+
+
+def test_the_base_has_each_hook_of_the_module_with_its_arguments():
+    known = {name for name in vars(ModuleHooks(Net())) if name.startswith("on_")} - {"on_before_batch_transfer", "on_after_batch_transfer"}
+    assert known - set(NOT_CALLED) == set(EVENTS)
+    for name in EVENTS:
+        own = list(inspect.signature(getattr(gt.Module, name)).parameters)
+        assert list(inspect.signature(getattr(Callback, name)).parameters) == ["self", "trainer", "pl_module", *own[1:]]
+
+
+def test_the_page_lists_what_is_called_and_what_is_not():
+    page = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    called, _, refused = page.partition("| called | when |")[2].partition("| not called | instead |")
+    assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in called.splitlines() if line.startswith("|")))) == set(CALLED)
+    assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")))) == set(
+        NOT_CALLED
+    )

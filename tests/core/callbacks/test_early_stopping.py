@@ -1,0 +1,153 @@
+"""EarlyStopping: training ends when a metric no longer gets better."""
+
+import pytest
+
+from geartrain import TrainingError, UsageError
+from geartrain.callbacks import EarlyStopping
+
+from ..models import Logging, fit, loader
+
+NAN, INF = float("nan"), float("inf")
+
+
+def run_on(values, val=True, every=1.0, **options):
+    """Train a net whose metric goes through ``values``, one a check (the last one again and again); callback and trainer."""
+    left, now = list(values), []
+
+    def logs(module, batch, batch_idx):
+        if batch_idx == 0:
+            now[:] = [left.pop(0) if len(left) > 1 else left[0]]
+        module.log("metric", now[0], on_step=False, on_epoch=True)
+
+    options = {"monitor": "metric", **options}
+    names = ("log_every_n_steps", "check_val_every_n_epoch", "max_epochs", "num_sanity_val_steps")
+    of_trainer = {name: options.pop(name) for name in names if name in options}
+    callback = EarlyStopping(**options)
+    module = Logging(validate=logs) if val else Logging(train=logs)
+    of_trainer = {"max_epochs": 12, "val_check_interval": every, **of_trainer}
+    return callback, fit(module, val=loader(4) if val else None, plugins=[callback], **of_trainer)
+
+
+@pytest.mark.parametrize("val", [True, False])
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([5, 4, 3, 3, 3, 3, 3], {}, 6),
+        ([5, 4, 3, 3, 3, 3, 3], {"patience": 1}, 4),
+        ([5, 4, 5, 3, 3, 3], {"patience": 2}, 6),
+        ([1, 2, 3, 2, 2, 2], {"mode": "max"}, 6),
+        ([1, 2, 3, 2, 2, 2], {"mode": "min"}, 4),
+        ([5, 4.9, 4.8, 4.7], {"min_delta": 0.5}, 4),
+        ([5, 5.1, 5.2, 5.3], {"min_delta": 0.5, "mode": "max"}, 4),
+        ([5, 4.4, 3.8, 3.2, 3.2, 3.2, 3.2], {"min_delta": 0.5}, 7),
+        ([5, 4, NAN], {}, 3),
+        ([5, 4, INF], {"mode": "max"}, 3),
+        ([5, NAN, 4, NAN, NAN, NAN], {"check_finite": False}, 6),
+        ([5, 4, 0.5, 0.4], {"stopping_threshold": 1.0}, 3),
+        ([5, 4, 11, 4], {"divergence_threshold": 10.0}, 3),
+        ([5, 4, -11, 4], {"divergence_threshold": -10.0, "mode": "max"}, 3),
+        ([5, 4, 11, 4], {"stopping_threshold": 10.0, "mode": "max"}, 3),
+        (list(range(20, 0, -1)), {}, 12),
+    ],
+)
+def test_when_training_ends(values, options, epochs, val):
+    callback, trainer = run_on(values, val=val, **options)
+    assert trainer.current_epoch == epochs
+    assert trainer.global_step == 6 * epochs
+    assert bool(callback.reason) == (epochs < 12)
+    assert callback.stopped_epoch == (epochs - 1 if epochs < 12 else 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "why"),
+    [
+        ([3, 3], {"patience": 1}, "metric was not better than 3 for 1 checks"),
+        ([NAN], {}, "metric = nan is not finite"),
+        ([1], {"stopping_threshold": 2.0}, "metric = 1 is better than stopping_threshold=2.0"),
+        ([3], {"divergence_threshold": 2.0}, "metric = 3 is worse than divergence_threshold=2.0"),
+    ],
+)
+def test_it_says_why(values, options, why, capsys):
+    callback, _ = run_on(values, **options)
+    assert why in callback.reason
+    assert why in capsys.readouterr().err
+
+
+def test_verbose_says_each_improvement(capsys):
+    run_on([5, 4, 6], max_epochs=3, verbose=True)
+    assert "metric went from 5 to 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every", [1.0, 3])
+def test_the_sanity_check_is_no_check(every):
+    callback, _ = run_on([1, 5, 5, 5], every=every, max_epochs=2, num_sanity_val_steps=2)
+    assert callback.best_score == 5
+
+
+@pytest.mark.parametrize(("flush", "steps"), [(1, 8), (50, 12)])
+def test_validation_within_an_epoch_ends_it_at_the_next_flush(flush, steps):
+    """Checks after steps 2, 4, 6 and 8; the last is the third without improvement."""
+    _, trainer = run_on([5], every=2, log_every_n_steps=flush)
+    assert trainer.global_step == steps
+
+
+def test_only_epochs_with_validation_are_checked():
+    _, trainer = run_on([5], check_val_every_n_epoch=2, patience=1)
+    assert trainer.current_epoch == 4
+
+
+def test_after_each_epoch_training_metrics_are_there():
+    module = Logging(
+        train=lambda self, batch, i: self.log("train", 5.0, on_step=False, on_epoch=True), validate=lambda self, batch, i: None
+    )
+    assert fit(module, val=loader(), max_epochs=9, plugins=[EarlyStopping("train")]).current_epoch == 4
+
+
+def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest():
+    with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
+        run_on([5], monitor="metrik")
+    assert "geartrain[early_stopping]" in str(raised.value)
+
+
+def test_not_strict_it_warns_once_and_goes_on():
+    with pytest.warns(UserWarning, match="metrik") as warned:
+        _, trainer = run_on([5], monitor="metrik", strict=False)
+    assert trainer.current_epoch == 12
+    assert len(warned) == 1
+
+
+def test_it_may_be_chosen_by_name():
+    module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
+    options = {"early_stopping": {"monitor": "val_loss", "patience": 1}}
+    trainer = fit(module, val=loader(), max_epochs=9, plugins=["early_stopping"], plugin_options=options)
+    assert trainer.current_epoch == 2
+    assert trainer.plan.plugins[0].label == "geartrain[early_stopping]"
+
+
+def test_its_state_goes_on_counting():
+    first, _ = run_on([5, 4, 4], max_epochs=3, patience=3)
+    state = first.state_dict()
+    assert (state["wait_count"], state["best_score"]) == (1, 4)
+    again = EarlyStopping("metric", patience=3)
+    again.load_state_dict(state)
+    module = Logging(validate=lambda self, batch, i: self.log("metric", 4.0))
+    assert fit(module, val=loader(), max_epochs=9, plugins=[again]).current_epoch == 2
+
+
+def test_the_next_fit_is_not_ended_by_the_last_ones_stop():
+    callback, trainer = run_on([5], patience=1)
+    assert trainer.current_epoch == 2
+    callback.patience = 4
+    trainer.fit(Logging(validate=lambda self, batch, i: self.log("metric", 5.0)), loader(), loader())
+    assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -0.1}])
+def test_wrong_options(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        EarlyStopping("metric", **wrong)
+
+
+def test_after_validation_without_validation():
+    with pytest.raises(UsageError, match="there is none"):
+        run_on([5], val=False, check_on_train_epoch_end=False)

@@ -1,0 +1,130 @@
+"""LearningRateMonitor: names as in Lightning, and the rate with which a step was taken."""
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from geartrain import UsageError
+from geartrain.callbacks import LearningRateMonitor
+
+from ..models import SGD, Loggers, Net, fit
+
+
+def halves(optimizer, interval="epoch", name=None):
+    """A scheduler that halves the rate."""
+    return {"scheduler": LambdaLR(optimizer, lambda n: 0.5**n), "interval": interval, "name": name}
+
+
+class Made(Net):
+    """A net whose ``configure_optimizers`` is a function of the module."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self)
+
+
+def logged(make, *arguments, **options):
+    """``(step, metrics)`` of each flush of a net trained on 6 batches an epoch, learning rates only."""
+    loggers = Loggers()
+    fit(Made(make), plugins=[LearningRateMonitor(*arguments), loggers], **{"log_every_n_steps": 1, **options})
+    return loggers.lines
+
+
+def names(make, *arguments):
+    return sorted({name for _, metrics in logged(make, *arguments) for name in metrics})
+
+
+def first(module):
+    return SGD(module.layers[0].parameters())
+
+
+def last(module):
+    return SGD(module.layers[2].parameters())
+
+
+def groups(module, *more):
+    first, last = module.layers[0].parameters(), module.layers[2].parameters()
+    return torch.optim.SGD([{"params": first, **(more[0] if more else {})}, {"params": last, **(more[1] if more else {})}], lr=0.1)
+
+
+def both(module):
+    return [first(module), last(module)]
+
+
+def scheduled(module, **options):
+    optimizer = SGD(module.parameters())
+    return {"optimizer": optimizer, "lr_scheduler": halves(optimizer, **options)}
+
+
+def second_scheduled(module):
+    a, b = both(module)
+    return [a, b], [halves(b)]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda m: SGD(m.parameters()), ["lr-SGD"]),
+        (both, ["lr-SGD", "lr-SGD-1"]),
+        (lambda m: [first(m), torch.optim.Adam(m.layers[2].parameters())], ["lr-Adam", "lr-SGD"]),
+        (groups, ["lr-SGD/pg1", "lr-SGD/pg2"]),
+        (lambda m: groups(m, {"name": "body"}, {"name": "head"}), ["lr-SGD/body", "lr-SGD/head"]),
+        (lambda m: torch.optim.SGD([{"params": m.parameters(), "name": "all"}], lr=0.1), ["lr-SGD/all"]),
+        (lambda m: scheduled(m, name="my_rate"), ["my_rate"]),
+        (second_scheduled, ["lr-SGD", "lr-SGD-1"]),
+    ],
+)
+def test_names(make, expected):
+    assert names(make) == expected
+
+
+def test_momentum_and_weight_decay():
+    def make(module):
+        sgd = torch.optim.SGD(module.layers[0].parameters(), lr=0.1, momentum=0.8)
+        return [sgd, torch.optim.AdamW(module.layers[2].parameters(), lr=0.2, betas=(0.7, 0.9), weight_decay=0.3)]
+
+    values = logged(make, "step", True, True)[0][1]
+    assert values == {
+        "lr-SGD": 0.1,
+        "lr-SGD-momentum": 0.8,
+        "lr-SGD-weight_decay": 0.0,
+        "lr-AdamW": 0.2,
+        "lr-AdamW-momentum": 0.7,
+        "lr-AdamW-weight_decay": 0.3,
+    }
+
+
+def test_a_steps_rate_is_the_one_that_it_was_taken_with():
+    lines = logged(lambda m: scheduled(m, interval="step"))
+    assert lines == [(step + 1, {"lr-SGD": pytest.approx(0.1 * 0.5**step)}) for step in range(6)]
+
+
+def test_only_flushed_steps_are_logged():
+    lines = logged(lambda m: scheduled(m, interval="step"), log_every_n_steps=3)
+    assert lines == [(3, {"lr-SGD": pytest.approx(0.1 * 0.5**2)}), (6, {"lr-SGD": pytest.approx(0.1 * 0.5**5)})]
+
+
+def test_a_scheduler_of_epochs_is_logged_each_epoch():
+    lines = logged(scheduled, max_epochs=3)
+    assert lines == [(6 * (epoch + 1), {"lr-SGD": pytest.approx(0.1 * 0.5**epoch)}) for epoch in range(3)]
+
+
+@pytest.mark.parametrize(("interval", "count"), [("step", 12), ("epoch", 2)])
+def test_an_interval_that_is_given_holds_for_all(interval, count):
+    assert len(logged(lambda m: scheduled(m, interval="step"), interval, max_epochs=2)) == count
+
+
+def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
+    def make(module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1))
+        return {"optimizer": optimizer, "lr_scheduler": halves(optimizer, "step")}
+
+    assert [metrics["lr-SGD"] for _, metrics in logged(make)] == [pytest.approx(0.1 * 0.5**step) for step in range(6)]
+
+
+def test_a_wrong_interval():
+    with pytest.raises(UsageError, match="'step', 'epoch' or None"):
+        LearningRateMonitor("batch")

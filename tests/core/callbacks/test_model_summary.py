@@ -1,0 +1,90 @@
+"""ModelSummary: a table of the layers before training."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import ModelSummary
+
+from ..models import EvalNet, Net, Pretend, fit, loader, trainer
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+
+
+@pytest.fixture
+def rows(capsys):
+    """The cells of each printed row, by its layer's name."""
+
+    def read():
+        lines = [re.split(r"\s*[│┃]\s*", line.strip("│┃ \n")) for line in capsys.readouterr().out.splitlines() if line[:1] in "│┃"]
+        return {line[0]: line[1:] for line in lines}
+
+    return read
+
+
+class Shared(Net):
+    def __init__(self):
+        super().__init__()
+        self.again = self.layers[0]
+        self.lazy = nn.LazyLinear(2)
+        self.table = nn.Embedding(1024, 256)
+        self.table.weight.requires_grad_(False)
+
+
+def test_layers_parameters_and_sizes(rows):
+    fit(Shared(), plugins=[ModelSummary()])
+    assert rows() == {
+        "layer": ["type", "parameters", "trainable", "MiB"],
+        "layers": ["Sequential", "21", "21", "0.000"],
+        "lazy": ["LazyLinear", "0", "0", "0.000"],
+        "table": ["Embedding", "262,144", "0", "1.000"],
+        "total": ["Shared", "262,165", "21", "1.000"],
+    }
+
+
+@pytest.mark.parametrize(("depth", "layers"), [(0, 0), (1, 1), (2, 4), (-1, 4)])
+def test_depth(rows, depth, layers):
+    fit(plugins=[ModelSummary(max_depth=depth)])
+    assert len(rows()) == layers + 2
+
+
+def test_the_size_is_of_parameters_and_buffers_as_they_are_kept(rows):
+    class Big(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(2**20, dtype=torch.bfloat16))
+
+    fit(Big(), plugins=[ModelSummary()])
+    assert rows()["total"][3] == "2.000"
+
+
+def test_before_training_once(capsys):
+    class Says:
+        @hookimpl
+        def on_epoch_start(self):
+            print("trains")
+
+    fit(plugins=[Says(), ModelSummary()], max_epochs=2)
+    printed = capsys.readouterr().out
+    assert printed.index("total") < printed.index("trains")
+    assert printed.count("total") == 1
+
+
+def test_evaluation_and_other_ranks_print_nothing(capsys):
+    trainer(plugins=[ModelSummary()]).validate(EvalNet(), loader())
+    second = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    fit(strategy=second(), devices=2, plugins=[ModelSummary()])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("depth", [-2, 1.5, True])
+def test_a_wrong_depth(depth):
+    with pytest.raises(UsageError, match="max_depth"):
+        ModelSummary(depth)

@@ -1,0 +1,97 @@
+"""Norms of gradients and parameters."""
+
+import copy
+import math
+
+import pytest
+
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import Norms
+
+from ..models import Loggers, Net, fit, loader
+
+
+def lines(*plugins, module=None, **options):
+    """``(step, metrics)`` of each flush."""
+    loggers = Loggers()
+    fit(module, plugins=[loggers, *plugins], **{"log_every_n_steps": 1, **options})
+    return loggers.lines
+
+
+class Seen:
+    """What the norms are just before each step."""
+
+    def __init__(self):
+        self.gradients, self.parameters, self.each = [], [], []
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, run, optimizer):
+        each = {name: p.grad.norm().item() for name, p in run.module.named_parameters()}
+        self.each.append(each)
+        self.gradients.append(math.hypot(*each.values()))
+        self.parameters.append(math.hypot(*(p.norm().item() for p in run.module.parameters())))
+        return (yield)
+
+
+def test_the_norm_of_each_step():
+    seen = Seen()
+    found = lines(seen, Norms())
+    assert found == [(i + 1, {"grad_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.gradients)]
+
+
+def test_parameters_before_the_step():
+    seen = Seen()
+    found = lines(seen, Norms(gradients=False, parameters=True))
+    assert found == [(i + 1, {"param_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.parameters)]
+
+
+def test_each_parameter():
+    seen = Seen()
+    metrics = lines(seen, Norms(parameters=True, per_parameter=True))[2][1]
+    assert {name: metrics[f"grad_norm/{name}"] for name in seen.each[2]} == pytest.approx(seen.each[2])
+    assert {name.partition("/")[2] for name in metrics if "/" in name} == set(seen.each[2])
+    assert sum(name.startswith("param_norm/") for name in metrics) == 4
+
+
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_before_clipping(how):
+    clipped, module = Seen(), Net()
+    expected = lines(Norms(), module=copy.deepcopy(module), max_steps=1)[0][1]["grad_norm"]
+    found = lines(clipped, Norms(), module=module, max_steps=1, gradient_clip_val=1e-3, gradient_clip_algorithm=how)
+    assert found[0][1]["grad_norm"] == pytest.approx(expected)
+    assert clipped.gradients[0] < expected / 10
+
+
+@pytest.mark.parametrize(("every", "flush", "steps"), [(None, 2, [2, 4, 6]), (3, 1, [3, 6]), (1, 3, [3, 6]), (4, 2, [4])])
+def test_how_often(every, flush, steps):
+    assert [step for step, _ in lines(Norms(every=every), log_every_n_steps=flush)] == steps
+
+
+def test_unscaled_in_16_mixed():
+    """The scaler's first steps overflow and are skipped: their norm is infinite, and the weights stay as they were."""
+    same = [next(iter(loader()))] * 12
+    module = Net()
+    found = lines(Norms(), module=copy.deepcopy(module), precision="16-mixed", train=same)
+    half = [metrics["grad_norm"] for _, metrics in found if "grad_norm" in metrics]
+    full = lines(Norms(), module=module, train=same)[0][1]["grad_norm"]
+    assert next(norm for norm in half if math.isfinite(norm)) == pytest.approx(full, rel=0.02)
+
+
+def test_what_is_not_trained_is_left_out():
+    module = Net()
+    module.layers[0].requires_grad_(False)
+    metrics = lines(Norms(parameters=True, per_parameter=True), module=module)[0][1]
+    assert not any("layers.0" in name for name in metrics)
+
+
+def test_a_failure_is_a_warning_and_training_goes_on(monkeypatch):
+    monkeypatch.setattr("geartrain.callbacks.norms.norms_of", lambda tensors: 1 / 0)
+    with pytest.warns(UserWarning, match=r"geartrain\[norms\]: ZeroDivisionError") as warned:
+        assert fit(plugins=[Norms()], train=loader(), log_every_n_steps=1).global_step == 6
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"gradients": False}, {"every": 0}, {"every": True}])
+def test_wrong_options(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Norms(**wrong)

@@ -1,0 +1,142 @@
+"""Throughput: how fast training is, from flush to flush."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import Throughput
+from geartrain.callbacks.throughput import _known_peak
+
+from ..models import EvalNet, Loggers, Net, Pretend, fit, loader, samples
+
+#: Floating-point operations of one sample in Net: 2 for each weight forward, twice that backward, but that the first layer's input
+#: needs no gradient.
+PER_SAMPLE = 2 * (3 * 4 + 4) * 3 - 2 * 3 * 4
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the figures; each training step takes half a second of it, each validation batch 100 s."""
+    clock = SimpleNamespace(now=5.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr("geartrain.callbacks.throughput.time", clock)
+
+    class Ticks:
+        @hookimpl(wrapper=True)
+        def step(self):
+            yield
+            clock.now += 0.5
+
+        @hookimpl(wrapper=True)
+        def forward(self, method):
+            clock.now += 100 * (method == "validation_step")
+            return (yield)
+
+    clock.ticks = Ticks()
+    return clock
+
+
+def lines(clock, *arguments, module=None, of_plugin=None, **options):
+    loggers = Loggers()
+    plugin = Throughput(*arguments, **(of_plugin or {}))
+    fit(module, plugins=[clock.ticks, loggers, plugin], **{"log_every_n_steps": 2, **options})
+    return [(step, metrics) for step, metrics in loggers.lines if "val_loss" not in metrics]
+
+
+def test_figures_from_flush_to_flush(clock):
+    figures = {"batches_per_sec": 2, "samples_per_sec": 8, "flops_per_sec": 8 * PER_SAMPLE}
+    expected = {f"{where}/{name}": value for name, value in figures.items() for where in ("device", "global")}
+    assert lines(clock) == [(4, expected), (6, expected)]
+
+
+def test_tokens_in_a_sample_or_in_a_batch(clock):
+    assert lines(clock, 10)[0][1]["device/tokens_per_sec"] == 80
+    assert lines(clock, lambda batch: batch[0].numel())[0][1]["global/tokens_per_sec"] == 24
+
+
+def test_validation_is_not_counted(clock):
+    found = lines(clock, module=EvalNet(), val=loader(), max_epochs=2, val_check_interval=3, num_sanity_val_steps=2)
+    assert [step for step, _ in found] == [4, 6, 8, 10, 12]
+    assert {metrics["device/samples_per_sec"] for _, metrics in found} == {8}
+
+
+def test_accumulated_batches_and_short_ones(clock):
+    found = lines(clock, train=DataLoader(samples(22), batch_size=4), accumulate_grad_batches=2, log_every_n_steps=1)
+    assert [metrics["device/samples_per_sec"] for _, metrics in found] == [16, 12]
+    assert [metrics["device/batches_per_sec"] for _, metrics in found] == [4, 4]
+    assert found[0][1]["device/flops_per_sec"] == 16 * PER_SAMPLE
+
+
+def test_all_devices(clock):
+    metrics = lines(clock, strategy=Pretend(), devices=2)[0][1]
+    assert (metrics["device/samples_per_sec"], metrics["global/samples_per_sec"]) == (8, 16)
+
+
+def test_several_devices_in_one_process(clock):
+    class Two(Pretend):
+        import geartrain as gt
+
+        planned, world = gt.Layout(1, 2), gt.World()
+
+    metrics = lines(clock, strategy=Two(), devices=2)[0][1]
+    assert (metrics["device/samples_per_sec"], metrics["global/samples_per_sec"]) == (4, 8)
+    assert "device/flops_per_sec" not in metrics
+
+
+def test_utilisation_of_a_peak(clock):
+    metrics = lines(clock, of_plugin={"peak_flops": 16 * PER_SAMPLE})[0][1]
+    assert metrics["device/mfu"] == 0.5
+
+
+def test_without_flops(clock):
+    assert set(lines(clock, of_plugin={"flops": False, "peak_flops": 1.0})[0][1]) == {
+        f"{where}/{what}" for where in ("device", "global") for what in ("batches_per_sec", "samples_per_sec")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16-mixed", 989e12),
+        ("NVIDIA H100 PCIe", "bf16-true", 756e12),
+        ("NVIDIA H100 80GB HBM3", "16-mixed", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "32-true", None),
+        ("Tesla T4", "bf16-mixed", None),
+    ],
+)
+def test_known_peaks(name, precision, peak, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    run = SimpleNamespace(device=torch.device("cuda:0"), plan=SimpleNamespace(precision=SimpleNamespace(name=precision)))
+    assert _known_peak(run) == peak
+
+
+def test_the_device_is_waited_for_at_flushes_only(clock, monkeypatch):
+    waits = []
+    monkeypatch.setattr("geartrain.callbacks.throughput._wait", lambda device: waits.append(clock.now))
+    lines(clock, log_every_n_steps=3)
+    assert waits == [6.5, 8.0]
+
+
+def test_what_is_trained_is_the_same(clock):
+    torch.manual_seed(3)
+    plain, module = Net(), Net()
+    module.load_state_dict(plain.state_dict())
+    fit(plain)
+    lines(clock, module=module)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
+
+
+def test_a_failure_is_a_warning_and_training_goes_on(clock):
+    with pytest.warns(UserWarning, match=r"geartrain\[throughput\]: ZeroDivisionError") as warned:
+        assert lines(clock, lambda batch: 1 / 0) == []
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": "many"}, {"tokens": True}, {"peak_flops": 0}])
+def test_wrong_options(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Throughput(**wrong)

@@ -1,0 +1,103 @@
+"""Timer and Trainer(max_time=...): training ends after so much time."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+import geartrain as gt
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import Timer
+
+from ..models import EvalNet, fit, loader, trainer
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The timer's clock; each training step takes a second of it."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("geartrain.callbacks.timer.time", clock)
+    return clock
+
+
+@pytest.fixture
+def ticks(clock):
+    class Ticks:
+        @hookimpl(wrapper=True)
+        def step(self):
+            yield
+            clock.now += 1
+
+    return Ticks()
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("01:02:03:04", 93784),
+        ("00:00:00:30", 30),
+        ("90", 90),
+        (12.5, 12.5),
+        (7, 7),
+        (timedelta(minutes=2), 120),
+        ({"hours": 1, "minutes": 1}, 3660),
+    ],
+)
+def test_forms_of_a_duration(given, seconds):
+    assert Timer(given).seconds == seconds
+    assert trainer(max_time=given).plan.plugins[0].name == "timer"
+
+
+@pytest.mark.parametrize("given", ["1:00", "soon", "", True, None, {"hors": 1}, {"hours": "x"}, 0, -1, "00:00:00:00", float("nan")])
+def test_what_is_no_duration(given):
+    with pytest.raises(UsageError, match=r"duration=.*Fix: 'DD:HH:MM:SS'"):
+        Timer(given)
+
+
+def test_a_wrong_interval():
+    with pytest.raises(UsageError, match="'step' or 'epoch'"):
+        Timer(1, interval="batch")
+
+
+@pytest.mark.parametrize(("flush", "steps"), [(1, 8), (5, 10), (50, 12)])
+def test_it_ends_training_at_the_next_flush(ticks, flush, steps, capsys):
+    assert fit(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=flush).global_step == steps
+    assert f"0:00:08 are over. Training ends in epoch 2, after {steps} steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "epochs"), [(6, 1), (7, 2), (12, 2)])
+def test_by_epochs(ticks, limit, epochs):
+    ended = fit(plugins=[ticks, Timer(limit, interval="epoch")], max_epochs=9, log_every_n_steps=1)
+    assert (ended.current_epoch, ended.global_step) == (epochs, 6 * epochs)
+
+
+def test_time_in_time(ticks, capsys):
+    timer = Timer({"hours": 1})
+    assert fit(plugins=[ticks, timer], max_epochs=2).global_step == 12
+    assert (timer.time_elapsed(), timer.time_remaining()) == (12, 3588)
+    assert capsys.readouterr().err == ""
+
+
+def test_its_state_keeps_the_time(ticks):
+    first, again = Timer(9), Timer(9)
+    fit(plugins=[ticks, first])
+    again.load_state_dict(first.state_dict())
+    assert fit(plugins=[ticks, again], max_epochs=9, log_every_n_steps=1).global_step == 3
+
+
+def test_each_fit_has_the_whole_time(ticks):
+    one = trainer(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=1)
+    for _ in range(3):
+        one.fit(EvalNet(), loader())
+        assert one.global_step == 8
+
+
+def test_evaluation_has_no_limit(clock, ticks):
+    timer = Timer(1e-9)
+    assert trainer(plugins=[timer]).validate(EvalNet(), loader())[0]
+    assert timer.time_elapsed() == 0
+
+
+def test_the_command_line_has_it():
+    assert gt.Trainer(accelerator="cpu", max_time="00:00:01:00").plan.plugins[0].reason == "max_time='00:00:01:00'"
