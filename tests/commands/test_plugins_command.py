@@ -33,10 +33,10 @@ def rows(command):
 
 def test_core_s_own_are_listed_like_any_other(rows):
     found = rows()
-    assert set(found) == {"cpu", "single"}
+    assert set(found) == {"cpu", "csv", "single"}
     assert found["cpu"].pop("version")
     assert found["cpu"] == {"name": "cpu", "kind": "accelerator", "state": "available", "reason": "", "distribution": "geartrain"}
-    assert found["single"]["kind"] == "strategy"
+    assert (found["single"]["kind"], found["csv"]["kind"]) == ("strategy", "plugin")
 
 
 def test_every_installed_one_is_listed_and_none_imported(rows, install):
@@ -55,7 +55,7 @@ def test_table(command, install):
     lines = {tuple(cell.strip() for cell in line.strip("│").split("│")) for line in done.out.splitlines() if line.startswith("│")}
     assert ("c", "plugin", "available", "", "geartrain-a", "1.0") in lines
     assert ("single", "strategy", "blocked", "by --block") in {line[:4] for line in lines}
-    assert len(lines) == 3
+    assert len(lines) == 4
 
 
 def test_probe_asks_each_and_survives_what_is_broken(command, install):

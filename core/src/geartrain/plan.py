@@ -15,6 +15,8 @@ from geartrain.process.relaunch import why_not
 from geartrain.registry import KNOWN, Candidate, Registry
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from geartrain.hooks import Hooks
     from geartrain.options import Options
 
@@ -73,6 +75,8 @@ class Plan:
     loader_batch_size: int | None = None
     #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.hparams`. Empty until they are known.
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    #: The run's folder, or ``None``: what a plugin that writes there by default asks in ``check_plan``.
+    output: Path | None = None
     #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
     assumed: bool = False
 
