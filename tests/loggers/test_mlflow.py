@@ -2,32 +2,46 @@
 
 import json
 import math
+import shutil
 import socket
 import threading
 import warnings
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from geartrain import UsageError
 from geartrain.testing.launching import launched
 from geartrain_mlflow import MLflow
 from geartrain_mlflow.names import LONGEST, Names
-from mlflow import MlflowClient
 
 from .cases import Net, fit, loader, open_files, trainer
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A database with MLflow's tables, which take seconds to make."""
+    path = tmp_path_factory.mktemp("empty") / "test.db"
+    close(MlflowClient(f"sqlite:///{path}"))
+    return path
+
+
 @pytest.fixture(autouse=True)
-def uri(tmp_path, monkeypatch):
-    """A database of the test's own, in the working folder; at the end nothing is open."""
+def uri(tmp_path, monkeypatch, empty):
+    """A database of the test's own; at the end nothing is open."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_ALLOW_FILE_STORE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)
+    shutil.copy(empty, tmp_path)
     yield f"sqlite:///{tmp_path}/test.db"
     assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
     assert not any(path.startswith(str(tmp_path)) and path.endswith(".db") for path in open_files())
+
+
+def close(client):
+    client._tracking_client.store.engine.dispose()
 
 
 def runs(uri, experiment="Default"):
@@ -37,7 +51,7 @@ def runs(uri, experiment="Default"):
         found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
         return sorted(found, key=lambda run: (run.info.start_time, run.info.end_time))
     finally:
-        client._tracking_client.store.engine.dispose()
+        close(client)
 
 
 def history(uri, run, name):
@@ -45,7 +59,7 @@ def history(uri, run, name):
     try:
         return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
     finally:
-        client._tracking_client.store.engine.dispose()
+        close(client)
 
 
 # --- what is in it -------------------------------------------------------------------------------------------------------
@@ -148,7 +162,7 @@ def test_checkpoints_are_artifacts_on_request(uri, tmp_path):
     client = MlflowClient(uri)
     found = {name: client.list_artifacts(runs(uri, name)[0].info.run_id, "checkpoints") for name in ("with", "without")}
     sent = Path(client.download_artifacts(runs(uri, "with")[0].info.run_id, "checkpoints/last.ckpt"))
-    client._tracking_client.store.engine.dispose()
+    close(client)
     assert ([file.path for file in found["with"]], found["without"]) == (["checkpoints/last.ckpt"], [])
     assert sent.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
 
@@ -175,7 +189,7 @@ def test_each_command_of_one_object_is_a_run(uri):
 
 def test_a_trial_writes_nothing(tmp_path):
     fit("mlflow", fast_dev_run=True)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["test.db"]
 
 
 def test_two_ranks_write_once(uri, tmp_path):
@@ -214,7 +228,7 @@ def test_a_server_that_refuses_is_one_warning(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as bound:  # never listens, so it refuses, and nobody else gets it
         bound.bind(("127.0.0.1", 0))
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
             one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{bound.getsockname()[1]}"))
     assert one.global_step == 12
     (warning,) = ours(caught)
@@ -228,7 +242,7 @@ def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(mo
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
             one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5))
         (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
     # The listening socket is closed: the connection that waited in it is reset, and the thread that was left behind ends.
@@ -240,7 +254,7 @@ def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(mo
 
 def test_a_database_that_cannot_be_opened_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
         one = fit(MLflow(tracking_uri=f"sqlite:///{tmp_path}/file/x.db"))
     assert one.global_step == 12
     assert len(ours(caught)) == 1
