@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import geartrain.choosing
 import geartrain.lazy_names
-import geartrain.plan
 import geartrain.registry
 from geartrain import hookimpl
 from geartrain.builtin.defaults import Defaults
@@ -155,8 +155,8 @@ def dists(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
-    monkeypatch.setattr(geartrain.plan, "visible", dict)
-    monkeypatch.setattr(geartrain.plan, "why_not", lambda: None)  # as if pytest were a program that can be run again
+    monkeypatch.setattr(geartrain.choosing, "visible", dict)
+    monkeypatch.setattr(geartrain.choosing, "why_not", lambda: None)  # as if pytest were a program that can be run again
     before = set(sys.modules)
     yield made
     for name in set(sys.modules) - before:

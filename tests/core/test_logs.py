@@ -205,7 +205,8 @@ def test_logger_and_prog_bar():
         ((3, 1.0), {}, "non-empty string"),
         (("x", 1.0), {"reduce_fx": "avarage"}, "unknown reduction"),
         (("x", 1.0), {"reduce_fx": "mena"}, "Did you mean 'mean'"),
-        (("x", 1.0), {"reduce_fx": torch.std}, "unknown reduction.*mean"),
+        (("x", 1.0), {"reduce_fx": 3}, "unknown reduction.*mean"),
+        (("x", 1.0), {"reduce_fx": lambda values: values * torch.ones(2)}, "not one number"),
         (("x", 1.0), {"rank_zero_only": True, "sync_dist": True}, "rank_zero_only and sync_dist"),
     ],
 )

@@ -256,7 +256,7 @@ SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
 
 @pytest.mark.parametrize("name", ["cuda", "mps"])
 def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name):
-    monkeypatch.setattr("geartrain.plan.visible", lambda: {name: SEEN[name]})
+    monkeypatch.setattr("geartrain.choosing.visible", lambda: {name: SEEN[name]})
     made = plan(devices=1)
     assert made.accelerator.name == "cpu"
     expected = f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
@@ -270,7 +270,7 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name)
 
 
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.plan.visible", lambda: SEEN)
+    monkeypatch.setattr("geartrain.choosing.visible", lambda: SEEN)
     dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
     error = refused("geartrain-mps[mps] is unavailable: macOS 13.1 is too old", "Fix: pip install geartrain-cuda", accelerator="gpu")
     assert "pip install geartrain-mps" not in error
@@ -345,7 +345,7 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 
 def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.plan.why_not", lambda: "a notebook has none")
+    monkeypatch.setattr("geartrain.choosing.why_not", lambda: "a notebook has none")
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):
         gt.Trainer(accelerator="cpu", devices=2)
@@ -511,3 +511,24 @@ def test_check_plan_sees_the_whole_plan():
     with pytest.raises(UsageError, match="enough"):
         trainer.fit(Net(), DataLoader(list(range(24)), batch_size=6))
     assert watches.seen[0].global_batch == 12
+
+
+def test_select_devices_without_indices_is_refused():
+    class Processes:
+        priority, indexed = 1, False
+
+        def unavailable(self):
+            return None
+
+        def device_count(self):
+            return 1
+
+        def select_devices(self, devices, indices):
+            return indices
+
+        @hookimpl
+        def setup_device(self):
+            raise AssertionError
+
+    with pytest.raises(UsageError, match="Processes: indexed = False and select_devices contradict each other"):
+        planned(accelerator=Processes(), devices=8)

@@ -1,6 +1,9 @@
 """Each precision trains as the loop that one writes by hand with torch's own tools, and 16-mixed skips, counts and waits."""
 
 import copy
+import gc
+import warnings
+import weakref
 from collections import namedtuple
 from functools import partial
 
@@ -451,6 +454,46 @@ def test_a_device_without_autocast_is_refused():
 
     with pytest.raises(UsageError, match=r"geartrain\[bf16-mixed\]: torch has no autocast for meta. Fix: --precision 32"):
         fit(Net(), accelerator=Meta(), devices=1, precision="bf16-mixed")
+
+
+def test_a_device_that_cannot_compute_in_the_format_is_refused(monkeypatch):
+    """Where torch only warns, and its autocast does nothing from then on."""
+    real = torch.autocast
+
+    def cannot(device_type, dtype):
+        warnings.warn(f"In MPS autocast, but the target dtype {dtype} is not supported. Disabling autocast.", stacklevel=2)
+        return real(device_type, dtype, enabled=False)
+
+    monkeypatch.setattr(torch, "autocast", cannot)
+    with pytest.raises(UsageError, match=r"geartrain\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast. Fix: --pre"):
+        fit(Net(), precision="bf16-mixed")
+
+
+def test_the_batch_as_it_was_is_not_kept_beside_the_new_one():
+    class Sees(Net):
+        def training_step(self, batch, batch_idx):
+            gc.collect()
+            alive.append([made() is not None for made in given])
+            return self.loss(batch)
+
+    class Given:
+        """Batches that nobody but the caller holds."""
+
+        def __iter__(self):
+            self.left = 6
+            return self
+
+        def __next__(self):
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            batch = torch.ones(4, 3), torch.ones(4, 1)
+            given.append(weakref.ref(batch[0]))
+            return batch
+
+    given, alive = [], []
+    fit(Sees(), Given(), precision="bf16-true")
+    assert [sum(row) for row in alive] == [0] * 6
 
 
 # --- around it -----------------------------------------------------------------------------------------------------------

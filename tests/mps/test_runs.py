@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.parts import Choice
 from geartrain_mps import MPSAccelerator
 
 Pair = namedtuple("Pair", "x y")
@@ -179,9 +178,20 @@ def test_float64_in_a_module_is_refused_before_anything_starts(metal, trainer, t
 
 
 def test_precision_of_64_bits_is_refused(metal, trainer):
-    plan = dataclasses.replace(trainer().plan, precision=Choice("64-true", "precision", "geartrain", "0", ""))
     with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: precision 64-true.*Fix: --precision 32-true"):
-        MPSAccelerator().check_plan(plan, Line)
+        trainer(precision=64).check(Line)
+
+
+def test_16_mixed_is_refused_where_torchs_scaler_needs_float64(metal, trainer, monkeypatch):
+    assert trainer(precision=16).check(Line).precision.name == "16-mixed"
+
+    def unscale_(self, optimizer):
+        self._scale.double().reciprocal().float()
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)  # as older versions of torch have it
+    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: the gradient scaler of torch .*Fix: a newer torch, or --precision bf16"):
+        trainer(precision=16).check(Line)
+    trainer(precision="bf16").check(Line)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +58,35 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
     return data
+
+
+class Through:
+    """Batches, each through a function: what a wrapper of ``device_batches`` returns.
+
+    Args:
+        batches: what the hook's owner returned.
+        loader: what it was made from.
+    """
+
+    def __init__(self, batches: Iterator[Any], loader: Iterable[Any], function: Callable[[Any], Any]) -> None:
+        self._batches, self._loader, self._function = batches, loader, function
+
+    def __iter__(self) -> Through:
+        return self
+
+    def __next__(self) -> Any:
+        return self._function(next(self._batches))  # in no variable: the batch as it was must not stay on the device beside the new one
+
+    def close(self) -> None:
+        close_batches(self._batches, self._loader)
+
+
+def close_batches(batches: Any, loader: Any) -> None:
+    """Let an iterator of ``device_batches`` go: one that prefetches holds batches and streams. A generator of the user's own, which is the
+    loader itself, goes on in the next epoch."""
+    close = getattr(batches, "close", None)
+    if close is not None and batches is not loader:
+        close()
 
 
 def moves_nothing(run: Run) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from geartrain.data import map_tensors
 from geartrain.hooks import fire
+from geartrain.metric_objects import standing_in
 from geartrain.rounds import repeated, while_any_has
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
     turns = while_any_has(run, islice(batches, limit)) if run.unsure[loaders] else repeated(batches, limit, rounds)
     for batch_idx, (batch, again) in enumerate(turns):
         run.batch, run.repeating = batch, again
-        with run.logs.scope(keep=False) if run.repeating else nullcontext():
+        with _thrown_away(run) if run.repeating else nullcontext():
             if starts is not None:
                 starts(batch, batch_idx, *more)
             output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
@@ -91,6 +92,13 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
             run.logs.fold()
     run.batch, run.repeating = None, False
     return outputs
+
+
+@contextmanager
+def _thrown_away(run: Run) -> Iterator[None]:
+    """What is logged, and what torchmetrics objects see, leaves no trace."""
+    with run.logs.scope(keep=False), standing_in(run.module):
+        yield
 
 
 def _own(run: Run, name: str, *arguments: Any) -> None:

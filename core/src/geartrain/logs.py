@@ -7,25 +7,22 @@ GPU. A flush is two collectives: a header of fixed size (which metrics, how many
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from geartrain import metric_objects, reductions
 from geartrain.data import first_size
-from geartrain.errors import TrainingError, nearest
+from geartrain.errors import TrainingError
 from geartrain.hooks import fire
 
 if TYPE_CHECKING:
     from geartrain.run import Run
-
-_REDUCTIONS = ("mean", "sum", "min", "max")
-#: What an accumulator starts from: nothing added, nothing seen.
-_START = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_FUNCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +33,7 @@ class _Spec:
     logger: bool
     on_step: bool
     on_epoch: bool
+    #: The name of a reduction, or what a function of the user's own is called.
     reduce_fx: str
     sync_dist: bool
     rank_zero_only: bool
@@ -51,23 +49,28 @@ class _Metric:
     last: tuple[float, int] = (0.0, 0)
     total: float = 0.0
     weight: int = 0
+    #: The user's own reduction, and the values that it will get.
+    function: Callable[[torch.Tensor], Any] | None = None
+    values: list[float] = field(default_factory=list)
+    #: The torchmetrics object that was logged; it keeps the epoch's value itself.
+    source: Any = None
 
     def add(self, value: float, weight: int) -> None:
         self.last = (value, weight)
-        if not self.spec.on_epoch:
+        if not self.spec.on_epoch or self.source is not None:
             return
-        if self.weight == 0:
-            self.total = _START[self.spec.reduce_fx]
-        self.total = _combine(self.spec.reduce_fx, self.total, value * weight if self.spec.reduce_fx == "mean" else value)
+        reduce_fx = self.spec.reduce_fx
+        if self.function is not None:
+            self.values.append(value)
+        else:
+            if self.weight == 0:
+                self.total = reductions.START[reduce_fx]
+            self.total = reductions.combine(reduce_fx, self.total, value * weight if reduce_fx == "mean" else value)
         self.weight += weight
 
-
-def _combine(reduce_fx: str, a: float, b: float) -> float:
-    if reduce_fx == "min":
-        return b if b != b else min(a, b)  # NaN must win: min() would drop it silently
-    if reduce_fx == "max":
-        return b if b != b else max(a, b)
-    return a + b
+    def forget(self) -> None:
+        """Begin the next epoch."""
+        self.total, self.weight, self.values, self.source = 0.0, 0, [], None
 
 
 class Logs:
@@ -116,7 +119,7 @@ class Logs:
             logger,
             in_step if on_step is None else on_step,
             not in_step if on_epoch is None else on_epoch,
-            _FUNCTIONS.get(reduce_fx, reduce_fx),
+            reduce_fx if reduce_fx.__class__ is str else reductions.key(reduce_fx),
             sync_dist,
             rank_zero_only,
         )
@@ -129,24 +132,40 @@ class Logs:
             name = f"{name}/dataloader_idx_{run.dataloader_idx}"
         metric = self._metrics.get(name)
         if metric is None:
-            metric = self._metrics[name] = self._new(name, spec)
+            metric = self._metrics[name] = self._new(name, spec, reduce_fx)
         elif metric.spec != spec:
             raise TrainingError(
                 f"self.log({name!r}) was called with other options before: {_difference(metric.spec, spec)}. Fix: use another name"
             )
         if rank_zero_only and run.world.rank != 0:
             return
-        metric.pending.append((_scalar(name, value), self._weight(batch_size)))
+        if isinstance(value, nn.Module):
+            self._keep(metric, value)
+        else:
+            metric.pending.append((_scalar(name, value), self._weight(batch_size)))
 
-    def _new(self, name: str, spec: _Spec) -> _Metric:
+    def _new(self, name: str, spec: _Spec, reduce_fx: Any) -> _Metric:
         if not isinstance(name, str) or not name:
             raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
-        if spec.reduce_fx not in _REDUCTIONS:
-            hint = nearest(spec.reduce_fx, _REDUCTIONS) if isinstance(spec.reduce_fx, str) else f"Known: {', '.join(_REDUCTIONS)}."
-            raise TrainingError(f"self.log({name!r}, reduce_fx={spec.reduce_fx!r}): unknown reduction. {hint}")
         if spec.rank_zero_only and spec.sync_dist:
             raise TrainingError(f"self.log({name!r}): rank_zero_only and sync_dist contradict each other. Fix: take one out")
-        return _Metric(name, spec)
+        return _Metric(name, spec, function=reductions.check(name, reduce_fx))
+
+    def _keep(self, metric: _Metric, value: nn.Module) -> None:
+        """Keep a torchmetrics object until the end of the epoch."""
+        if metric_objects.is_collection(value):
+            raise TrainingError(f"self.log({metric.name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
+        if not metric_objects.is_metric(value):
+            _scalar(metric.name, value)
+        if metric.spec.rank_zero_only:
+            raise TrainingError(
+                f"self.log({metric.name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
+            )
+        if metric.source is not None and metric.source is not value:
+            raise TrainingError(f"self.log({metric.name!r}) was given another torchmetrics object before. Fix: a name for each")
+        if metric.spec.on_step:
+            metric.pending.append((_scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
+        metric.source = value
 
     def _weight(self, batch_size: int | None) -> int:
         if batch_size is not None:
@@ -176,7 +195,7 @@ class Logs:
         self.fold()
         found = {m.name: m.last for m in self._metrics.values() if m.spec.on_step and m.last[1]}
         totals = {name: (value * weight if self._reduction(name) == "mean" else value, weight) for name, (value, weight) in found.items()}
-        values = self._reduce(totals)
+        values = self._reduce(totals, {name: [value] for name, (value, _) in found.items()})
         for name in found:
             self._metrics[name].last = (0.0, 0)
         self._report(values, "_step")
@@ -188,25 +207,34 @@ class Logs:
             The values by their reported names.
         """
         self.flush()
-        values = self._reduce({m.name: (m.total, m.weight) for m in self._metrics.values() if m.spec.on_epoch and m.weight})
+        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight]
+        values = self._reduce({m.name: (m.total, m.weight) for m in seen}, {m.name: m.values for m in seen})
+        objects = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
+        values.update(metric_objects.end_epoch(self._run, objects))
         reported = self._report(values, "_epoch")
         for metric in self._metrics.values():
-            metric.total, metric.weight = 0.0, 0
+            metric.forget()
         self.open = False
         return reported
 
     def _reduction(self, name: str) -> str:
         return self._metrics[name].spec.reduce_fx
 
-    def _reduce(self, totals: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-        """Each metric's value; those with ``sync_dist`` over all ranks. ``totals`` are sums for a mean, else reduced values."""
+    def _reduce(self, totals: Mapping[str, tuple[float, int]], samples: Mapping[str, list[float]]) -> dict[str, float]:
+        """Each metric's value; those with ``sync_dist`` over all ranks. ``totals`` are sums for a mean, else reduced values; ``samples``
+        what a function of the user's own gets."""
         mine = {name: (self._reduction(name), total, weight) for name, (total, weight) in totals.items()}
-        values = {name: _value(reduce_fx, [total], [weight]) for name, (reduce_fx, total, weight) in mine.items()}
+        values = {
+            name: reductions.value(reduce_fx, [total], [weight])
+            if (function := self._metrics[name].function) is None
+            else reductions.apply(name, function, samples[name])
+            for name, (reduce_fx, total, weight) in mine.items()
+        }
         synced = {name: mine[name] for name in sorted(mine) if self._metrics[name].spec.sync_dist}
-        values.update(self._sync(synced))
+        values.update(self._sync(synced, samples))
         return values
 
-    def _sync(self, mine: dict[str, tuple[str, float, int]]) -> dict[str, float]:
+    def _sync(self, mine: dict[str, tuple[str, float, int]], samples: Mapping[str, list[float]]) -> dict[str, float]:
         run = self._run
         if run.world.size == 1:
             self.stop = run.should_stop
@@ -222,10 +250,27 @@ class Logs:
         nothing = (0.0, 0)
         vector = [number for name in keys for number in (mine[name][1:] if name in mine else nothing)]
         table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
-        return {
-            name: _value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
+        values = {
+            name: reductions.value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
             for i, (name, spec) in enumerate(keys.items())
         }
+        own = [name for name, spec in keys.items() if spec.reduce_fx not in reductions.NAMED]
+        return values | self._sync_functions(own, samples) if own else values
+
+    def _sync_functions(self, names: list[str], samples: Mapping[str, list[float]]) -> dict[str, float]:
+        """What functions of the user's own make of every rank's values, rank by rank."""
+        run, mine = self._run, [samples.get(name, []) for name in names]
+        counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
+        flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
+        ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
+        values = []
+        for i, name in enumerate(names):
+            every = [value for rank, count in zip(ranks, counts, strict=True) for value in rank[sum(count[:i]) : sum(count[: i + 1])]]
+            function = self._metrics[name].function
+            # A rank without samples of its own never saw the function, which need not pickle: it takes the value of one that did.
+            values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
+        told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
+        return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
 
     def _agree(self, keys: dict[str, _Spec]) -> dict[str, _Spec]:
         """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own for
@@ -283,17 +328,6 @@ class Logs:
             self._metrics, self.open = outer, was_open
             if not keep:
                 run.metrics, self.prog_bar, self.logged = before
-
-
-def _value(reduce_fx: str, totals: list[float], weights: list[float]) -> float:
-    """One metric's value from every rank's total; ranks of weight 0 have seen nothing."""
-    seen = [total for total, weight in zip(totals, weights, strict=True) if weight]
-    if not seen:
-        return float("nan")
-    combined = seen[0]
-    for total in seen[1:]:
-        combined = _combine(reduce_fx, combined, total)
-    return combined / sum(weights) if reduce_fx == "mean" else combined
 
 
 def _with_suffix(name: str, suffix: str) -> str:

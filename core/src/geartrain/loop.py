@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.data import map_tensors
+from geartrain.data import close_batches, map_tensors
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate, same_buffers
 from geartrain.hooks import fire
@@ -145,9 +145,7 @@ def train_epoch(run: Run) -> None:
                 break
     finally:
         run.step_output = run.batch = None
-        close = getattr(device_batches, "close", None)
-        if close is not None and device_batches is not run.loaders["train"][0]:
-            close()  # a prefetching iterator holds batches and streams; a generator of the user's own goes on in the next epoch
+        close_batches(device_batches, run.loaders["train"][0])
     if run.batch_idx == 0:
         raise TrainingError("the training loader gave no batch. Fix: look at its dataset, batch_size and drop_last")
     run.batches_seen += run.batch_idx

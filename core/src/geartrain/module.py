@@ -97,13 +97,14 @@ class Module(MadeWith, nn.Module):
 
         Args:
             name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
-            value: a number or a tensor of one element.
+            value: a number, a tensor of one element, or a torchmetrics ``Metric``, which is computed over all ranks at the end of the
+                epoch and reset.
             prog_bar: show it beside the progress bar.
             logger: hand it to the loggers.
             on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.
             on_epoch: log the reduced value at the end of the epoch; default: everywhere but in ``training_step``.
             reduce_fx: ``"mean"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
-                ``sync_dist``, over ranks.
+                ``sync_dist``, over ranks; or a function that makes one number of all values, a float64 tensor ``[n]``.
             sync_dist: reduce over ranks; otherwise each rank keeps its own.
             rank_zero_only: called on rank 0 only.
             batch_size: the weight of a mean; default: the first dimension of the first tensor in the batch.
@@ -130,8 +131,12 @@ class Module(MadeWith, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several numbers with the same options as :meth:`log`."""
-        for name, value in dictionary.items():
+        """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
+        from geartrain.metric_objects import is_collection
+
+        # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
+        items = dictionary.items(keep_base=False, copy_state=False) if is_collection(dictionary) else dictionary.items()  # type: ignore[call-arg]
+        for name, value in items:
             self.log(name, value, **options)
 
     def all_gather(self, data: Any) -> Any:

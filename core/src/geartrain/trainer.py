@@ -10,22 +10,14 @@ from typing import Any
 
 from geartrain._version import __version__
 from geartrain.assembly import core_parts, plugin_parts, recipes, remake
+from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
-from geartrain.plan import (
-    Plan,
-    check_joins,
-    choose_accelerator,
-    choose_devices,
-    choose_precision,
-    choose_strategy,
-    complete,
-    make_plan,
-)
+from geartrain.plan import Plan, check_joins, complete, make_plan
 from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry
 from geartrain.run import Run

@@ -6,6 +6,7 @@ each operation: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. 32-t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.data import map_tensors
+from geartrain.data import Through, map_tensors
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.module import Module
@@ -41,7 +42,7 @@ class TruePrecision:
 
     @hookimpl(wrapper=True)
     def device_batches(self, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
-        return self._cast_each((yield), loader)
+        return Through((yield), loader, lambda batch: map_tensors(batch, self._cast))
 
     @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:
@@ -51,14 +52,6 @@ class TruePrecision:
             return (yield)
         finally:
             torch.set_default_dtype(before)
-
-    def _cast_each(self, batches: Iterator[Any], loader: Iterable[Any]) -> Iterator[Any]:
-        try:
-            for batch in batches:
-                yield map_tensors(batch, self._cast)
-        finally:
-            if batches is not loader and hasattr(batches, "close"):  # the user's own generator goes on in the next epoch
-                batches.close()
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -80,10 +73,17 @@ class MixedPrecision:
         device = yield
         if not torch.amp.is_autocast_available(device.type):
             raise UsageError(f"{self._label}: torch has no autocast for {device.type}. Fix: --precision 32")
-        try:
-            self._autocast = torch.autocast(device.type, self._dtype)  # made once: it takes longer to make than to enter
-        except RuntimeError as error:
-            raise UsageError(f"{self._label}: {device} does not support it: {error} Fix: --precision 16-mixed or 32") from error
+        why = ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._autocast = torch.autocast(device.type, self._dtype)  # made once: it takes longer to make than to enter
+            except RuntimeError as error:
+                why = str(error)
+        # Where the device cannot do it, torch warns and gives an autocast that does nothing: float32 under another name.
+        if why or not self._autocast._enabled:
+            why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
+            raise UsageError(f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32")
         return device
 
     @hookimpl(wrapper=True)

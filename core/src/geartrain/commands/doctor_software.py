@@ -16,9 +16,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
 from geartrain._version import __version__
+from geartrain.choosing import choose_accelerator
 from geartrain.commands.doctor_findings import Section
 from geartrain.errors import UsageError
-from geartrain.plan import choose_accelerator
 from geartrain.registry import KNOWN, Candidate, Registry
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
+from geartrain.data import Through
 from geartrain_device_stats.cpu import SHORTEST
 from geartrain_device_stats.monitor import PATIENCE, Monitor
 
@@ -65,8 +66,18 @@ class DeviceStats:
     @hookimpl(wrapper=True)
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Any, Iterator[Any]]:
         """Looks for a sample between two batches, in every stage. ``on_step_end`` would cost each step a hook call, 1 µs."""
-        batches = yield
-        return batches if self._monitor is None else self._between(run, self._monitor, batches, loader)
+        batches: Iterator[Any] = yield
+        monitor = self._monitor
+        if monitor is None:
+            return batches
+        figures, notes = monitor.figures, monitor.notes
+
+        def look(batch: Any) -> Any:
+            if figures or notes:
+                _tell(run, monitor)
+            return batch
+
+        return Through(batches, loader, look)
 
     @hookimpl
     def on_validation_end(self, run: Run) -> None:
@@ -82,18 +93,6 @@ class DeviceStats:
         """The one hook that always comes, also after an error; the thread must be gone before the device is."""
         self._stop()
         return (yield)
-
-    def _between(self, run: Run, monitor: Monitor, batches: Iterator[Any], loader: Iterable[Any]) -> Iterator[Any]:
-        figures, notes = monitor.figures, monitor.notes
-        try:
-            for batch in batches:
-                yield batch
-                if figures or notes:
-                    _tell(run, monitor)
-        finally:
-            close = getattr(batches, "close", None)
-            if close is not None and batches is not loader:  # as the loop does: a generator of the user's own goes on
-                close()
 
     def _log_at_the_latest(self, run: Run) -> None:
         if self._monitor is not None:

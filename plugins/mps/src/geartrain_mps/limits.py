@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,6 +28,11 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
     label = plan.accelerator.label
     if plan.precision.name == "64-true":
         raise UsageError(f"{label}: precision 64-true needs float64, which MPS has not. Fix: --precision 32-true, or --accelerator cpu")
+    if plan.precision.name == "16-mixed" and "mps" not in inspect.getsource(torch.amp.GradScaler.unscale_):
+        raise UsageError(
+            f"{label}: the gradient scaler of torch {torch.__version__} needs float64, which MPS has not. "
+            "Fix: a newer torch, or --precision bf16-mixed or 32-true"
+        )
     if plan.strategy.name == "dp":
         raise UsageError(f"{label}: dp splits batches over devices, and there is one. Fix: --strategy single")
     if (plan.processes != 1 or plan.strategy.name in _DISTRIBUTED) and not _backends():

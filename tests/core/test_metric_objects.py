@@ -1,0 +1,111 @@
+"""torchmetrics objects in ``self.log``: forward's value on a step, compute's at the end of the epoch, then reset."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryRecall
+from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
+
+from geartrain import TrainingError
+
+from .models import EvalNet, Loggers, fit, loader, trainer
+
+
+class Measured(EvalNet):
+    """Logs metrics of its validation, and one of its training by step and by epoch."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.mse, self.rank, self.total = MeanSquaredError(), SpearmanCorrCoef(), SumMetric()
+        self.options = options
+
+    def training_step(self, batch, batch_idx):
+        self.total(float(batch_idx))
+        self.log("total", self.total, on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.mse.update(self(x), y)
+        self.rank.update(self(x)[:, 0], y[:, 0])
+        self.log("mse", self.mse, **self.options)
+        self.log("rank", self.rank)
+
+
+def test_the_epochs_value_is_that_of_all_samples_at_once():
+    net = Measured()
+    one = fit(net, loader(), loader(22, 5), num_sanity_val_steps=2)
+    x, y = (torch.cat(parts) for parts in zip(*loader(22, 5), strict=True))
+    with torch.no_grad():
+        assert one.callback_metrics["mse"] == pytest.approx(float(torch.nn.functional.mse_loss(net(x), y)), rel=1e-5)
+        assert one.callback_metrics["rank"] == pytest.approx(float(SpearmanCorrCoef()(net(x)[:, 0], y[:, 0])), rel=1e-5)
+
+
+def test_each_epoch_begins_anew_and_a_step_has_its_own_value():
+    lines = Loggers()
+    one = fit(Measured(), log_every_n_steps=1, max_epochs=2, plugins=[lines])
+    assert [metrics["total_step"] for _, metrics in lines.lines if "total_step" in metrics] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
+    assert [metrics["total_epoch"] for _, metrics in lines.lines if "total_epoch" in metrics] == [15.0, 15.0]
+    assert one.callback_metrics["total"] == 15.0
+
+
+class Collected(EvalNet):
+    def __init__(self):
+        super().__init__()
+        self.scores = MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryRecall()], prefix="val/")
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.scores.update(self(x).sigmoid(), (y > 0).long())
+        self.log_dict(self.scores, prog_bar=True)
+
+
+def test_a_collection_logs_each_of_its_metrics():
+    net, one = Collected(), trainer()
+    for n in (24, 9):  # the second one begins anew
+        one.validate(net, loader(n, 5))
+        x, y = (torch.cat(parts) for parts in zip(*loader(n, 5), strict=True))
+        expected = copy.deepcopy(net.scores)
+        expected.reset()
+        with torch.no_grad():
+            expected.update(net(x).sigmoid(), (y > 0).long())
+        assert one.callback_metrics == pytest.approx({name: float(value) for name, value in expected.compute().items()})
+    assert set(one.callback_metrics) == {"val/BinaryAccuracy", "val/BinaryPrecision", "val/BinaryRecall"}
+
+
+def test_the_module_pickles_before_and_after():
+    net = Measured()
+    fit(pickle.loads(pickle.dumps(net)), loader(), loader())
+    fit(net, loader(), loader())
+    assert pickle.loads(pickle.dumps(net)).mse.update_count == 0
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (lambda self: self.log("x", self.scores), r"several values. Fix: self.log_dict\(collection\)"),
+        (lambda self: self.log("x", self.mean, rank_zero_only=True), "leave out rank_zero_only"),
+        (lambda self: (self.log("x", self.mean), self.log("x", self.mse)), "another torchmetrics object before"),
+        (lambda self: self.log("x", self.layers), "not Sequential"),
+        (lambda self: self.log("x", self.mean, on_step=True), "on_step=True.*was not called"),
+        (lambda self: self.log("x", self.several), r"shape \[2\], not one number"),
+    ],
+)
+def test_what_cannot_be_logged(log, words):
+    class Wrong(EvalNet):
+        def __init__(self):
+            super().__init__()
+            self.scores, self.mean, self.mse = MetricCollection([BinaryAccuracy()]), MeanMetric(), MeanSquaredError()
+            self.several = MeanSquaredError(num_outputs=2)
+
+        def validation_step(self, batch, batch_idx):
+            self.mean.update(1.0)
+            self.mse.update(torch.ones(1), torch.ones(1))
+            self.several.update(torch.ones(3, 2), torch.ones(3, 2))
+            log(self)
+
+    with pytest.raises(TrainingError, match=words):
+        trainer().validate(Wrong(), loader())

@@ -1,0 +1,43 @@
+"""``reduce_fx`` as a function of the user's own: it gets every value of the epoch."""
+
+import torch
+
+from .models import Logging, fit
+
+
+def test_a_function_gets_every_value_of_the_epoch():
+    got = []
+
+    def train(self, batch, batch_idx):
+        self.log(
+            "median", float(batch_idx**2), on_step=False, on_epoch=True, reduce_fx=lambda values: got.append(values) or values.median()
+        )
+
+    one = fit(Logging(train), max_epochs=2)
+    assert one.callback_metrics == {"median": 4.0}
+    assert [values.tolist() for values in got] == [[0.0, 1.0, 4.0, 9.0, 16.0, 25.0]] * 2
+    assert got[0].dtype == torch.float64
+
+
+def test_on_each_step_it_gets_the_newest_value():
+    def train(self, batch, batch_idx):
+        self.log("x", torch.tensor(float(batch_idx)), on_step=True, on_epoch=True, reduce_fx=torch.amax)
+
+    one = fit(Logging(train), log_every_n_steps=1)
+    assert one.callback_metrics == {"x_step": 5.0, "x_epoch": 5.0, "x": 5.0}
+
+
+def test_torchs_own_functions_are_the_named_ones():
+    def train(self, batch, batch_idx):
+        for function in (torch.mean, torch.sum, torch.min, torch.max, sum, min, max):
+            self.log(f"{function.__name__} {function.__module__}", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=function)
+
+    values = fit(Logging(train)).callback_metrics
+    assert {name.split()[0]: value for name, value in values.items()} == {"mean": 2.5, "sum": 15.0, "min": 0.0, "max": 5.0}
+
+
+def test_torch_median_as_in_the_documentation():
+    def train(self, batch, batch_idx):
+        self.log("median", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=torch.median)
+
+    assert fit(Logging(train)).callback_metrics == {"median": 2.0}

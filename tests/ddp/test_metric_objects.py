@@ -1,0 +1,83 @@
+"""torchmetrics objects and reductions of the user's own over two ranks with unequal shards, and with a rank that has no sample."""
+
+import pytest
+
+from .ranks import failure, results
+
+BODY = """
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
+
+
+class Measured(Net):
+    def __init__(self):
+        super().__init__()
+        self.mse, self.rank = MeanSquaredError(), SpearmanCorrCoef()
+        self.each = MetricCollection({"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/")
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.mse(self(x), y)
+        self.rank.update(self(x)[:, 0], y[:, 0])
+        self.each["mean"].update(y)
+        self.each["mse"].update(self(x), y)
+        self.log("mse", self.mse)
+        self.log("rank", self.rank)
+        self.log_dict(self.each)
+        self.log("median", y.mean(), reduce_fx=lambda values: values.median(), sync_dist=True, on_epoch=True)
+        self.log("count", 1.0, reduce_fx=len, sync_dist=True)
+
+
+def one(n):
+    return DataLoader(torch.utils.data.Subset(samples(), range(n)), batch_size=1)
+
+
+found = {}
+for n in (7, 1):
+    net = Measured()
+    trainer = ddp()
+    trainer.validate(net, one(n))
+    found[n] = dict(trainer.callback_metrics)
+    assert net.mse.update_count == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return [kept["found"] for kept in results(tmp_path_factory.mktemp("metrics"), BODY + "keep(trainer, found=found)", timeout=100)]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    body = BODY.replace("trainer = ddp()", "trainer = one_trainer()") + "keep(trainer, found=found)"
+    return results(tmp_path_factory.mktemp("one"), body, ranks=1, timeout=100)[0]["found"]
+
+
+@pytest.mark.parametrize("n", [7, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.filterwarnings("ignore:Metric `Spearman")
+def test_every_sample_counts_once_on_every_rank(two_ranks, one_process, n, rank):
+    assert set(two_ranks[rank][n]) == {"mse", "rank", "each/mean", "each/mse", "median", "count"}
+    assert two_ranks[rank][n] == pytest.approx(one_process[n], rel=1e-5, nan_ok=True)
+    assert two_ranks[rank][n]["count"] == n
+
+
+def test_ranks_that_log_different_objects_are_named(tmp_path):
+    body = """
+from torchmetrics import MeanMetric
+
+
+class Differs(Net):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = MeanMetric(), MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        metric = self.a if self.global_rank else self.b
+        metric.update(1.0)
+        self.log("a" if self.global_rank else "b", metric)
+
+
+ddp().validate(Differs(), DataLoader(samples(), batch_size=4))
+"""
+    assert "rank 1 logged other torchmetrics objects than other ranks: 'a'" in failure(tmp_path, body)
