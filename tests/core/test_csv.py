@@ -208,7 +208,7 @@ FULL = f"""
         def training_step(self, batch, batch_idx):
             self.log("loss", 0.123456789)
             if self.late and self.global_step > 8:
-                self.log("late", 0.5)
+                self.log("late" * 25, 0.5)
             return super().training_step(batch, batch_idx)
     net = Long()
     net.late = LATE

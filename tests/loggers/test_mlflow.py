@@ -187,6 +187,13 @@ def test_each_command_of_one_object_is_a_run(uri):
     assert history(uri, found[2], "tested") == [(6, 7.0)]
 
 
+def test_names_of_one_run_do_not_change_those_of_the_next(uri):
+    plugin = MLflow(tracking_uri=uri)
+    for name in ("acc@1", "acc%1"):
+        fit(plugin, values={name: 1.0}, max_epochs=1)
+    assert all("acc_1" in run.data.metrics for run in runs(uri))
+
+
 def test_a_trial_writes_nothing(tmp_path):
     fit("mlflow", fast_dev_run=True)
     assert [path.name for path in tmp_path.iterdir()] == ["test.db"]
