@@ -134,7 +134,8 @@ def test_no_place_to_write_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_trial_writes_nothing(tmp_path):
-    fit(Logs(), output=tmp_path / "run", plugins=[CSVLogger(str(tmp_path / "m.csv"))], fast_dev_run=True)
+    for plugin in ("csv", CSVLogger(str(tmp_path / "m.csv"))):
+        fit(Logs(), output=tmp_path / "run", plugins=[plugin], fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
 
 

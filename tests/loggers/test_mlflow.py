@@ -118,13 +118,21 @@ def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
     assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 6.0)
 
 
-def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri):
+def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch):
+    log_batch, sizes = MlflowClient.log_batch, []
+
+    def count(*args, metrics=(), **options):  # a database takes any number, and one metric twice; a server does not
+        sizes.append(len(metrics))
+        log_batch(*args, metrics=metrics, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", count)
     values = {f"metric {i}": float(i) for i in range(2100)}
     fit(MLflow(tracking_uri=uri), values={**values, "nan": math.nan, "inf": math.inf}, max_epochs=1, log_every_n_steps=6)
     (run,) = runs(uri)
     found = run.data.metrics
     assert {name: found[name] for name in values} == values
     assert math.isnan(found["nan"])
+    assert (max(sizes), sum(sizes)) == (1000, 2100 + len(("nan", "inf", "loss", "val_loss")))
     assert found["inf"] > 1e308  # MLflow's databases keep the largest number in its place
 
 

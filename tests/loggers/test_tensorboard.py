@@ -177,7 +177,8 @@ def test_flush_seconds_that_are_none(seconds):
 
 
 def test_a_trial_writes_nothing(tmp_path):
-    fit(TensorBoard(str(tmp_path / "tb")), fast_dev_run=True)
+    for plugin in ("tensorboard", TensorBoard(str(tmp_path / "tb"))):
+        fit(plugin, output=tmp_path / "run", fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
 
 
