@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geartrain.commands import exchange
+from geartrain.commands import doctor_processes, exchange
+from geartrain.commands.doctor_findings import examine
 from geartrain.commands.doctor_network import LAUNCHER
 from geartrain.testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
 
@@ -207,6 +208,13 @@ def test_backend_by_name(doctor):
     assert facts["all_reduce"]["error"] is None
 
 
+def test_on_windows_the_two_are_not_tried_which_is_no_problem(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    section = examine("all_reduce", doctor_processes.processes, None, None, None)
+    assert section.facts == {"backend": None, "why": "not tried on Windows", "error": None}
+    assert section.findings == []
+
+
 def test_a_file_of_the_current_folder_is_not_imported_by_the_two(doctor, write):
     write("random.py", "raise SystemExit('imported by mistake')\n")
     _, facts = doctor()
@@ -232,16 +240,36 @@ def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatc
     assert shown.err == "geartrain doctor: 1 thing must be fixed\n"
 
 
-def test_without_torch_it_says_so_and_goes_on(python, write):
+@pytest.mark.parametrize("options", [(), ("--backend", "gloo"), ("--backend", "nope")])
+def test_without_torch_it_says_so_and_goes_on(python, write, options):
     write("doctor.py", "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
-    done = python("doctor.py", "doctor", "--json")
+    done = python("doctor.py", "doctor", "--json", *options)
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
     about_torch = [problem for problem in facts["problems"] if "torch" in problem["what"]]
     assert [problem["what"] for problem in about_torch] == ["torch is not installed"]
     assert about_torch[0]["fix"].startswith("pip install torch")
     assert facts["network"]["loopback"]["error"] is None
-    assert python("doctor.py", "doctor").returncode == 1  # the tables, too
+    shown = python("doctor.py", "doctor", *options)  # the tables, too
+    assert shown.returncode == 1
+    assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--backend", "gloo"), ("--pickle", "net.py")])
+def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(python, write, options):
+    write("broken/torch/__init__.py", "raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    write("doctor.py", "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    done = python("doctor.py", "doctor", "--json", *options)
+    assert done.returncode == 1, done.stderr
+    facts = json.loads(done.stdout)
+    assert "libcudart.so.12" in facts["failed"]["versions"]
+    assert ("pickle" in facts["failed"]) is ("--pickle" in options)
+    assert any("libcudart.so.12" in problem["what"] for problem in facts["problems"])
+    assert facts["network"]["loopback"]["error"] is None
+    shown = python("doctor.py", "doctor", *options)
+    assert shown.returncode == 1
+    assert "libcudart.so.12" in shown.stdout
+    assert "Traceback" not in shown.stderr
 
 
 def test_the_command_that_pip_makes(python, write):

@@ -80,7 +80,7 @@ def test_enough_shared_memory(machine, monkeypatch):
     assert said(machine(), True, "/dev/shm") == []
 
 
-@pytest.mark.parametrize(("threads", "must"), [("many", True), ("0", True), ("100000", False)])
+@pytest.mark.parametrize(("threads", "must"), [("many", True), ("0", True), ("2,", True), ("2,x", True), ("100000", False)])
 def test_threads_that_do_not_fit(machine, monkeypatch, threads, must):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     section = machine()
@@ -88,6 +88,16 @@ def test_threads_that_do_not_fit(machine, monkeypatch, threads, must):
     ((what, fix),) = said(section, must, "OMP_NUM_THREADS")
     assert threads in what
     assert "export OMP_NUM_THREADS=" in fix
+
+
+@pytest.mark.parametrize(("threads", "warned"), [("2", False), ("2,1", False), ("2, 100000", False), ("100000,1", True)])
+def test_threads_may_be_a_list_a_number_for_each_level(machine, monkeypatch, threads, warned):
+    monkeypatch.setattr(doctor_machine, "_cpu_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    section = machine()
+    assert said(section, True, "OMP_NUM_THREADS") == []
+    assert bool(said(section, False, f"OMP_NUM_THREADS={threads}")) is warned
 
 
 def control_group(monkeypatch, tmp_path, **files):
@@ -128,6 +138,56 @@ def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
     assert "may use 0.5 processor(s) and sees 8" in what
     assert fix == "export OMP_NUM_THREADS=1"
     assert said(section, False, "512 MiB of memory")
+
+
+def test_page_cache_that_would_be_given_back_counts_as_free(machine, monkeypatch, tmp_path):
+    used, cache = str(3584 * MIB), f"anon {512 * MIB}\nfile {3072 * MIB}\ninactive_file {3000 * MIB}\nactive_file {72 * MIB}\n"
+    limits = {"job__7__memory-max": str(4096 * MIB), "job__7__memory-current": used, "job__7__memory-stat": cache}
+    control_group(monkeypatch, tmp_path, **limits)
+    section = machine()
+    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (4096, 3512)
+    assert said(section, False, "memory") == []
+
+
+def test_page_cache_in_version_1_counts_that_of_the_groups_within(machine, monkeypatch, tmp_path):
+    limits = {"limit_in_bytes": str(4096 * MIB), "usage_in_bytes": str(3584 * MIB)}
+    limits["stat"] = f"inactive_file 0\ntotal_inactive_file {3000 * MIB}\n"
+    control_group(monkeypatch, tmp_path, **{f"memory__memory-{name}": text for name, text in limits.items()})
+    assert machine().facts["memory"]["cgroup_free_mib"] == 3512
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_of_the_groups_around_this_process_counts(machine, monkeypatch, tmp_path, version):
+    """As in SLURM, which limits the job, not the task within it."""
+
+    def limits(group, limit, used, quota):
+        if version == 2:
+            return {
+                f"{group}memory-max": limit if limit == "max" else str(int(limit) * MIB),
+                f"{group}memory-current": str(used * MIB),
+                f"{group}cpu-max": f"{quota} 100000\n",
+            }
+        return {
+            f"memory__{group}memory-limit_in_bytes": "9223372036854771712" if limit == "max" else str(int(limit) * MIB),
+            f"memory__{group}memory-usage_in_bytes": str(used * MIB),
+            f"cpu__{group}cpu-cfs_quota_us": "-1" if quota == "max" else quota,
+            f"cpu__{group}cpu-cfs_period_us": "100000",
+        }
+
+    groups = {
+        **limits("job__step__task__", "max", 100, "max"),
+        **limits("job__step__", "4096", 100, "300000"),
+        **limits("job__", "8192", 7680, "150000"),
+        **limits("", "max", 9000, "max"),
+    }
+    control_group(monkeypatch, tmp_path, **groups)
+    v1 = "4:memory:/job/step/task\n5:cpu,cpuacct:/job/step/task\n0::/\n"
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step/task\n" if version == 2 else v1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    section = machine()
+    assert section.error is None
+    assert section.facts["processors"]["cgroup"] == 1.5
+    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (4096, 512)
 
 
 def test_no_limits(machine, monkeypatch, tmp_path):
@@ -177,6 +237,18 @@ def test_names(network, monkeypatch):
     ((what, _),) = said(section, False, "lonely")
     assert "several do" in what
     assert said(section, True, "lonely") == []
+
+
+def test_a_host_name_that_is_too_long_for_any_name_server(network, monkeypatch, capfd):
+    name = "a" * 64  # as many as Linux allows; between two dots of a name there may be 63
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    section = network()
+    assert section.error is None
+    ((what, fix),) = said(section, False, name)
+    assert "no answer" not in what
+    assert "label" in section.facts["hostname_addresses"]  # Python's own words
+    assert "at most 63" in fix
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_name_server_that_does_not_answer_does_not_stop_it(network, monkeypatch):

@@ -86,13 +86,17 @@ def pickles(capsys):
 
 
 @pytest.fixture(params=["cloudpickle", "pickle"])
-def pickler(request, monkeypatch):
-    """With cloudpickle, which geartrain-spawn brings, and without it."""
+def pickler(request):
+    """With geartrain-spawn, which pickles by cloudpickle, and without it."""
     if request.param == "cloudpickle":
-        pytest.importorskip("cloudpickle", reason="comes with geartrain-spawn, which is not installed here")
-    else:
-        monkeypatch.setitem(sys.modules, "cloudpickle", None)
+        request.getfixturevalue("spawn")
     return request.param
+
+
+@pytest.fixture
+def spawn(installed):
+    pytest.importorskip("geartrain_spawn", reason="geartrain-spawn is not installed here")
+    installed.update(("geartrain-ddp", "geartrain-spawn"))
 
 
 def paths(section):
@@ -132,6 +136,36 @@ def test_a_lambda_travels_with_geartrain_spawn_alone(pickles, pickler):
         assert "pip install geartrain-spawn" in fix
 
 
+LOADED = """
+import importlib.util
+import sys
+
+spec = importlib.util.spec_from_file_location("loaded_from_elsewhere", "plug/ins.py")
+sys.modules["loaded_from_elsewhere"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.activation = module.scaled
+"""
+
+
+def test_what_geartrain_spawn_takes_along_by_value_must_pickle(spawn, pickles, write, monkeypatch):
+    """It takes along what a fresh process could not import, with the globals that it uses."""
+    monkeypatch.setitem(sys.modules, "loaded_from_elsewhere", None)
+    write("plug/ins.py", "import threading\nLOCK = threading.Lock()\ndef scaled(x):\n    with LOCK:\n        return x\n")
+    write("target.py", TARGET + LOADED)
+    section = pickles()
+    assert paths(section) == ["model.activation (its global 'LOCK')"]
+    assert len(found(section, True)) == 1
+
+
+def test_a_blocked_geartrain_spawn_is_as_none(spawn, pickles, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_BLOCK", "ddp_spawn")
+    assert pickles().facts["pickler"] == "pickle"
+
+
 @pytest.mark.parametrize(
     ("options", "needed"),
     [
@@ -157,6 +191,51 @@ def test_data_is_prepared_set_up_and_torn_down(pickles, capsys):
     pickles()
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["the module is made", "prepared", "set up for fit", "torn down after fit"]
+
+
+ATTACHED = """
+class Data(Data):
+    def prepare_data(self):
+        print("data on", self.trainer.world_size)
+
+    def teardown(self, stage):
+        print("data off", self.trainer.world_size)
+
+class Net(Net):
+    def setup(self, stage):
+        print("net on", self.trainer.world_size, type(self.trainer.datamodule).__name__)
+        if self.fails:
+            raise OSError("no disk")
+
+    def val_dataloader(self):
+        print("val loader of rank", self.trainer.global_rank)
+        return DataLoader([1.0], collate_fn=lambda rows: rows)
+
+    def teardown(self, stage):
+        print("net off", self.trainer.world_size)
+
+    fails = {fails}
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(write, monkeypatch, capsys, fails):
+    write("attached.py", TARGET + ATTACHED.format(fails=fails))
+    from geartrain.commands import doctor_pickles
+
+    request = read("fit", ["attached.py"], None)
+    model, data = request.make_model()
+    monkeypatch.setattr(type(request), "make_model", lambda self: (model, data))
+    capsys.readouterr()
+    section = examine("pickle", doctor_pickles.pickles, request)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "data on 1"
+    assert "net on 1 Data" in printed
+    assert printed[-2:] == ["data off 1", "net off 1"]
+    assert ("val loader of rank 0" in printed) is not fails
+    assert section.error == ("OSError: no disk" if fails else None)
+    assert paths(section) == ([] if fails else ["val_dataloader.collate_fn"])
+    assert (model._trainer, data.trainer) == (None, None)
 
 
 def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):

@@ -193,7 +193,7 @@ def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
     what = [what for what, _ in found(section)]
     assert len(what) == 3
     assert any(w.startswith("geartrain-a[broken] could not be imported: ModuleNotFoundError") for w in what)
-    assert any("geartrain-b[uncounted]: its device_count() fails: ZeroDivisionError" in w for w in what)
+    assert any("geartrain-b[uncounted] fails when it is asked" in w and "ZeroDivisionError" in w for w in what)
     assert any("geartrain-c[mute] fails when it is asked" in w and "no bus" in w for w in what)
     assert section.facts["chosen"]["name"] == "cpu"
 

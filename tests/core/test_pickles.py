@@ -122,6 +122,13 @@ def test_a_function_s_own_parts_count_where_its_code_is_pickled():
         later = 1
 
 
+def test_a_function_s_defaults_count_those_by_keyword_too():
+    def made(first=LOCK, *, second=LOCK, third=1):
+        return first, second, third
+
+    assert set(paths(made, by_value=True)) == {"it (its default 0)", "it (its default 'second')"}
+
+
 def test_memory_of_tensors_is_not_copied():
     written = []
 

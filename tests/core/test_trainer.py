@@ -234,7 +234,7 @@ def never(method):
         (Misspelt(), "Did you mean 'trainingstep'"),
         (NoOptimizers(), "NoOptimizers has no configure_optimizers"),
         (Manual(), "automatic_optimization"),
-        (torch.nn.Linear(1, 1), r"Linear is not a geartrain.Module"),
+        (torch.nn.Linear(1, 1), r"Linear is a plain nn.Module, and optimizer=None"),
         (None, "NoneType is not a geartrain.Module"),
         *(
             (never(method), rf"Never.{method} would never be called.*{instead}")

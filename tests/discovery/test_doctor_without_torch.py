@@ -21,6 +21,9 @@ def test_it_says_that_torch_is_missing_and_makes_the_other_checks():
     assert not [problem for problem in found["problems"] if "could not be imported" in problem["what"]]
     assert found["failed"] == {}
     assert found["network"]["loopback"]["error"] is None
+    named = subprocess.run([sys.executable, "-c", DOCTOR, "--json", "--backend", "gloo"], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in named.stderr
+    assert json.loads(named.stdout)["problems"] == found["problems"]
     shown = subprocess.run([sys.executable, "-c", DOCTOR], capture_output=True, text=True, timeout=60)
     assert "torch is not installed" in shown.stdout
     assert "Traceback" not in shown.stderr

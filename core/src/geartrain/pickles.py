@@ -126,6 +126,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     used = [name for name in function.__code__.co_names if name in function.__globals__]
     yield from ((f" (its global {name!r})", function.__globals__[name]) for name in used)
     yield from ((f" (its default {i})", value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from ((f" (its default {name!r})", value) for name, value in (function.__kwdefaults__ or {}).items())
 
 
 def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -127,7 +127,7 @@ def check_module(module: Any, command: str) -> None:
     """
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
-        raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module")
+        raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
     if not callable(getattr(module, step, None)):
         guess = nearest(step, [name for name in dir(cls) if not hasattr(Module, name)])

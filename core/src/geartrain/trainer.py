@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from geartrain._version import __version__
 from geartrain.assembly import core_parts, plugin_parts, recipes, remake
@@ -17,6 +20,7 @@ from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
+from geartrain.plain import as_module
 from geartrain.plan import Plan, check_joins, complete, make_plan
 from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry
@@ -161,48 +165,64 @@ class Trainer:
 
     def fit(
         self,
-        model: Module,
+        model: nn.Module,
         train_dataloaders: Iterable[Any] | DataModule | None = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Any = None,
     ) -> None:
         """Train ``model``; its weights, ``trainer.callback_metrics`` and the counters are the trained ones afterwards.
 
         Args:
+            model: a :class:`geartrain.Module`, or any ``nn.Module`` with ``loss`` and ``optimizer``.
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
             val_dataloaders: the same, or a list of DataLoaders.
             datamodule: where loaders come from that are not given.
             checkpoint: weights to start from; optimizer and counters start anew.
+            loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` where its output has the loss as ``loss``.
+            optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or one made from its parameters.
 
         Raises:
             UsageError: something that cannot work; nothing was started.
             TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
                 with a note where a plugin's hook raised them.
         """
-        self._start("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule, checkpoint)
+        self._start("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule, checkpoint, loss, optimizer)
 
     def validate(
-        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+        self,
+        model: nn.Module,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> list[dict[str, float]]:
         """Validate once.
 
         Args:
             ckpt_path: weights to read first.
+            loss: of a plain ``nn.Module``, as for :meth:`fit`.
 
         Returns:
             One dict a loader, of its metrics by name; names without a loader's suffix are in each.
         """
-        return self._per_loader("validate", self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path))
+        return self._per_loader("validate", self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path, loss))
 
     def test(
-        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+        self,
+        model: nn.Module,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> list[dict[str, float]]:
         """Test once; arguments and return as for :meth:`validate`."""
-        return self._per_loader("test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path))
+        return self._per_loader("test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path, loss))
 
     def predict(
-        self, model: Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+        self, model: nn.Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
     ) -> list[Any]:
         """Collect what ``predict_step`` returns.
 
@@ -230,7 +250,17 @@ class Trainer:
         self.hooks.check_plan(plan=self.plan, module=model)
         return self.plan
 
-    def _start(self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any) -> Any:
+    def _start(
+        self,
+        command: str,
+        model: Any,
+        given: dict[str, Any],
+        datamodule: DataModule | None,
+        checkpoint: Any,
+        loss: Any = None,
+        optimizer: Any = None,
+    ) -> Any:
+        model = as_module(command, model, loss, optimizer)
         for stage, loaders in list(given.items()):
             if isinstance(loaders, DataModule):
                 if datamodule is not None:

@@ -79,10 +79,13 @@ def _hint(token: str) -> str:
 
 
 def _target(target: str | None, rest: list[str]) -> Any:
-    """What ``fit`` would make of a target and its options; ``None`` without one."""
+    """What ``fit`` would make of a target and its options; ``None`` without one, or where torch cannot be imported."""
     if target is None:
         return None
-    from geartrain.commands.arguments import read
+    try:
+        from geartrain.commands.arguments import read
+    except Exception:  # _pickles reports it, and the other checks go on
+        return None
 
     # Where it would train changes nothing of what pickles, and may be what is wrong here.
     return read("fit", [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest], None)
@@ -100,10 +103,14 @@ def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> I
     yield examine("network", doctor_network.network)
     yield examine("machine", doctor_machine.machine)
     yield examine("environment", doctor_network.environment)
-    if request is not None:
-        from geartrain.commands.doctor_pickles import pickles
+    if options.pickle is not None:
+        yield examine("pickle", _pickles, request)
 
-        yield examine("pickle", pickles, request)
+
+def _pickles(section: Section, request: Any) -> None:
+    from geartrain.commands.doctor_pickles import pickles  # fails where torch does
+
+    pickles(section, request)
 
 
 def _chosen(accelerators: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:

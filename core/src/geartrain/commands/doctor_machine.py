@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from geartrain.commands.doctor_findings import Section
@@ -87,9 +89,10 @@ def _processors(section: Section) -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     section.facts["processors"] = {"machine": os.cpu_count(), "usable": usable, "cgroup": quota, "omp_num_threads": threads}
     fit = usable if quota is None else min(usable, max(1, int(quota)))
-    if threads is not None and not (threads.isdigit() and int(threads) > 0):
+    levels = [] if threads is None else [level.strip() for level in threads.split(",")]  # of parallel regions, the outermost first
+    if not all(level.isdecimal() and int(level) > 0 for level in levels):
         section.problem(f"OMP_NUM_THREADS={threads!r} is no number above 0", f"export OMP_NUM_THREADS={fit}, or unset it")
-    elif threads is not None and int(threads) > fit:
+    elif levels and int(levels[0]) > fit:
         section.warn(
             f"OMP_NUM_THREADS={threads}, and this process may use {fit} processor(s)", f"export OMP_NUM_THREADS={fit}, or unset it"
         )
@@ -110,48 +113,58 @@ def _memory(section: Section) -> None:
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total, left = kib["MemTotal"] // 1024, kib.get("MemAvailable", kib["MemFree"]) // 1024
     facts["total_mib"], facts["available_mib"] = total, left
-    limit = _cgroup("memory", "memory.max", "memory.limit_in_bytes")
-    if limit is not None and limit // MIB < total:  # no limit is a huge number in version 1
-        used = _cgroup("memory", "memory.current", "memory.usage_in_bytes") or 0
-        free = max(0, limit - used) // MIB
-        facts["cgroup_mib"], facts["cgroup_free_mib"] = limit // MIB, free
+    limits = [(limit, free) for limit, free in _memory_limits() if limit // MIB < total]  # no limit is a huge number in version 1
+    if limits:
+        limit, free = (min(numbers) // MIB for numbers in zip(*limits, strict=True))
+        facts["cgroup_mib"], facts["cgroup_free_mib"] = limit, free
         left = min(left, free)
     if left * MIB < _MEMORY:
         section.warn(f"{left} MiB of memory are available", "end other programs, or give the container more")
 
 
-# --- cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html ---------------------------------------------------------
+# --- cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html ---------------------------
 
 
-def _cgroup_file(controller: str, name: str, version_1: str) -> str | None:
-    """A file of this process's control group, version 2 or 1; in a container its own group is the root that it sees."""
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups, from its own to the root, of version 2 and then 1: each limits those within it, as
+    that of a SLURM job limits its tasks. In a container its own group is the root that it sees, and those named here may be missing."""
     try:
         lines = [line.split(":", 2) for line in (_PROC / "self/cgroup").read_text().splitlines()]
     except OSError:
-        return None
-    mine = {key: path.lstrip("/") for _, controllers, path in lines for key in controllers.split(",")}
-    group, group_1 = mine.get("", ""), mine.get(controller, "")
-    places = [_CGROUP / group / name, _CGROUP / name]
-    places += [_CGROUP / controller / group_1 / version_1, _CGROUP / controller / version_1]
-    for place in places:
-        try:
-            return place.read_text().strip()
-        except OSError:
+        return
+    mine = {key: path.strip("/") for _, controllers, path in lines for key in controllers.split(",")}
+    for root, group in ((_CGROUP, mine.get("", "")), (_CGROUP / controller, mine.get(controller, ""))):
+        place = root / group
+        yield from (folder for folder in (place, *place.parents) if folder == root or root in folder.parents)
+
+
+def _file(group: Path, *names: str) -> str:
+    """What the first of these files holds that is there; empty where none is."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            return (group / name).read_text().strip()
+    return ""
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Of each control group that limits memory: the limit, and how much of it is left, in bytes."""
+    for group in _groups("memory"):
+        limit = _file(group, "memory.max", "memory.limit_in_bytes")
+        if not limit.isdecimal():  # "max"
             continue
-    return None
-
-
-def _cgroup(controller: str, name: str, version_1: str) -> int | None:
-    text = _cgroup_file(controller, name, version_1)
-    return int(text) if text is not None and text.isdigit() else None  # "max": no limit
+        used = int(_file(group, "memory.current", "memory.usage_in_bytes") or 0)
+        counts = dict(line.split(maxsplit=1) for line in _file(group, "memory.stat").splitlines())
+        # The page cache counts as used, and is given back when memory is needed. Version 1 has the total_ of the groups within besides.
+        cache = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+        yield int(limit), max(0, int(limit) - max(0, used - cache))
 
 
 def _cpu_quota() -> float | None:
-    """Processors that the control group may use at a time."""
-    text = _cgroup_file("cpu", "cpu.max", "cpu.cfs_quota_us")
-    if text is None:
-        return None
-    quota, _, period = text.partition(" ")
-    if not quota.isdigit():
-        return None  # "max", and -1 in version 1
-    return int(quota) / int(period or _cgroup_file("cpu", "cpu.max", "cpu.cfs_period_us") or 100_000)
+    """Processors that the control groups let this process use at a time."""
+    quotas = []
+    for group in _groups("cpu"):
+        text = _file(group, "cpu.max") or f"{_file(group, 'cpu.cfs_quota_us')} {_file(group, 'cpu.cfs_period_us')}"
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal():  # no limit is "max", and -1 in version 1
+            quotas.append(int(quota) / int(period or 100_000))
+    return min(quotas, default=None)

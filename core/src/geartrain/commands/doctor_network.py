@@ -91,7 +91,9 @@ def _hostname(section: Section) -> None:
     name = section.facts["hostname"] = socket.gethostname()
     found = section.facts["hostname_addresses"] = _addresses(name)
     if isinstance(found, str):
-        section.warn(f"this machine's name, {name}, is not known: {found}. One node does not need it, several do", f"{name} in /etc/hosts")
+        too_long = any(len(label) > 63 for label in name.split("."))  # Linux allows 64
+        fix = "another name: between its dots there may be at most 63 letters" if too_long else f"{name} in /etc/hosts"
+        section.warn(f"this machine's name, {name}, is not known: {found}. One node does not need it, several do", fix)
 
 
 def _addresses(name: str) -> list[str] | str:
@@ -111,8 +113,8 @@ def _soon(ask: Callable[[], list[str]]) -> list[str] | str:
     def work() -> None:
         try:
             answer[0] = ask()
-        except OSError as error:
-            answer[0] = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no name, and nobody was asked
+            answer[0] = getattr(error, "strerror", None) or str(error)
 
     thread = threading.Thread(target=work, name="geartrain-doctor-name", daemon=True)
     thread.start()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Iterator
 from itertools import islice
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from geartrain.commands.arguments import Request
 from geartrain.commands.doctor_findings import Section
 from geartrain.data import DataSource
+from geartrain.errors import UsageError
+from geartrain.module import DataModule, Module
 from geartrain.pickles import Dump, Refusal, plain_dump, refusals
+from geartrain.registry import Registry
+from geartrain.trainer import Trainer
 
 #: As many are shown of each object.
 _MOST = 50
@@ -23,7 +28,7 @@ _BY_NAME = "a function or class that can be imported, or pip install geartrain-s
 
 def pickles(section: Section, request: Request) -> None:
     """Make module and data as ``geartrain fit`` would, and look for what does not pickle in them and in their loaders."""
-    dump = _by_value()
+    dump = _by_value(request.trainer.registry)
     facts = section.facts
     facts |= {"target": request.target[0].__name__, "pickler": "pickle" if dump is None else "cloudpickle", "refused": []}
     model, data = request.make_model()
@@ -34,37 +39,38 @@ def pickles(section: Section, request: Request) -> None:
             what = f"{found.path}: {found.what} cannot be pickled ({found.why})"
             section.problem(what, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
     owners = [thing for thing in (data, model) if thing is not None]
+    _attach(request.trainer, model, data)
     try:
         for name, loader in _loaders(owners, DataSource({}, data), model):
             _look_at_loader(section, name, loader)
     finally:
         for thing in owners:
             thing.teardown("fit")
+        _attach(None, model, data)
 
 
 def _row(found: Refusal, needed_by: str, needed: bool) -> dict[str, Any]:
     return {"path": found.path, "what": found.what, "why": found.why, "needed_by": needed_by, "needed": needed}
 
 
-def _by_value() -> Dump | None:
-    """How geartrain-spawn pickles: by cloudpickle, which is installed with it. ``None`` where it is not."""
-    try:
-        import cloudpickle  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-
-    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            # The memory of tensors always pickles, and may be gigabytes.
-            return (int, ()) if isinstance(obj, torch.UntypedStorage | torch.TypedStorage) else super().reducer_override(obj)
-
-    def dump(thing: Any, file: IO[bytes]) -> None:
-        ByValue(file, 5).dump(thing)
-
-    return dump
+def _by_value(registry: Registry) -> Dump | None:
+    """How ddp_spawn pickles what goes to a rank: its class's ``dump``. ``None`` where it is not installed."""
+    with contextlib.suppress(UsageError):  # missing, blocked or broken: the other checks say which
+        dump: Dump | None = getattr(registry.load(registry.find("strategy", "ddp_spawn")), "dump", None)
+        return dump
+    return None
 
 
 # --- loaders -------------------------------------------------------------------------------------------------------------
+
+
+def _attach(trainer: Trainer | None, model: Module, data: DataModule | None) -> None:
+    """Let module and data find their trainer, as ``fit`` does: they may ask it in ``setup`` and where they make loaders."""
+    model._trainer = trainer
+    if data is not None:
+        data.trainer = trainer
+    if trainer is not None:
+        trainer.datamodule = data
 
 
 def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,10 @@ def check_backend(given: str, chosen: Mapping[str, Any] | None, devices: int | N
     Raises:
         UsageError: it is none of this torch's, or needs devices that are not here.
     """
-    have = backends()
+    try:
+        have = backends()
+    except Exception:  # no torch, or one that cannot be imported: the checks say so
+        return
     if given not in have:
         raise UsageError(f"--backend {given}: this torch does not have it. Fix: {' or '.join(have) or 'a torch with torch.distributed'}")
     if given == "nccl" and (chosen is None or chosen["name"] != "cuda" or (devices or 0) < 2):
@@ -48,10 +52,16 @@ def choose_backend(given: str | None, chosen: Mapping[str, Any] | None, devices:
 
 
 def processes(section: Section, given: str | None, chosen: Mapping[str, Any] | None, devices: int | None) -> None:
-    """Two fresh processes, an all-reduce, and its time; the arguments are :func:`check_backend`'s."""
+    """Two fresh processes, an all-reduce, and its time; the arguments are :func:`check_backend`'s.
+
+    Not on Windows, which lacks the signals and the pipes by which the two are watched and ended.
+    """
     facts = section.facts
     facts |= {"backend": None, "why": "torch is not installed", "error": None}
     if not has_torch():
+        return
+    if sys.platform == "win32":
+        facts["why"] = "not tried on Windows"
         return
     backend, why = choose_backend(given, chosen, devices)
     facts |= {"backend": backend, "why": why}

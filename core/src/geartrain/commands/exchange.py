@@ -29,18 +29,15 @@ from geartrain.process.environment import Place, detect
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
-#: Seconds: for the other to fail by itself after one has failed, and between asking a process to end and killing it.
-UNWIND, GRACE = 3.0, 5.0
+#: Seconds for the other to fail by itself after one has failed.
+UNWIND = 3.0
 #: float32 numbers that are summed: 4 MiB. Every sum is below 2**24, so float32 holds it exactly.
 NUMBERS = 2**20
 #: How often the all-reduce is timed.
 TIMED = 5
 _RANKS = 2
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: Lines of a process's output that are shown.
 _LINES = 40
-#: Where a process writes its error; see ``geartrain.process.report``.
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 # --- the process that starts them ----------------------------------------------------------------------------------------
@@ -133,8 +130,10 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 @contextmanager
 def _later() -> Iterator[None]:
     """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
+    from geartrain.process.workers import SIGNALS
+
     heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in _SIGNALS}
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
     try:
         yield
     finally:
@@ -146,6 +145,7 @@ def _later() -> Iterator[None]:
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
     from geartrain.process.launch import variables
+    from geartrain.process.workers import ERROR_FILE
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
@@ -156,7 +156,7 @@ def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), str(folder / f"output-{number}"), *work],
-            env={**kept, **variables(place), _ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
+            env={**kept, **variables(place), ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C is this process's business
@@ -182,6 +182,8 @@ def _wait(ranks: list[_Rank]) -> None:
 
 
 def _show_stacks(running: list[_Rank]) -> None:
+    from geartrain.process.workers import GRACE
+
     for rank in running:
         rank.ended = True
         rank.process.send_signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
@@ -191,6 +193,8 @@ def _show_stacks(running: list[_Rank]) -> None:
 
 
 def _end(ranks: list[_Rank]) -> None:
+    from geartrain.process.workers import GRACE
+
     for rank in ranks:
         if rank.process.poll() is None:
             rank.ended = True

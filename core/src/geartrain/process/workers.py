@@ -41,7 +41,7 @@ GRACE = 5.0
 #: Where a worker writes its error, as torchelastic's workers do.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -100,7 +100,7 @@ class Workers:
         self.logs.mkdir(parents=True, exist_ok=True)
         command = relaunch.command()
         log_paths = [str((self.logs / f"rank-{rank}.log").absolute()) for rank in self.ranks]
-        before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGQUIT)}
+        before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
         here = os.getcwd()
         os.chdir(relaunch.directory())
         try:
@@ -166,7 +166,7 @@ class Workers:
                 if handle in self._handles:
                     poll.unregister(handle)
             exited = any(self._collect())
-            signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(_SIGNALS)
+            signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(SIGNALS)
             if exited or signalled:
                 self.end()
                 self._force_out(stop)
@@ -298,8 +298,8 @@ class Workers:
 @contextmanager
 def hear_signals() -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number in _SIGNALS:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
         signal.signal(number, _interrupt)
     try:
         yield

@@ -93,7 +93,7 @@ def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> U
         strategy: whose error this is.
     """
     for name, thing in belongings.items():
-        for found in refusals(name, thing, _dump, by_value=True):
+        for found in refusals(name, thing, dump, by_value=True):
             return UsageError(
                 f"{strategy}: {found.path}: {found.what} cannot be pickled, and what goes to another process must be ({found.why}). "
                 "Fix: make it in setup(), which runs in each process, leave it out in __getstate__, or use --strategy ddp, "
@@ -102,5 +102,6 @@ def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> U
     return UsageError(f"{strategy}: the run cannot be pickled: {type(error).__name__}: {error}")
 
 
-def _dump(thing: Any, file: IO[bytes]) -> None:
+def dump(thing: Any, file: IO[bytes]) -> None:
+    """Pickle as for a rank, but without the memory of tensors."""
     Pickler(file, lambda buffer: None).dump(thing)

@@ -1,0 +1,152 @@
+"""The plugin ``wandb``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from geartrain import UsageError, hookimpl
+from geartrain_wandb import session
+
+if TYPE_CHECKING:
+    import wandb
+
+    from geartrain import Plan, Run
+
+#: The axis of every chart. wandb's own step counts records: two of one optimizer step (training, validation) are both kept.
+STEP = "trainer/global_step"
+#: As wandb's own exit hook says it to the server.
+_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
+_SETTINGS = {"name": "run_name", "group": "run_group", "tags": "run_tags", "notes": "run_notes"}
+_MODES = ("online", "offline", "disabled")
+
+
+class WandB:
+    """Hands metrics, the configuration and, if asked for, checkpoints to Weights & Biases. Rank 0 alone does.
+
+    Each fit, validate, test or predict is one wandb run. Where the script has called ``wandb.init()`` itself, its run is used and not
+    ended. What is left out here is as wandb finds it: ``WANDB_PROJECT``, ``WANDB_MODE`` and the like, then its settings files.
+
+    Args:
+        project: where the run is filed.
+        name: the run's own name; wandb makes one up.
+        entity: the user or team that it belongs to.
+        group: what it is shown together with.
+        tags: words to find it by.
+        notes: a longer text.
+        mode: ``"online"``; ``"offline"``: keep it on this machine, for ``wandb sync``; ``"disabled"``: do nothing.
+        folder: wandb writes to ``folder/wandb``; the run's folder where there is one, else the working folder. ``WANDB_DIR`` comes
+            before those two.
+        checkpoints: upload every checkpoint as an artifact of type ``model``.
+
+    Raises:
+        UsageError: an option that cannot be.
+    """
+
+    harmless = True
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        folder: str | Path | None = None,
+        checkpoints: bool = False,
+    ) -> None:
+        if mode is not None and mode not in _MODES:
+            raise UsageError(f"{session.LABEL}: mode={mode!r} is not known. Fix: one of {', '.join(_MODES)}")
+        if isinstance(tags, str):
+            raise UsageError(f"{session.LABEL}: tags={tags!r} is one string. Fix: tags=[{tags!r}]")
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise UsageError(f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: another name")
+        options = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags, "notes": notes, "mode": mode}
+        self._given = {option: value for option, value in options.items() if value is not None}
+        #: As wandb.Settings calls them.
+        self._settings = {_SETTINGS.get(option, option): value for option, value in self._given.items()}
+        self._folder, self._checkpoints = folder, checkpoints
+        self._run: wandb.Run | None = None
+        self._borrowed = False
+        self._uploaded = 0
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if not plan.options.fast_dev_run and os.environ.get("RANK", "0") == "0" and session.existing() is None:
+            session.check(self._settings)
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        if run.world.rank != 0 or run.plan.options.fast_dev_run:
+            return
+        config, theirs = _config(run), session.existing()
+        self._borrowed, self._uploaded = theirs is not None, 0
+        if theirs is not None:
+            self._run = theirs
+            theirs.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
+            unused = f"; not used: {', '.join(sorted(self._given))}" if self._given else ""
+            _warn(f"wandb: the script's own run {theirs.name or theirs.id} is used, and stays open{unused}")
+        else:
+            self._run = session.begin(self._settings, config=config, job_type=run.command, dir=self._where(run))
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP, step_sync=True)
+
+    @hookimpl
+    def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        if self._run is not None:
+            self._run.log({STEP: step, "epoch": run.epoch, **metrics})
+
+    @hookimpl
+    def on_checkpoint_saved(self, run: Run, path: Path) -> None:
+        if self._run is None or not self._checkpoints:
+            return
+        facts = {"step": run.step, "epoch": run.epoch}
+        artifact = session.load().Artifact(f"model-{self._run.id}", type="model", metadata=facts)
+        # wandb takes a copy: the next checkpoint may overwrite the file before this one is uploaded.
+        artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+        self._run.log_artifact(artifact, aliases=["latest"])
+        self._uploaded += 1
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        if self._run is not None and self._checkpoints and not self._uploaded:
+            _warn("wandb: checkpoints=True, but the run saved none. Fix: --output DIR")
+        self._end({"status": "done"})
+
+    @hookimpl
+    def on_exception(self, error: BaseException) -> None:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._end({"status": status, "error": f"{type(error).__name__}: {error}"})
+
+    def _where(self, run: Run) -> str | None:
+        if self._folder is None and (run.output is None or "WANDB_DIR" in os.environ):
+            return None
+        folder = Path(self._folder if self._folder is not None else run.output)  # type: ignore[arg-type]
+        folder.mkdir(parents=True, exist_ok=True)  # wandb would take a temporary folder instead
+        return str(folder)
+
+    def _end(self, outcome: Mapping[str, str]) -> None:
+        """End the run, where it is ours, also when wandb fails; core calls this after an error too."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.summary.update({f"geartrain/{name}": value for name, value in outcome.items()})
+        finally:
+            if not self._borrowed:
+                session.end(run, _EXIT_CODES[outcome["status"]])
+
+
+def _config(run: Run) -> dict[str, Any]:
+    """The hyperparameters, as they are compared and sorted by, and under ``geartrain`` what was planned."""
+    plan = run.plan.as_dict()
+    return {**plan.pop("hyperparameters"), "geartrain": {"command": run.command, **plan}}
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

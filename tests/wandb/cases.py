@@ -1,0 +1,81 @@
+"""A small training, and what it handed to loggers."""
+
+import subprocess
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain_wandb import WandB
+
+COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
+
+
+class Net(gt.Module):
+    """One weight; ``fails`` is raised in the second epoch."""
+
+    def __init__(self, lr: float = 0.5, fails=None):
+        super().__init__()
+        self.w, self.lr, self.fails = nn.Parameter(torch.zeros(1)), lr, fails
+
+    def training_step(self, batch, batch_idx):
+        if self.fails is not None and self.trainer.current_epoch == 1:
+            raise self.fails
+        loss = (self.w * batch).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", batch.mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("tested", batch.mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(**options):
+    return DataLoader(torch.ones(8, 1), batch_size=2, **options)
+
+
+class Late:
+    """Logs figures of an optimizer step that is past, and one that is no number."""
+
+    @hookimpl
+    def on_epoch_end(self, run):
+        run.hooks.log_metrics(run=run, metrics={"late": 7.5, "nan": float("nan")}, step=run.step - 3)
+
+
+class Handed:
+    """Keeps what loggers were given, as wandb's history should show it."""
+
+    def __init__(self):
+        self.rows = []
+
+    @hookimpl
+    def log_metrics(self, run, metrics, step):
+        self.rows.append({"trainer/global_step": step, "epoch": run.epoch, **metrics})
+
+
+def trainer(*plugins, **options):
+    """Two epochs on the CPU; every step is logged; nothing is drawn."""
+    given = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    return gt.Trainer(plugins=plugins, **given | options)
+
+
+def offline(**options):
+    return WandB(**{"project": "tests", "mode": "offline"} | options)
+
+
+def python(*arguments, seconds=60, terminal=subprocess.DEVNULL):
+    """Run Python in the working folder; the finished process, with what it printed."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, stdin=terminal, timeout=seconds)
+
+
+def geartrain(*arguments, **options):
+    return python("-c", COMMAND, *arguments, **options)

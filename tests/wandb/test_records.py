@@ -1,0 +1,287 @@
+"""What wandb has of a run, read back from its file."""
+
+import json
+import math
+import pickle
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import wandb
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain_wandb import WandB
+
+from .cases import Handed, Late, Net, loader, offline, trainer
+from .conftest import services
+from .record import recorded
+
+
+def plain(rows):
+    """NaN equals itself here."""
+    return [{k: "nan" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_is_kept_with_its_step(tmp_path):
+    handed = Handed()
+    trainer(offline(), Late(), handed).fit(Net(), loader(), loader())
+    (run,) = recorded(tmp_path)
+    assert plain(run.rows) == plain(handed.rows)
+    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == list(range(1, 9))
+    assert [(row["trainer/global_step"], row["late"]) for row in run.rows if "late" in row] == [(1, 7.5), (5, 7.5)]
+    assert [(row["trainer/global_step"], row["epoch"]) for row in run.rows if "val" in row] == [(4, 0), (8, 1)]
+
+
+def test_the_axis_of_the_charts_is_the_optimizer_step(tmp_path):
+    trainer(offline()).fit(Net(), loader())
+    (run,) = recorded(tmp_path)
+    assert {metric.glob_name or metric.name: metric.step_metric for metric in run.of("metric")} == {
+        "trainer/global_step": "",
+        "*": "trainer/global_step",
+    }
+
+
+def test_a_record_longer_than_a_block_of_the_file_comes_back(tmp_path):
+    class Many:
+        @hookimpl
+        def on_epoch_end(self, run):
+            run.hooks.log_metrics(run=run, metrics={f"figure {i}": i / 7 for i in range(3000)}, step=run.step)
+
+    trainer(offline(), Many(), max_epochs=1).fit(Net(), loader())
+    (run,) = recorded(tmp_path)
+    (row,) = [row for row in run.rows if "figure 0" in row]
+    assert [row[f"figure {i}"] for i in range(3000)] == [i / 7 for i in range(3000)]
+
+
+def test_the_summary_has_the_last_values_and_how_it_ended(tmp_path):
+    one = trainer(offline())
+    one.fit(Net(), loader(), loader())
+    (run,) = recorded(tmp_path)
+    assert run.summary["geartrain/status"] == "done"
+    assert run.exit_code == 0
+    assert {name: run.summary[name] for name in one.logged_metrics} == one.logged_metrics
+    assert len(one.logged_metrics) == 3
+
+
+def test_an_evaluation_is_a_run_of_its_own(tmp_path):
+    one = trainer(offline())
+    one.fit(Net(), loader())
+    one.test(Net(), loader())
+    fitted, tested = recorded(tmp_path)
+    assert (fitted.run.job_type, tested.run.job_type) == ("fit", "test")
+    assert tested.rows == [{"trainer/global_step": 8, "epoch": 2, "tested": 1}]
+
+
+# --- what else is told ---------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_holds_hyperparameters_and_the_plan(tmp_path):
+    one = trainer(offline())
+    one.fit(Net(lr=0.25), loader())
+    (run,) = recorded(tmp_path)
+    assert run.config["lr"] == 0.25
+    assert run.config["geartrain"]["command"] == "fit"
+    assert run.config["geartrain"]["options"]["max_epochs"] == 2
+    assert run.config["geartrain"].keys() == (one.plan.as_dict().keys() | {"command"}) - {"hyperparameters"}
+
+
+def test_options_reach_wandb(tmp_path):
+    given = {"project": "p", "name": "n", "entity": "e", "group": "g", "tags": ["a", "b"], "notes": "long"}
+    trainer(offline(**given)).fit(Net(), loader())
+    (run,) = recorded(tmp_path)
+    found = run.run
+    assert (found.project, found.display_name, found.entity, found.run_group, list(found.tags), found.notes) == (
+        "p",
+        "n",
+        "e",
+        "g",
+        ["a", "b"],
+        "long",
+    )
+
+
+def test_figures_of_the_system_come_by_themselves(tmp_path):
+    def batches():
+        deadline = time.monotonic() + 30
+        (path,) = tmp_path.rglob("run-*.wandb")
+        while b"proc.memory.rssMB" not in path.read_bytes():
+            assert time.monotonic() < deadline
+            yield torch.ones(2, 1)
+
+    class Batches:
+        def __iter__(self):
+            yield torch.ones(2, 1)
+            yield from batches()
+
+    trainer(offline(), max_epochs=1, log_every_n_steps=10**6).fit(Net(), Batches())
+    (run,) = recorded(tmp_path)
+    assert {"cpu", "memory_percent", "proc.memory.rssMB"} <= run.stats
+
+
+# --- where ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "output", "where"),
+    [
+        ({}, None, None, "wandb"),
+        ({}, None, "out", "out/wandb"),
+        ({}, "env", "out", "env/wandb"),
+        ({"folder": "mine/deep"}, "env", "out", "mine/deep/wandb"),
+        ({"folder": Path("mine")}, None, None, "mine/wandb"),
+    ],
+)
+def test_the_folder(tmp_path, monkeypatch, options, variable, output, where):
+    if variable:
+        (tmp_path / variable).mkdir()
+        monkeypatch.setenv("WANDB_DIR", str(tmp_path / variable))
+    trainer(offline(**options), output=output, max_epochs=1).fit(Net(), loader())
+    (path,) = tmp_path.rglob("run-*.wandb")
+    assert path.parents[1] == tmp_path / where
+
+
+def test_variables_are_honoured_and_options_win(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "from the environment")
+    trainer(WandB()).fit(Net(), loader())
+    trainer(WandB(project="given")).fit(Net(), loader())
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    trainer(WandB(mode="offline", project="third")).fit(Net(), loader())
+    assert [run.run.project for run in recorded(tmp_path)] == ["from the environment", "given", "third"]
+
+
+@pytest.mark.parametrize("how", ["variable", "option", "fast_dev_run"])
+def test_nothing_is_written(tmp_path, monkeypatch, how):
+    if how == "variable":
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+    one = {"variable": WandB(), "option": WandB(mode="disabled"), "fast_dev_run": WandB(mode="offline")}[how]
+    trainer(one, fast_dev_run=how == "fast_dev_run", output="out").fit(Net(), loader())
+    assert not list(tmp_path.rglob("*.wandb"))
+    assert not (tmp_path / "wandb").exists()
+    assert not services()
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_checkpoint_is_an_artifact(tmp_path):
+    module = Net()
+    trainer(offline(checkpoints=True), output="out").fit(module, loader())
+    (run,) = recorded(tmp_path)
+    first, last = run.of("artifact")
+    for artifact, step in ((first, 4), (last, 8)):
+        assert (artifact.type, list(artifact.aliases), artifact.name) == ("model", ["latest"], f"model-{run.id}")
+        assert json.loads(artifact.metadata)["step"] == step
+        (file,) = artifact.manifest.contents
+        assert file.path == "last.ckpt"
+        assert torch.load(file.local_path)["step"] == step  # a copy of its own: the second has not overwritten the first
+
+
+def test_checkpoints_are_left_alone_unasked(tmp_path):
+    trainer(offline(), output="out").fit(Net(), loader())
+    (run,) = recorded(tmp_path)
+    assert not run.of("artifact")
+
+
+def test_checkpoints_that_nobody_saves_are_missed():
+    with pytest.warns(UserWarning, match=r"checkpoints=True.*--output"):
+        trainer(offline(checkpoints=True)).fit(Net(), loader())
+
+
+# --- how it ends ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(ValueError("too bad"), "failed", 1), (KeyboardInterrupt(), "interrupted", 255), (SystemExit(3), "failed", 1)],
+)
+def test_a_run_that_ends_early_is_marked(tmp_path, error, status, code):
+    with pytest.raises(type(error)):
+        trainer(offline()).fit(Net(fails=error), loader())
+    (run,) = recorded(tmp_path)
+    assert run.exit_code == code
+    assert run.summary["geartrain/status"] == status
+    assert run.summary["geartrain/error"] == f"{type(error).__name__}: {error}"
+    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == [1, 2, 3, 4]
+    assert wandb.run is None
+
+
+def test_a_second_fit_is_a_second_run(tmp_path):
+    one = trainer(offline())
+    module = Net()
+    for _ in range(2):
+        one.fit(module, loader())
+    runs = recorded(tmp_path)
+    assert len({run.id for run in runs}) == 2
+    assert [len([row for row in run.rows if "loss_step" in row]) for run in runs] == [8, 8]
+
+
+def test_the_scripts_own_run_is_used_and_stays_open(tmp_path):
+    mine = wandb.init(mode="offline", project="script", name="mine", config={"own": 1, "lr": 3})
+    with pytest.warns(UserWarning, match="own run mine is used, and stays open; not used: mode, project"):
+        trainer(offline()).fit(Net(), loader())
+    assert wandb.run is mine
+    mine.log({"after": 1})
+    mine.finish()
+    (run,) = recorded(tmp_path)
+    assert run.run.project == "script"
+    assert (run.config["own"], run.config["lr"]) == (1, 0.5)
+    assert len(run.rows) == 8 + 2 + 1
+    assert run.rows[-1]["after"] == 1
+
+
+class Kill:
+    """Ends wandb's service process after the first epoch, as an out-of-memory killer may."""
+
+    @hookimpl
+    def on_epoch_end(self, run):
+        for process in services() if run.epoch == 0 else ():
+            process.kill()
+        psutil.wait_procs(services(), timeout=10)
+
+
+def test_a_dead_service_stops_nothing_and_the_next_run_has_its_own(tmp_path):
+    module, one = Net(), trainer(offline(), Kill())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        one.fit(module, loader())
+    assert one.global_step == 8
+    assert [str(w.message)[:60] for w in said if "geartrain-wandb[wandb]" in str(w.message)] != []
+    assert len([w for w in said if "geartrain-wandb[wandb]" in str(w.message)]) == 1
+    trainer(offline(folder="second")).fit(module, loader())
+    (run,) = recorded(tmp_path / "second")
+    assert len(run.rows) == 10
+    assert run.exit_code == 0
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mode": "sometimes"}, "mode='sometimes'"),
+        ({"tags": "one"}, "tags='one'"),
+        ({"project": "a/b"}, "a/b"),
+        ({"tags": ["x" * 65]}, "tag"),
+        ({"name": 3}, "run_name=3"),
+        ({"folder": "file"}, "folder='file'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path, options, says):
+    (tmp_path / "file").touch()
+    with pytest.raises(gt.UsageError, match=r"geartrain-wandb\[wandb\]") as refused:
+        trainer(offline(**options)).check(Net)
+    assert says in str(refused.value)
+    assert not services()
+
+
+def test_the_plugin_goes_to_other_processes():
+    assert vars(pickle.loads(pickle.dumps(offline(tags=["a"])))) == vars(offline(tags=["a"]))
