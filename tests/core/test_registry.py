@@ -25,18 +25,18 @@ def test_core_declares_its_own_as_any_plugin_would(dists):
     registry = Registry()
     others = [(c.label, c.kind) for c in registry.candidates if c.kind != "plugin"]
     assert others == [("geartrain[cpu]", "accelerator"), ("geartrain[single]", "strategy")]
-    assert {c.name for c in registry.of("plugin")} >= {"early_stopping", "timer"}
+    assert {c.name for c in registry.of("plugin")} >= {"csv", "early_stopping", "timer"}
     assert {c.distribution for c in registry.of("plugin")} == {"geartrain"}
 
 
 def test_metadata_tells_name_kind_distribution_and_version(dists):
-    dists.add("acme-loggers", version="3.1", accelerators={"npu": "Npu"}, strategies={"gossip": "Gossip"}, plugins={"csv": "Csv"})
+    dists.add("acme-loggers", version="3.1", accelerators={"npu": "Npu"}, strategies={"gossip": "Gossip"}, plugins={"xml": "Xml"})
     told = [c.as_dict() for c in Registry().candidates if c.distribution == "acme-loggers"]
     common = {"state": "available", "reason": "", "distribution": "acme-loggers", "version": "3.1"}
     assert told == [
         {"name": "npu", "kind": "accelerator", **common},
         {"name": "gossip", "kind": "strategy", **common},
-        {"name": "csv", "kind": "plugin", **common},
+        {"name": "xml", "kind": "plugin", **common},
     ]
     assert json.loads(json.dumps(told)) == told
 

@@ -10,6 +10,8 @@ from geartrain.errors import UsageError
 from geartrain.parts import Choice, Part
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from geartrain.hooks import Hooks
     from geartrain.options import Options
 
@@ -57,6 +59,8 @@ class Plan:
     loader_batch_size: int | None = None
     #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.hparams`. Empty until they are known.
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    #: The run's folder, or ``None``: what a plugin that writes there by default asks in ``check_plan``.
+    output: Path | None = None
     #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
     assumed: bool = False
 

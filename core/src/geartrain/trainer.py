@@ -148,6 +148,7 @@ class Trainer:
         scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
         extra = [*plugin_parts(self.registry, plugins, plugin_options or {}), *more_parts(self.registry, callbacks, max_time)]
         dtype = choose_precision(precision, __version__)
+        self.output = Path(output) if output is not None and not tries else None
         self._parts = (*core_parts(options, dtype, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
         self.hooks = Hooks(self._parts)
         self.plan = make_plan(
@@ -159,9 +160,9 @@ class Trainer:
             precision=dtype,
             passed_over=passed | also_passed,
             options=options,
+            output=self.output,
             assumed=chip.choice.name in self._assume,
         )
-        self.output = Path(output) if output is not None and not tries else None
         self._run: Run | None = None
         self.datamodule: DataModule | None = None
 

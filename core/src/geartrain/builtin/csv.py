@@ -1,0 +1,201 @@
+"""The plugin ``csv``: metrics as a table that every spreadsheet and pandas read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.plan import Plan
+from geartrain.run import Run
+
+#: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
+COLUMNS = ("step", "epoch", "stage")
+#: Bytes up to which a table is always written anew for a new column.
+SMALL = 16 * 2**20
+
+
+class CSVLogger:
+    """Writes a line of ``metrics.csv`` each time that metrics are logged; rank 0 writes.
+
+    A name that was not there before becomes a new last column. The table is then written anew beside itself and takes its own place, so
+    that whoever reads it finds a whole one, old or new. One that is larger than 16 MiB and has not doubled since is not written anew:
+    the lines go on in ``metrics.2.csv``, with all columns. So no more than about twice a table's length is ever copied.
+
+    NaN and infinity are written ``nan``, ``inf`` and ``-inf``, as pandas reads them; a metric that was not logged is an empty cell.
+
+    Args:
+        path: the file; default ``metrics.csv`` in the run's folder. Several runs of one object go on in it.
+
+    Raises:
+        UsageError: there is neither ``path`` nor the run's folder, or the file is there already.
+    """
+
+    harmless = True
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+        self._began = False
+        self._table: Table | None = None
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if plan.options.fast_dev_run:
+            return
+        path = self._path(plan)
+        if path is None:
+            raise UsageError("geartrain[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
+        # Only what this object finds at first: a later run of its goes on in the file that the first one began.
+        if not self._began and path.exists():
+            raise UsageError(f"geartrain[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
+        self._began = True
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._close()
+        path = self._path(run.plan)
+        if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
+            self._table = Table(path)
+
+    @hookimpl
+    def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        if self._table is not None:
+            own = {f"metric_{name}" if name in COLUMNS else name: value for name, value in metrics.items()}
+            self._table.add({"step": step, "epoch": run.epoch, "stage": run.stage, **own})
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._close()
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._close()
+
+    def _path(self, plan: Plan) -> Path | None:
+        if self.path is not None:
+            return Path(self.path)
+        return None if plan.output is None else plan.output / "metrics.csv"
+
+    def _close(self) -> None:
+        table, self._table = self._table, None
+        if table is not None:
+            table.close()
+
+
+class Table:
+    """A CSV file to which lines are added, and columns too.
+
+    Args:
+        path: made where it is not there; one that is there goes on.
+
+    Raises:
+        OSError: it cannot be made.
+        TrainingError: there is a file of another kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._first, self._number = path, 1
+        self._open()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write one line, whole or not at all, before this returns.
+
+        Raises:
+            OSError: the disk is full, or gone; the file is as it was.
+        """
+        new = [name for name in row if name not in self._columns]
+        if new and not self._columns:
+            self._begin(new)
+        elif new and (self._size <= SMALL or self._size >= 2 * self._written_anew):
+            self._write_anew([*self._columns, *new])
+        elif new:
+            self._next([*self._columns, *new])
+        self._append(line(row.get(name, "") for name in self._columns))
+
+    def close(self) -> None:
+        self._file.close()
+
+    # --- files -----------------------------------------------------------------------------------------------------------
+
+    def _path(self) -> Path:
+        return self._first if self._number == 1 else self._first.with_suffix(f".{self._number}{self._first.suffix}")
+
+    def _open(self) -> None:
+        self._first.parent.mkdir(parents=True, exist_ok=True)
+        while True:  # the last one that there is
+            self._number += 1
+            if not self._path().exists():
+                self._number -= 1
+                break
+        self._columns: list[str] = []
+        path = self._path()
+        if path.exists() and path.stat().st_size:
+            with path.open(encoding="utf-8", newline="") as file:
+                self._columns = next(csv.reader(file))
+            if tuple(self._columns[: len(COLUMNS)]) != COLUMNS:
+                raise TrainingError(f"{path} is not a table of metrics: its columns are {', '.join(self._columns[:5])}")
+        self._reopen()
+        # How long it was when it was written anew last is not known, so it counts as just written.
+        self._written_anew = self._size
+
+    def _reopen(self) -> None:
+        # Not buffered: what cannot be written must raise here, and not once more when the file is closed.
+        self._file: IO[bytes] = self._path().open("ab", buffering=0)
+        self._size = self._file.seek(0, os.SEEK_END)
+
+    def _append(self, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(self._size)  # no half line
+            raise
+        self._size += len(data)
+
+    # --- columns ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, columns: list[str]) -> None:
+        self._append(line(columns))
+        self._columns, self._written_anew = columns, 0
+
+    def _write_anew(self, columns: list[str]) -> None:
+        """Copy the lines under a new header, with empty cells at their ends."""
+        path = self._path()
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        old, more = len(line(self._columns)), b"," * (len(columns) - len(self._columns)) + b"\n"
+        try:
+            with path.open("rb") as source, beside.open("wb") as target:
+                target.write(line(columns))
+                source.seek(old)
+                for text in source:  # only names may hold a line's end: values are numbers and stages
+                    target.write(text[:-1] + more)
+            shutil.copymode(path, beside)
+            self._file.close()  # before it is replaced, which Windows would refuse
+            try:
+                os.replace(beside, path)
+            finally:
+                self._reopen()
+        finally:
+            beside.unlink(missing_ok=True)
+        self._columns, self._written_anew = columns, self._size
+
+    def _next(self, columns: list[str]) -> None:
+        """Go on in a file of its own, because this one is too long to be written anew."""
+        self._file.close()
+        self._number += 1
+        self._reopen()
+        self._begin(columns)
+
+
+def line(cells: Iterable[Any]) -> bytes:
+    """One line of a CSV file, its end included."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()

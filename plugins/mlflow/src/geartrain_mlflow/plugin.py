@@ -1,0 +1,161 @@
+"""The plugin ``mlflow``."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from geartrain import UsageError, __version__, hookimpl
+from geartrain_mlflow.names import Names
+from geartrain_mlflow.params import params
+from geartrain_mlflow.upload import Upload
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from geartrain import Plan, Run
+
+_LABEL = "geartrain-mlflow[mlflow]"
+#: Params in one call. MLflow takes 100, but no more than 1 MB in one call: 20 of the longest come to 0.7 MB, every letter escaped.
+_PARAMS = 20
+
+
+class MLflow:
+    """Records each fit and each evaluation as a run of MLflow; rank 0 does.
+
+    Hyperparameters and the plan are its params, what is logged its metrics at the optimizer step at which it was logged. A thread talks to
+    MLflow, so that training waits for it at the end alone. MLflow's first error ends the recording with a warning, not the training.
+
+    Args:
+        experiment: its name, made where it is not there; default ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_EXPERIMENT_ID`` or ``Default``.
+        run_name: default the name of the run's folder, or one that MLflow makes up.
+        tracking_uri: a server or a database; default ``MLFLOW_TRACKING_URI``, or ``sqlite:///mlflow.db``, as MLflow has it.
+        tags: of the run, beside those that MLflow shows as its user and source.
+        checkpoints: also send each checkpoint that is saved, as an artifact.
+        patience: seconds that the end of a run waits until MLflow has taken the rest.
+
+    Raises:
+        UsageError: an empty name, ``patience`` not above 0, or a folder as ``tracking_uri``, which MLflow refuses.
+    """
+
+    harmless = True
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, str] | None = None,
+        checkpoints: bool = False,
+        patience: float = 30.0,
+    ) -> None:
+        for name, value in (("experiment", experiment), ("run_name", run_name), ("tracking_uri", tracking_uri)):
+            if value is not None and not value.strip():
+                raise UsageError(f"{_LABEL}: {name}={value!r} is empty. Fix: leave it out, or a name")
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or not patience > 0:
+            raise UsageError(f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. Fix: leave it out (30.0)")
+        self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
+        self.tags, self.checkpoints, self.patience = dict(tags or {}), checkpoints, patience
+        self._upload: Upload | None = None
+        self._names = Names()
+
+    @hookimpl
+    def check_plan(self) -> None:
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
+        if urlsplit(uri).scheme in ("", "file") and not allowed:
+            raise UsageError(
+                f"{_LABEL}: tracking_uri={uri!r} is a folder, and MLflow no longer writes into folders. "
+                "Fix: sqlite:///mlflow.db, a server's http://HOST:PORT, or MLFLOW_ALLOW_FILE_STORE=true"
+            )
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._upload, self._names = None, Names()
+        if run.world.rank != 0 or run.plan.options.fast_dev_run:
+            return
+        # Here and not in the thread: a DataLoader worker that was forked meanwhile would wait for the import's lock for ever.
+        import mlflow  # noqa: F401
+
+        plan, command = run.plan, run.command
+        self._upload = Upload(lambda: self._begin(plan, command))
+
+    @hookimpl
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._upload is not None:
+            from mlflow.entities import Metric
+
+            now = int(time.time() * 1000)
+            self._upload.add(metrics=[Metric(self._names[name], value, now, step) for name, value in metrics.items()])
+
+    @hookimpl
+    def on_checkpoint_saved(self, path: Path) -> None:
+        if self._upload is not None and self.checkpoints:
+            self._upload.add(files=[str(path)])
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._finish("FINISHED")
+
+    @hookimpl
+    def on_exception(self, error: BaseException) -> None:
+        self._finish("FAILED" if isinstance(error, Exception) else "KILLED")  # Ctrl-C and sys.exit are no Exceptions
+
+    def _finish(self, status: str) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.finish(status, self.patience)
+
+    # --- in the thread ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, plan: Plan, command: str) -> tuple[MlflowClient, str]:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = MlflowClient(self.tracking_uri)
+        name = self.run_name or (plan.output.resolve().name if plan.output is not None else None)
+        made = client.create_run(_experiment(client, self.experiment), tags={**_tags(command), **self.tags}, run_name=name)
+        names, run_id = Names(), str(made.info.run_id)
+        every = [Param(names[key], value) for key, value in params(plan).items()]
+        for start in range(0, len(every), _PARAMS):
+            client.log_batch(run_id, params=every[start : start + _PARAMS])
+        return client, run_id
+
+
+def _experiment(client: MlflowClient, name: str | None) -> str:
+    """The id of the experiment of this name, which is made where it is not there."""
+    from mlflow.exceptions import MlflowException
+
+    name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if name is None:
+        return os.environ.get("MLFLOW_EXPERIMENT_ID") or "0"
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run may have made it meanwhile
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
+def _tags(command: str) -> dict[str, str]:
+    """What MLflow shows as a run's user and source, and what geartrain says of it."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user may have no name
+        user = "unknown"
+    return {
+        "mlflow.user": user,
+        "mlflow.source.name": sys.argv[0] if sys.argv else "",
+        "mlflow.source.type": "LOCAL",
+        "geartrain.version": __version__,
+        "geartrain.command": command,
+    }

@@ -1,0 +1,105 @@
+"""The thread that talks to MLflow, so that training never waits for a server."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from geartrain import TrainingError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+#: MLflow's own bound on the metrics in one call, mlflow.utils.validation.MAX_METRICS_PER_BATCH.
+BATCH = 1000
+
+
+class Upload:
+    """One run of MLflow. What is added while a call is under way goes into the next one, up to 1000 metrics a call.
+
+    Args:
+        begin: makes the run; called in the thread, because it may wait for a server.
+    """
+
+    def __init__(self, begin: Callable[[], tuple[MlflowClient, str]]) -> None:
+        self._begin = begin
+        self._changed = threading.Condition()
+        self._metrics: list[Metric] = []
+        #: Files to send; a dict, because one that was saved twice meanwhile is sent once.
+        self._files: dict[str, None] = {}
+        self._status: str | None = None
+        self._abandoned = False
+        #: What ended the thread early.
+        self.error: Exception | None = None
+        # A daemon: a server that does not answer must not keep the program from ending.
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def add(self, metrics: Iterable[Metric] = (), files: Iterable[str] = ()) -> None:
+        """Have these sent.
+
+        Raises:
+            Exception: the thread's own, once it has ended.
+        """
+        self._look()
+        with self._changed:
+            self._metrics.extend(metrics)
+            self._files.update(dict.fromkeys(files))
+            self._changed.notify()
+
+    def finish(self, status: str, patience: float) -> None:
+        """Have the rest sent and the run closed with ``status``.
+
+        Raises:
+            TrainingError: that took longer than ``patience`` seconds; the thread ends after the call that it waits for.
+            Exception: the thread's own.
+        """
+        with self._changed:
+            self._status = status
+            self._changed.notify()
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            self._abandoned = True
+            raise TrainingError(f"MLflow has not taken everything within {patience:g} s; the rest is lost. Fix: a longer patience")
+        self._look()
+
+    def _look(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    # --- in the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        client = None
+        try:
+            client, run_id = self._begin()
+            while not self._abandoned:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._metrics or self._files or self._status)
+                    metrics, files, status = self._metrics, list(self._files), self._status
+                    self._metrics, self._files = [], {}
+                self._send(client, run_id, metrics, files)
+                if status is not None and not self._abandoned:  # nothing comes after it
+                    client.set_terminated(run_id, status)
+                    break
+        except Exception as error:
+            self.error = error
+        finally:
+            _close(client)
+
+    def _send(self, client: MlflowClient, run_id: str, metrics: Sequence[Metric], files: Iterable[str]) -> None:
+        for start in range(0, len(metrics), BATCH):
+            if not self._abandoned:
+                client.log_batch(run_id, metrics=metrics[start : start + BATCH])
+        for file in files:
+            if not self._abandoned:
+                client.log_artifact(run_id, file, "checkpoints")
+
+
+def _close(client: Any) -> None:
+    """Close the connections to a database, which MLflow keeps open for the life of the program; it makes new ones where it needs them."""
+    with contextlib.suppress(AttributeError):
+        client._tracking_client.store.engine.dispose()

@@ -1,0 +1,44 @@
+"""The module's graph."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from geartrain import TrainingError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from geartrain import Run
+
+
+def trace(run: Run, writer: SummaryWriter) -> None:
+    """Write the graph of the module's ``forward`` on its ``example_input_array``; the run goes on as if nothing had been.
+
+    Raises:
+        TrainingError: the module has no ``example_input_array``.
+        Exception: whatever ``forward`` or torch's tracing raises.
+    """
+    module = run.module
+    example = getattr(module, "example_input_array", None)
+    if example is None:
+        raise TrainingError("it has no example_input_array. Fix: self.example_input_array = torch.zeros(1, ...) in __init__")
+    modes = [(part, part.training) for part in module.modules()]  # add_graph would put parts that are in eval mode into train mode
+    devices = [run.device] if run.device.type == "cuda" else []
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            contextlib.redirect_stdout(io.StringIO()),  # where torch prints an error that it also raises
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of what tracing does not record
+            writer.add_graph(module, run.to_device(example))
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -1,0 +1,49 @@
+"""Hyperparameters as TensorBoard's table HPARAMS reads them.
+
+``SummaryWriter.add_hparams`` writes them into a folder of its own, with the time as its name, which TensorBoard shows as a second run and
+with metrics of its own. The same records in the run's own folder belong to its scalars. Without the third record, an experiment,
+TensorBoard collects names and values from all runs that it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def session_start(hyperparameters: Mapping[str, Any]) -> Any:
+    """The record that a run with these hyperparameters begins.
+
+    Args:
+        hyperparameters: numbers and strings stay what they are; other values become text, lists and dicts as JSON.
+
+    Returns:
+        A ``Summary``.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    plain = {name: value if _is_plain(value) else json.dumps(value) for name, value in hyperparameters.items()}
+    return hparams(plain, {})[1]  # type: ignore[no-untyped-call]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def session_end(succeeded: bool) -> Any:
+    """The record that the run ended.
+
+    Returns:
+        A ``Summary``.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.plugins.hparams.api_pb2 import Status
+    from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_END_INFO_TAG
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+
+    # As torch.utils.tensorboard.summary.hparams makes it, which knows success alone.
+    info = SessionEndInfo(status=Status.Value("STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"))
+    content = HParamsPluginData(session_end_info=info, version=PLUGIN_DATA_VERSION).SerializeToString()
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content))
+    return Summary(value=[Summary.Value(tag=SESSION_END_INFO_TAG, metadata=metadata)])

@@ -1,0 +1,129 @@
+"""The plugin ``tensorboard``."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geartrain import UsageError, hookimpl
+from geartrain_tensorboard.graph import trace
+from geartrain_tensorboard.hparams import session_end, session_start
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from geartrain import Plan, Run
+
+
+class TensorBoard:
+    """Writes TensorBoard's event files; rank 0 writes.
+
+    Each metric is a scalar of its own name at the optimizer step at which it was logged. The plan is a text, and its hyperparameters are
+    TensorBoard's, in the same folder as the scalars: the table HPARAMS shows them with the newest value of each metric.
+
+    Args:
+        folder: where the files go; default ``tensorboard`` in the run's folder. A fit that finds files there makes ``fit-2``, ``fit-3``
+            and so on in it, and an evaluation adds to the newest of these.
+        graph: also write the module's graph, which takes one forward of its ``example_input_array``.
+        flush_seconds: how old what is not on disk yet may be.
+
+    Raises:
+        UsageError: there is neither ``folder`` nor the run's folder, ``folder`` is a file, or ``flush_seconds`` is not above 0.
+    """
+
+    harmless = True
+
+    def __init__(self, folder: str | None = None, graph: bool = False, flush_seconds: float = 30.0) -> None:
+        if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, int | float) or not flush_seconds > 0:
+            raise UsageError(
+                f"geartrain-tensorboard[tensorboard]: flush_seconds={flush_seconds!r} is not a number of seconds above 0. "
+                "Fix: leave it out (30.0)"
+            )
+        self.folder, self.graph, self.flush_seconds = folder, graph, flush_seconds
+        self._writer: SummaryWriter | None = None
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if plan.options.fast_dev_run:
+            return
+        folder = self._base(plan)
+        if folder is None:
+            raise UsageError(
+                "geartrain-tensorboard[tensorboard] has no place to write. Fix: --tensorboard.folder DIR, or a folder for the run "
+                "(--output DIR)"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. Fix: another --tensorboard.folder")
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._close()
+        base = self._base(run.plan)
+        if run.world.rank != 0 or base is None or run.plan.options.fast_dev_run:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(place(base, run.command)), flush_secs=self.flush_seconds)
+        if run.command == "fit":
+            text = json.dumps(run.plan.as_dict(), indent=2)
+            self._writer.add_text("plan", f"```json\n{text}\n```", run.step)
+            self._add(session_start(run.plan.hyperparameters))
+            if self.graph:
+                self._add_graph(run, self._writer)
+            self._writer.flush()
+
+    @hookimpl
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        self._end(run, succeeded=True)
+
+    @hookimpl
+    def on_exception(self, run: Run) -> None:
+        self._end(run, succeeded=False)
+
+    def _base(self, plan: Plan) -> Path | None:
+        if self.folder is not None:
+            return Path(self.folder)
+        return None if plan.output is None else plan.output / "tensorboard"
+
+    def _add(self, summary: Any) -> None:
+        assert self._writer is not None
+        self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+
+    def _add_graph(self, run: Run, writer: SummaryWriter) -> None:
+        try:
+            trace(run, writer)
+        except Exception as error:
+            warnings.warn(
+                f"geartrain-tensorboard[tensorboard]: there is no graph of {type(run.module).__name__}: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+    def _end(self, run: Run, succeeded: bool) -> None:
+        try:
+            if self._writer is not None and run.command == "fit":
+                self._add(session_end(succeeded))
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def place(base: Path, command: str) -> Path:
+    """The folder for one run: a fit has its own, because TensorBoard shows all files of a folder as one curve; an evaluation has that of
+    the newest fit."""
+    newest, number = base, 2
+    while (following := base / f"fit-{number}").is_dir():
+        newest, number = following, number + 1
+    return following if command == "fit" and any(newest.glob("events.out.tfevents.*")) else newest

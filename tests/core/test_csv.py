@@ -1,0 +1,259 @@
+"""The plugin ``csv``: a table that stays one, whatever is logged when, and that is never begun over."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import geartrain as gt
+from geartrain import TrainingError, UsageError
+from geartrain.builtin import csv as module
+from geartrain.builtin.csv import CSVLogger, Table
+from geartrain.testing.launching import launched
+
+from .models import EvalNet, Logging, Pretend, fit, loader, trainer
+
+OWN = ["step", "epoch", "stage"]
+
+
+def read(path):
+    """Its lines by column; every line has as many cells as the header."""
+    with open(path, encoding="utf-8", newline="") as file:
+        header, *lines = csv.reader(file)
+    assert all(len(line) == len(header) for line in lines)
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
+class Logs(EvalNet):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1 / 3)
+        return super().training_step(batch, batch_idx)
+
+
+def logs(**values):
+    return Logging(lambda self, batch, batch_idx: self.log_dict(values))
+
+
+def open_files():
+    folder = Path("/proc/self/fd")
+    return {os.readlink(path) for path in folder.iterdir() if path.exists()} if folder.exists() else set()
+
+
+# --- what is in it -------------------------------------------------------------------------------------------------------
+
+
+def test_columns_that_come_later_stand_last_and_are_empty_before(tmp_path):
+    fit(Logs(), val=loader(), output=tmp_path, plugins="csv", max_epochs=2, log_every_n_steps=4)
+    lines = read(tmp_path / "metrics.csv")
+    assert list(lines[0]) == [*OWN, "loss", "val_loss"]
+    assert [(line["step"], line["epoch"], line["stage"]) for line in lines] == [
+        ("4", "0", "train"),
+        ("6", "0", "validate"),
+        ("6", "0", "train"),
+        ("8", "1", "train"),
+        ("12", "1", "train"),
+        ("12", "1", "validate"),
+    ]
+    assert [bool(line["val_loss"]) for line in lines] == [line["stage"] == "validate" for line in lines]
+    assert {float(line["loss"]) for line in lines if line["loss"]} == {1 / 3}  # as exact as they were
+    assert [path.name for path in tmp_path.glob("*csv*")] == ["metrics.csv"]
+    assert not any("metrics.csv" in name for name in open_files())
+
+
+def test_what_is_no_number_is_read_back(tmp_path):
+    values = {"nan": math.nan, "inf": math.inf, "minus": -math.inf}
+    fit(logs(**values), output=tmp_path, plugins="csv")
+    (line,) = read(tmp_path / "metrics.csv")
+    assert [line[name] for name in values] == ["nan", "inf", "-inf"]
+
+
+def test_names_of_any_kind(tmp_path):
+    names = ["a,b", 'say "loss"', "two\nlines", "grün/µ", "step", "stage"]
+    fit(logs(**dict.fromkeys(names, 2.0)), val=loader(), output=tmp_path, plugins="csv")
+    (line,) = read(tmp_path / "metrics.csv")
+    assert line == {"step": "6", "epoch": "0", "stage": "train", **dict.fromkeys([*names[:4], "metric_step", "metric_stage"], "2.0")}
+
+
+def test_a_header_of_several_lines_is_replaced_whole(tmp_path):
+    table = Table(tmp_path / "t.csv")
+    for row in ({"two\nlines": 1.0}, {"x": 2.0}, {"three\n\nlines": 3.0}):
+        table.add({"step": 1, "epoch": 0, "stage": "train", **row})
+    table.close()
+    assert [list(line.values())[3:] for line in read(tmp_path / "t.csv")] == [["1.0", "", ""], ["", "2.0", ""], ["", "", "3.0"]]
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
+    class Looks(Logs):
+        found = ()
+
+        def on_train_epoch_start(self):
+            self.found = (*self.found, len(read(tmp_path / "deep" / "m.csv")) if self.current_epoch else 0)
+
+    net = Looks()
+    fit(net, plugins=[CSVLogger(str(tmp_path / "deep" / "m.csv"))], max_epochs=3, log_every_n_steps=6)
+    assert net.found == (0, 1, 2)
+
+
+# --- several runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
+    one, net = trainer(output=tmp_path, plugins="csv"), Logs()
+    for _ in range(2):
+        one.fit(net, loader(), loader())
+    one.test(net, loader())
+    lines = read(tmp_path / "metrics.csv")
+    assert [line["stage"] for line in lines] == ["validate", "train"] * 2 + ["test"]
+    assert list(lines[0]) == [*OWN, "val_loss", "loss", "test_loss"]
+
+
+def test_what_is_there_is_never_overwritten(tmp_path):
+    (tmp_path / "metrics.csv").write_text("mine")
+    for options in ({"output": tmp_path, "plugins": "csv"}, {"plugins": CSVLogger(str(tmp_path / "metrics.csv"))}):
+        with pytest.raises(UsageError, match=r"geartrain\[csv\].*metrics\.csv.*nothing is overwritten"):
+            fit(**options)
+    assert (tmp_path / "metrics.csv").read_text() == "mine"
+
+
+def test_a_file_of_another_kind_is_not_added_to(tmp_path):
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(TrainingError, match="not a table of metrics"):
+        Table(tmp_path / "other.csv")
+    assert (tmp_path / "other.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_no_place_to_write_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"geartrain\[csv\].*--output DIR"):
+        fit(plugins="csv")
+
+
+def test_a_trial_writes_nothing(tmp_path):
+    for plugin in ("csv", CSVLogger(str(tmp_path / "m.csv"))):
+        fit(Logs(), output=tmp_path / "run", plugins=[plugin], fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_only_rank_0_writes(tmp_path):
+    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    fit(Logs(), strategy=strategy(), devices=2, plugins=[CSVLogger(str(tmp_path / "m.csv"))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_write_once(tmp_path):
+    pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed here")
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from core.test_csv import *
+    one = trainer(strategy="ddp", devices=2, output="run", plugins="csv", log_every_n_steps=2, max_epochs=2)
+    net = Logs()
+    one.fit(net, loader())
+    one.fit(net, loader())
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    with launched("train.py", folder=tmp_path) as run:
+        run.succeed(90)
+        assert not run.left_behind()
+    lines = read(tmp_path / "run" / "metrics.csv")
+    assert [int(line["step"]) for line in lines] == [2, 3, 4, 6] * 2
+
+
+# --- long tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_table_is_written_anew_only_when_it_has_doubled(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SMALL", 100)
+    path, table = tmp_path / "t.csv", Table(tmp_path / "t.csv")
+
+    def add(count=1, **row):
+        for _ in range(count):
+            table.add({"step": 1, "epoch": 0, "stage": "train", **row})
+
+    add(20, a=1.0)
+    add(b=1.0)  # never written anew before
+    assert len(read(path)) == 21
+    add(c=1.0)  # not twice as long yet
+    add(a=2.0)
+    assert len(read(path)) == 21
+    assert [line["c"] for line in read(tmp_path / "t.2.csv")] == ["1.0", ""]
+    add(30, a=1.0)
+    add(d=1.0)
+    table.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.2.csv", "t.csv"]
+    assert [*read(tmp_path / "t.2.csv")[-1]] == [*OWN, "a", "b", "c", "d"]
+
+    again = Table(path)  # goes on in the last one
+    again.add({"step": 2, "epoch": 0, "stage": "train", "e": 1.0})
+    again.close()
+    assert sum(len(read(part)) for part in tmp_path.iterdir()) == 21 + 33 + 1
+    assert read(tmp_path / "t.3.csv")[0]["e"] == "1.0"
+
+
+# --- when it cannot be written -------------------------------------------------------------------------------------------
+
+FULL = f"""
+    import resource, sys, warnings
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from core.test_csv import *
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    class Long(EvalNet):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", 0.123456789)
+            if self.late and self.global_step > 8:
+                self.log("late" * 25, 0.5)
+            return super().training_step(batch, batch_idx)
+    net = Long()
+    net.late = LATE
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one = trainer(plugins=[CSVLogger("m.csv")], log_every_n_steps=1, max_epochs=5)
+        one.fit(net, loader())
+    assert one.global_step == 30
+    print(*(f"{{warning.message}}" for warning in caught if "csv" in str(warning.message)), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
+    """A real limit on the size of files, in a process of its own; ``late``: it is met when the table is written anew."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(FULL).replace("LATE", str(late)))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (warning,) = done.stdout.splitlines()
+    assert "geartrain[csv]: log_metrics raised OSError" in warning
+    lines = read(tmp_path / "m.csv")
+    assert [int(line["step"]) for line in lines] == list(range(1, len(lines) + 1))
+    assert 5 < len(lines) < 15
+    assert [path.name for path in tmp_path.glob("*m.csv*")] == ["m.csv"]
+
+
+def test_a_file_in_the_folder_s_place_is_one_warning(tmp_path):
+    (tmp_path / "folder").write_text("mine")
+    with pytest.warns(UserWarning, match=r"geartrain\[csv\]: on_run_start raised") as caught:
+        one = fit(Logs(), plugins=[CSVLogger(str(tmp_path / "folder" / "m.csv"))], log_every_n_steps=1)
+    assert one.global_step == 6
+    assert sum("csv" in str(warning.message) for warning in caught) == 1
+    assert (tmp_path / "folder").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [ValueError("oh"), KeyboardInterrupt()])
+def test_it_is_closed_after_an_error(tmp_path, error):
+    class Fails(Logs):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 3:
+                raise error
+
+    with pytest.raises(type(error)):
+        fit(Fails(), output=tmp_path, plugins="csv", log_every_n_steps=1)
+    assert len(read(tmp_path / "metrics.csv")) == 3
+    assert not any("metrics.csv" in name for name in open_files())

@@ -1,0 +1,72 @@
+"""What the loggers' tests train, and how they look for what is left open."""
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+
+
+class Net(gt.Module):
+    """A regression on three numbers; it logs ``values`` beside its losses, and fails with ``error`` at step 3."""
+
+    def __init__(self, lr=0.1, widths=(3, 1), bias=True, note="a", loss=nn.functional.mse_loss):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(*widths, bias=bias), nn.Dropout(0.5))
+        self.values, self.error, self.loss, self.lr = {}, None, loss, lr
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        if self.error is not None and self.global_step == 3:
+            raise self.error
+        self.log_dict({"loss": 1.0 + self.global_step, **self.values})
+        return self.loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 100.0 + self.global_step)
+
+    def test_step(self, batch, batch_idx):
+        self.log("tested", 7.0)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader():
+    """Six batches."""
+    return DataLoader(TensorDataset(torch.ones(24, 3), torch.ones(24, 1)), batch_size=4)
+
+
+def trainer(*plugins, **options):
+    given = {"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 2}
+    return gt.Trainer(plugins=list(plugins), **{**given, **options})
+
+
+def fit(*plugins, values=None, error=None, val=True, net=None, **options):
+    """Train a new ``Net`` for two epochs, with validation; returns the trainer."""
+    one, net = trainer(*plugins, **options), net or Net()
+    net.values, net.error = values or {}, error
+    one.fit(net, loader(), loader() if val else None)
+    return one
+
+
+def open_files():
+    """Paths of the files that this process has open."""
+    folder = Path("/proc/self/fd")
+    paths = []
+    for link in folder.iterdir() if folder.exists() else ():
+        try:
+            paths.append(os.readlink(link))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return paths
+
+
+def threads():
+    return {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,282 @@
+"""The plugin ``mlflow``: what MLflow's own client reads back from a real store, and a server that is not there."""
+
+import json
+import math
+import shutil
+import socket
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from geartrain import UsageError
+from geartrain.testing.launching import launched
+from geartrain_mlflow import MLflow
+from geartrain_mlflow.names import LONGEST, Names
+
+from .cases import Net, fit, loader, open_files, trainer
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A database with MLflow's tables, which take seconds to make."""
+    path = tmp_path_factory.mktemp("empty") / "test.db"
+    close(MlflowClient(f"sqlite:///{path}"))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def uri(tmp_path, monkeypatch, empty):
+    """A database of the test's own; at the end nothing is open."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(empty, tmp_path)
+    yield f"sqlite:///{tmp_path}/test.db"
+    assert not [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+    assert not any(path.startswith(str(tmp_path)) and path.endswith(".db") for path in open_files())
+
+
+def close(client):
+    client._tracking_client.store.engine.dispose()
+
+
+def runs(uri, experiment="Default"):
+    """The experiment's runs, oldest first."""
+    client = MlflowClient(uri)
+    try:
+        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.end_time))
+    finally:
+        close(client)
+
+
+def history(uri, run, name):
+    client = MlflowClient(uri)
+    try:
+        return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
+    finally:
+        close(client)
+
+
+# --- what is in it -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_path):
+    plugin = MLflow(experiment="digits", tracking_uri=uri, tags={"team": "red"})
+    fit(plugin, output=tmp_path / "first", net=Net(lr=0.5))
+    (run,) = runs(uri, "digits")
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+    assert run.info.end_time >= run.info.start_time
+    assert history(uri, run, "loss") == [(step, float(step)) for step in (2, 4, 6, 8, 10, 12)]
+    assert history(uri, run, "val_loss") == [(6, 106.0), (12, 112.0)]
+    params = run.data.params
+    assert {name: params[name] for name in ("lr", "widths", "bias", "note")} == {
+        "lr": "0.5",
+        "widths": "[3, 1]",
+        "bias": "true",
+        "note": "a",
+    }
+    assert {name: params[f"plan.{name}"] for name in ("accelerator", "strategy", "precision", "processes", "max_epochs")} == {
+        "accelerator": "cpu",
+        "strategy": "single",
+        "precision": "32-true",
+        "processes": "1",
+        "max_epochs": "2",
+    }
+    assert params["plan.batch_size.global"] == "4"
+    assert json.loads(params["plan.plugins"]) == ["mlflow"]
+    assert run.data.tags["team"] == "red"
+    assert run.data.tags["geartrain.command"] == "fit"
+    assert {"mlflow.user", "mlflow.source.name", "geartrain.version"} <= set(run.data.tags)
+
+
+def test_by_name_with_mlflows_own_environment(uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from outside")
+    fit("mlflow", plugin_options={"mlflow": {"run_name": "mine"}})
+    assert [run.info.run_name for run in runs(uri, "from outside")] == ["mine"]
+    fit(MLflow(experiment="of its own"))
+    assert len(runs(uri, "of its own")) == len(runs(uri, "from outside")) == 1
+
+
+def test_without_a_uri_it_is_mlflows_database_in_the_working_folder(tmp_path):
+    fit("mlflow", max_epochs=1)
+    assert len(runs(f"sqlite:///{tmp_path}/mlflow.db")) == 1
+
+
+def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
+    uri = (tmp_path / "store").as_uri()
+    with pytest.raises(UsageError, match=r"geartrain-mlflow\[mlflow\]: tracking_uri='file:.*is a folder.*sqlite:///mlflow\.db"):
+        fit(MLflow(tracking_uri=uri))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    fit(MLflow(tracking_uri=uri), max_epochs=1)
+    (run,) = MlflowClient(uri).search_runs(["0"])
+    assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 6.0)
+
+
+def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch):
+    log_batch, sizes = MlflowClient.log_batch, []
+
+    def count(*args, metrics=(), **options):  # a database takes any number, and one metric twice; a server does not
+        sizes.append(len(metrics))
+        log_batch(*args, metrics=metrics, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", count)
+    values = {f"metric {i}": float(i) for i in range(2100)}
+    fit(MLflow(tracking_uri=uri), values={**values, "nan": math.nan, "inf": math.inf}, max_epochs=1, log_every_n_steps=6)
+    (run,) = runs(uri)
+    found = run.data.metrics
+    assert {name: found[name] for name in values} == values
+    assert math.isnan(found["nan"])
+    assert (max(sizes), sum(sizes)) == (1000, 2100 + len(("nan", "inf", "loss", "val_loss")))
+    assert found["inf"] > 1e308  # MLflow's databases keep the largest number in its place
+
+
+def test_names_that_mlflow_refuses_are_mapped(uri):
+    names = {"acc@1": 1.0, "acc%1": 2.0, "acc_1": 3.0, "a//b/../c/": 4.0, "x" * 300: 5.0, "x" * 299: 6.0, "grün (µ): ok": 7.0, "..": 8.0}
+    fit(MLflow(tracking_uri=uri), values=names, max_epochs=1)
+    (run,) = runs(uri)
+    found = {value: name for name, value in run.data.metrics.items() if value < 9 and name not in ("loss", "val_loss")}
+    assert found == {
+        1.0: "acc_1",
+        2.0: "acc_1_2",
+        3.0: "acc_1_3",
+        4.0: "a/b/c",
+        5.0: "x" * LONGEST,
+        6.0: "x" * (LONGEST - 6) + "_2",
+        7.0: "grün _µ__ ok",
+        8.0: "_",
+    }
+
+
+def test_a_name_is_always_called_the_same():
+    names = Names()
+    assert [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")] == ["a_b", "a b", "a_b_2", "a_b", "a_b_2"]
+
+
+def test_values_that_are_too_long_are_cut(uri):
+    fit(MLflow(tracking_uri=uri), net=Net(note="ä" * 7000), max_epochs=1)
+    (run,) = runs(uri)
+    assert run.data.params["note"] == "ä" * 6000
+
+
+def test_checkpoints_are_artifacts_on_request(uri, tmp_path):
+    for name, wanted in (("with", True), ("without", False)):
+        fit(MLflow(tracking_uri=uri, experiment=name, checkpoints=wanted), output=tmp_path / name)
+    client = MlflowClient(uri)
+    found = {name: client.list_artifacts(runs(uri, name)[0].info.run_id, "checkpoints") for name in ("with", "without")}
+    sent = Path(client.download_artifacts(runs(uri, "with")[0].info.run_id, "checkpoints/last.ckpt"))
+    close(client)
+    assert ([file.path for file in found["with"]], found["without"]) == (["checkpoints/last.ckpt"], [])
+    assert sent.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("oh"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(143), "KILLED")])
+def test_a_run_that_ends_early_keeps_what_it_logged_and_says_how(uri, error, status):
+    with pytest.raises(type(error)):
+        fit(MLflow(tracking_uri=uri), error=error)
+    (run,) = runs(uri)
+    assert run.info.status == status
+    assert history(uri, run, "loss") == [(2, 2.0)]
+
+
+def test_each_command_of_one_object_is_a_run(uri):
+    one, net = trainer(MLflow(tracking_uri=uri), max_epochs=1), Net()
+    for _ in range(2):
+        one.fit(net, loader())
+    one.test(net, loader())
+    found = runs(uri)
+    assert [run.data.tags["geartrain.command"] for run in found] == ["fit", "fit", "test"]
+    assert [history(uri, run, "loss") for run in found[:2]] == [[(2, 2.0), (4, 4.0), (6, 6.0)]] * 2
+    assert history(uri, found[2], "tested") == [(6, 7.0)]
+
+
+def test_names_of_one_run_do_not_change_those_of_the_next(uri):
+    plugin = MLflow(tracking_uri=uri)
+    for name in ("acc@1", "acc%1"):
+        fit(plugin, values={name: 1.0}, max_epochs=1)
+    assert all("acc_1" in run.data.metrics for run in runs(uri))
+
+
+def test_a_trial_writes_nothing(tmp_path):
+    fit("mlflow", fast_dev_run=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["test.db"]
+
+
+def test_two_ranks_write_once(uri, tmp_path):
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from loggers.cases import *
+fit("mlflow", strategy="ddp", devices=2, plugin_options={{"mlflow": {{"tracking_uri": {uri!r}}}}})
+"""
+    (tmp_path / "train.py").write_text(script)
+    with launched("train.py", folder=tmp_path) as run:
+        run.succeed(90)
+        assert not run.left_behind()
+    (run,) = runs(uri)
+    assert history(uri, run, "val_loss") == [(3, 103.0), (6, 106.0)]
+    assert run.data.params["plan.processes"] == "2"
+
+
+# --- what is refused, and a server that is gone --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", [{"experiment": ""}, {"run_name": " "}, {"tracking_uri": ""}, {"patience": 0}, {"patience": float("nan")}, {"patience": True}]
+)
+def test_options_that_cannot_be_are_refused(option):
+    with pytest.raises(UsageError, match=rf"geartrain-mlflow\[mlflow\]: {next(iter(option))}="):
+        MLflow(**option)
+
+
+def ours(caught):
+    return [str(warning.message) for warning in caught if "geartrain-mlflow[mlflow]" in str(warning.message)]
+
+
+def test_a_server_that_refuses_is_one_warning(monkeypatch):
+    """A closed port, with MLflow's own retries turned off."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as bound:  # never listens, so it refuses, and nobody else gets it
+        bound.bind(("127.0.0.1", 0))
+        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
+            one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{bound.getsockname()[1]}"))
+    assert one.global_step == 12
+    (warning,) = ours(caught)
+    assert "MlflowException" in warning
+    assert "127.0.0.1" in warning
+
+
+def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(monkeypatch):
+    """One that accepts and stays silent. MLflow would wait two minutes, and then try again."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
+            one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5))
+        (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
+    # The listening socket is closed: the connection that waited in it is reset, and the thread that was left behind ends.
+    left.join(60)
+    assert one.global_step == 12
+    (warning,) = ours(caught)
+    assert "has not taken everything within 0.5 s" in warning
+
+
+def test_a_database_that_cannot_be_opened_is_one_warning(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
+        one = fit(MLflow(tracking_uri=f"sqlite:///{tmp_path}/file/x.db"))
+    assert one.global_step == 12
+    assert len(ours(caught)) == 1
+
+
+def test_a_run_that_goes_well_warns_of_nothing(uri, tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(MLflow(tracking_uri=uri), output=tmp_path / "run")
+    assert not ours(caught)

@@ -1,0 +1,238 @@
+"""The plugin ``tensorboard``: what TensorBoard itself reads in the files."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard import context
+from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
+from tensorboard.plugins import base_plugin
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+from geartrain import UsageError
+from geartrain.testing.launching import launched
+from geartrain_tensorboard import TensorBoard
+
+from .cases import Net, fit, loader, open_files, trainer
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open(tmp_path):
+    yield
+    assert not [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not any("tfevents" in path for path in open_files())
+
+
+def read(folder):
+    return event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def scalars(folder):
+    events = read(folder)
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def sessions(folder):
+    """Each run in TensorBoard's table HPARAMS: ``(hyperparameters, metrics, status)`` by its name, as its own backend makes it."""
+    runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(folder))
+    runs.Reload()
+    provider = data_provider.MultiplexerDataProvider(runs, str(folder))
+    backend = backend_context.Context(base_plugin.TBContext(logdir=str(folder), data_provider=provider, multiplexer=runs))
+    request, wanted = context.RequestContext(), api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99)
+    wanted.allowed_statuses.extend(api_pb2.Status.values())
+    records, given = backend.hparams_metadata(request, ""), backend.hparams_from_data_provider(request, "", 99)
+    experiment = backend.experiment_from_metadata(request, "", True, records, given)
+    wanted.col_params.extend(api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos)
+    groups = list_session_groups.Handler(request, backend, "", wanted).run().session_groups
+    return {
+        session.name: (
+            {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
+            {value.name.tag: value.value for value in session.metric_values},
+            api_pb2.Status.Name(session.status),
+        )
+        for group in groups
+        for session in group.sessions
+    }
+
+
+# --- what is in it -------------------------------------------------------------------------------------------------------
+
+
+def test_scalars_have_their_steps_and_evaluations_that_at_which_they_were_taken(tmp_path):
+    one = fit("tensorboard", output=tmp_path)
+    one.test(Net(), loader())
+    assert scalars(tmp_path / "tensorboard") == {
+        "loss": [(step, float(step)) for step in (2, 4, 6, 8, 10, 12)],
+        "val_loss": [(6, 106.0), (12, 112.0)],
+        "tested": [(12, 7.0)],
+    }
+
+
+def test_what_is_no_number_is_kept(tmp_path):
+    fit("tensorboard", output=tmp_path, values={"nan": float("nan"), "inf": float("inf")}, max_epochs=1)
+    found = scalars(tmp_path / "tensorboard")
+    assert found["inf"][0] == (2, float("inf"))
+    assert found["nan"][0][1] != found["nan"][0][1]
+
+
+def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_path):
+    fit(TensorBoard(), output=tmp_path / "a")
+    fit(TensorBoard(), output=tmp_path / "b", net=Net(lr=0.01, bias=False))
+    found = sessions(tmp_path)
+    hyperparameters, metrics, status = found["a/tensorboard"]
+    assert hyperparameters == {"lr": 0.1, "widths": "[3, 1]", "bias": "true", "note": "a"}
+    assert metrics == {"loss": 12.0, "val_loss": 112.0}
+    assert status == "STATUS_SUCCESS"
+    assert found["b/tensorboard"][0] == {"lr": 0.01, "widths": "[3, 1]", "bias": "false", "note": "a"}
+    assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no folder of its own for them
+
+
+def test_the_plan_is_a_text(tmp_path):
+    one = fit("tensorboard", output=tmp_path)
+    (event,) = read(tmp_path / "tensorboard").Tensors("plan/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.startswith("```json\n")
+    assert json.loads(text.removeprefix("```json").removesuffix("```")) == json.loads(json.dumps(one.plan.as_dict()))
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("oh"), "STATUS_FAILURE"), (KeyboardInterrupt(), "STATUS_FAILURE")])
+def test_a_run_that_fails_is_shown_as_failed_with_what_it_logged(tmp_path, error, status):
+    with pytest.raises(type(error)):
+        fit("tensorboard", output=tmp_path / "a", error=error)
+    ((_, metrics, found),) = sessions(tmp_path).values()
+    assert (metrics, found) == ({"loss": 2.0}, status)
+
+
+# --- graph ---------------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Net):
+    def forward(self, x):
+        return super().forward(x + torch.rand(()))
+
+
+def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
+    torch.manual_seed(0)
+    plain, with_graph = Noisy(), Noisy()
+    with_graph.load_state_dict(plain.state_dict())
+    with_graph.example_input_array = torch.zeros(2, 3)
+    for name, net in (("plain", plain), ("graph", with_graph)):
+        net.layers[0].eval()  # frozen; it must stay so
+        with pytest.warns(UserWarning, match="eval mode"):
+            fit(TensorBoard(graph=name == "graph"), output=tmp_path / name, net=net, seed=1)
+        assert [part.training for part in net.modules()] == [True, True, False, True]
+    assert not read(tmp_path / "plain" / "tensorboard").Tags()["graph"]
+    graph = read(tmp_path / "graph" / "tensorboard").Graph()
+    assert any("Linear" in node.name for node in graph.node)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True))  # the random numbers too
+
+
+class Untraceable(Net):
+    def forward(self, x):
+        if x.sum() == 0:
+            raise RuntimeError("not on zeros")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("net", "why"), [(Net(), "no example_input_array"), (Untraceable(), "not on zeros")])
+def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, why, capsys):
+    if isinstance(net, Untraceable):
+        net.example_input_array = torch.zeros(1, 3)
+    with pytest.warns(UserWarning, match=rf"geartrain-tensorboard\[tensorboard\]: there is no graph of {type(net).__name__}: .*{why}"):
+        fit(TensorBoard(graph=True), output=tmp_path, net=net)
+    assert scalars(tmp_path / "tensorboard")["val_loss"] == [(6, 106.0), (12, 112.0)]
+    assert capsys.readouterr().out == ""
+
+
+# --- several runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_of_the_same_object_has_a_folder_of_its_own(tmp_path):
+    folder, net = tmp_path / "tb", Net()
+    one = trainer(TensorBoard(str(folder)), max_epochs=1)
+    for _ in range(3):
+        one.fit(net, loader())
+    one.test(net, loader())
+    assert scalars(folder / "fit-2") == {"loss": [(2, 2.0), (4, 4.0), (6, 6.0)]}
+    assert scalars(folder / "fit-3") == {"loss": [(2, 2.0), (4, 4.0), (6, 6.0)], "tested": [(6, 7.0)]}
+    assert set(sessions(tmp_path)) == {"tb", "tb/fit-2", "tb/fit-3"}
+    assert len(list(folder.glob("events*"))) == 1
+
+
+def test_no_place_to_write_is_refused():
+    with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\] has no place.*--output DIR"):
+        fit("tensorboard")
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\].*is not a folder"):
+        fit(TensorBoard(str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), True, "1"])
+def test_flush_seconds_that_are_none(seconds):
+    with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\]: flush_seconds"):
+        TensorBoard(flush_seconds=seconds)
+
+
+def test_a_trial_writes_nothing(tmp_path):
+    for plugin in ("tensorboard", TensorBoard(str(tmp_path / "tb"))):
+        fit(plugin, output=tmp_path / "run", fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_write_once(tmp_path):
+    script = f"""
+    import sys
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from loggers.cases import *
+    fit("tensorboard", strategy="ddp", devices=2, output="run")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    with launched("train.py", folder=tmp_path) as run:
+        run.succeed(90)
+        assert not run.left_behind()
+    folder = tmp_path / "run" / "tensorboard"
+    assert len(list(folder.iterdir())) == 1
+    assert scalars(folder)["val_loss"] == [(3, 103.0), (6, 106.0)]
+
+
+# --- when it cannot be written -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
+def test_a_full_disk_is_one_warning(tmp_path):
+    """A real limit on the size of files, in a process of its own."""
+    script = f"""
+    import resource, sys, warnings
+    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+    from loggers.cases import *
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {{"tensorboard": {{"folder": "tb", "flush_seconds": 0.001}}}}
+        one = fit("tensorboard", plugin_options=options, max_epochs=30, log_every_n_steps=1)
+    assert one.global_step == 180
+    print(threads(), *(warning.message for warning in caught if "tensorboard[" in str(warning.message)), sep="\\n")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    left, warning = done.stdout.splitlines()
+    assert left == "{'MainThread'}"
+    assert "geartrain-tensorboard[tensorboard]: log_metrics raised OSError" in warning
+    assert scalars(tmp_path / "tb")["loss"][0] == (1, 1.0)
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.warns(UserWarning, match=r"geartrain-tensorboard\[tensorboard\]: on_run_start raised") as caught:
+        one = fit(TensorBoard(str(tmp_path / "file" / "tb")))
+    assert one.global_step == 12
+    assert sum("tensorboard" in str(warning.message) for warning in caught) == 1
