@@ -17,7 +17,17 @@ from .environment import make_environment
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import torch several times, which takes more than ten seconds.
-SLOW = {"devices.md", "doctor.md", "start.md", "write-a-plugin.md", "write-a-strategy.md", "write-an-accelerator.md"}
+SLOW = {
+    "devices.md",
+    "doctor.md",
+    "start.md",
+    "write-a-plugin.md",
+    "write-a-strategy.md",
+    "write-an-accelerator.md",
+    "wandb.md",
+    "loggers.md",
+    "callbacks.md",
+}
 #: Seconds until a page that hangs is ended.
 DEADLINE = 240
 
