@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
+from geartrain.data import map_tensors
 from geartrain_cuda import CUDAAccelerator
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.settings import Settings
@@ -332,16 +333,21 @@ class Net(gt.Module):
 
 
 class OnCPU(CUDAAccelerator):
-    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop."""
+    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop. ``copies`` makes copies of them."""
 
     unavailable = staticmethod(lambda: None)
     device_count = staticmethod(lambda: 1)
 
     @hookimpl
     def setup_device(self, run, local_rank):
-        if self.prefetch:
-            self._prefetcher = Prefetcher(torch.device("cpu"), self.prefetch, False)
+        self._prefetcher = Prefetcher(torch.device("cpu"), self.prefetch, False)
         return torch.device("cpu")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    GPU(monkeypatch)
+    monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: map_tensors(batch, torch.clone))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -356,7 +362,7 @@ class OnCPU(CUDAAccelerator):
         {"val_check_interval": 0.5, "num_sanity_val_steps": -1},
     ],
 )
-def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
+def test_training_is_as_on_the_cpu(copies, options, prefetch):
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(dim=1, keepdim=True))
 
@@ -366,7 +372,6 @@ def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
         return net, trainer
 
     expected, on_cpu = train("cpu")
-    GPU(monkeypatch)
     found, ours = train(OnCPU(prefetch=prefetch))
     assert found.seen == expected.seen
     assert all(a.equal(b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
@@ -378,8 +383,7 @@ def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
 @pytest.mark.parametrize(
     ("options", "read"), [({"limit_train_batches": 4, "max_epochs": 2}, 8), ({"max_steps": 5, "accumulate_grad_batches": 2}, 10)]
 )
-def test_an_endless_generator_is_read_as_far_as_trained_on(monkeypatch, options, read, prefetch):
-    GPU(monkeypatch)
+def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read, prefetch):
     given = []
 
     def endless():

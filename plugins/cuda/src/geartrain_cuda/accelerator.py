@@ -33,8 +33,8 @@ class CUDAAccelerator:
         cudnn_deterministic: only cuDNN's deterministic algorithms; ``Trainer(deterministic=True)`` asks for more than this.
         pin_memory: copy batches to pinned memory before they go to the GPU, where the loader has not; without it the CPU waits for each
             copy.
-        prefetch: batches that are copied to the GPU ahead of the step, each of which takes its memory; 0 copies when the step is due, as
-            the loader gave it.
+        prefetch: batches that are copied to the GPU ahead of the step, each of which takes its memory; 0 copies when the step is due.
+            Nothing is read ahead of a batch that is on the GPU already, which the loader may fill again.
 
     Raises:
         UsageError: an option that means nothing.
@@ -144,8 +144,7 @@ class CUDAAccelerator:
         for index in reversed(indices):  # the first stays the current one
             _occupy(run.plan.accelerator.label, index)
         self._device = torch.device("cuda", indices[0])
-        if self.prefetch:
-            self._prefetcher = Prefetcher(self._device, self.prefetch, self.pin_memory)
+        self._prefetcher = Prefetcher(self._device, self.prefetch, self.pin_memory)
         return self._device
 
     @hookimpl
