@@ -1,5 +1,6 @@
 """The accelerator in a trainer: its options, its plan, set-up and tear-down, and a whole training through its batches."""
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -52,10 +53,30 @@ def globals_():
     def read():
         return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
 
-    before = read()
+    before, nodes = read(), precisions()
     yield read
+    set_precisions(dict.fromkeys(nodes, "none"))
     torch.set_float32_matmul_precision(before[0])
     cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = before[1:]
+    set_precisions(nodes)
+
+
+NODES = ("", "cudnn", "cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")
+needs_tree = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has no fp32_precision")
+
+
+def node(path):
+    return functools.reduce(getattr, filter(None, path.split(".")), torch.backends)
+
+
+def precisions():
+    """What holds now, above and below; nothing where torch has no such settings."""
+    return {path: node(path).fp32_precision for path in NODES if hasattr(torch.backends, "fp32_precision")}
+
+
+def set_precisions(values):
+    for path, value in values.items():
+        node(path).fp32_precision = value
 
 
 WANTED = {"matmul_precision": "medium", "cudnn_benchmark": True, "cudnn_deterministic": True, "cudnn_allow_tf32": False}
@@ -81,6 +102,76 @@ def test_what_is_not_asked_for_is_not_touched(globals_):
     torch.backends.cudnn.benchmark = not before[1]
     settings.put_back()
     assert torch.backends.cudnn.benchmark is not before[1]
+
+
+@needs_tree
+@pytest.mark.parametrize("asked", [{"matmul_precision": "high"}, {"matmul_precision": "medium"}, WANTED])
+@pytest.mark.parametrize("set_before", [{}, {"": "ieee"}, {"cuda.matmul": "ieee"}, {"mkldnn.matmul": "ieee"}])
+def test_precisions_of_both_generations_come_back(globals_, set_before, asked):
+    """Also that a setting above reaches what it reached before."""
+    torch.backends.cudnn.allow_tf32 = True
+    if "" in set_before and "cudnn_allow_tf32" in asked:
+        set_before = {**set_before, "cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
+    set_precisions(set_before)
+    before, settings = (globals_(), precisions()), Settings(**asked)
+
+    def reached():
+        kept = torch.backends.fp32_precision
+        torch.backends.fp32_precision = "tf32"
+        try:
+            return precisions()
+        finally:
+            torch.backends.fp32_precision = kept
+
+    reaches = reached()
+    for _ in range(2):
+        settings.apply()
+        assert torch.get_float32_matmul_precision() == asked["matmul_precision"]
+        assert precisions()["cuda.matmul"] == "tf32"
+        settings.put_back()
+        assert (globals_(), precisions()) == before
+        assert reached() == reaches
+
+
+@needs_tree
+def test_what_is_so_already_is_not_written(globals_):
+    """cuDNN's own TF32, which gives way to what is set above it, cannot be written again."""
+    code = """
+import torch
+from geartrain_cuda.settings import Settings
+settings = Settings(cudnn_allow_tf32=True, matmul_precision="highest")
+settings.apply(), settings.put_back()
+torch.backends.fp32_precision = "ieee"
+print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+"""
+    done = [
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
+        for text in (code, code.replace("settings.apply(), settings.put_back()", ""))
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("set_before", "asked"),
+    [
+        ({"cuda.matmul": "tf32"}, {"matmul_precision": "high"}),
+        ({"": "tf32"}, {"matmul_precision": "highest"}),
+        ({"cudnn.conv": "ieee"}, {"cudnn_allow_tf32": False}),
+    ],
+)
+def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(machine, globals_, set_before, asked):
+    machine(1)
+    set_precisions(set_before)
+    (name,) = asked
+    words = rf"geartrain-cuda\[cuda\]: {name}=.* cannot be set, because this program .*fp32_precision.*Fix: leave out {name}, and set"
+    with pytest.raises(UsageError, match=words):
+        gt.Trainer(accelerator="cuda", strategy="single", accelerator_options=asked).check(Net())
+    before = precisions()
+    with pytest.raises(UsageError, match=words):
+        Settings(**asked).apply()
+    assert precisions() == before
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session
-from geartrain_cuda.settings import Settings
+from geartrain_cuda.settings import LABEL, Settings
 from geartrain_cuda.stats import Stats
 from geartrain_cuda.usable import count_without_nvml, find_usable_cuda_devices, look
 from geartrain_cuda.visible import view
 
-_LABEL = "geartrain-cuda[cuda]"
 _PRECISIONS = ("highest", "high", "medium")
 
 
@@ -108,11 +107,11 @@ class CUDAAccelerator:
             found = find_usable_cuda_devices(-1 if every else len(indices))
             return found or find_usable_cuda_devices(1)  # none is free: this one says why
         except (ValueError, RuntimeError) as error:
-            raise UsageError(f"{_LABEL}: auto_select: {error}") from error
+            raise UsageError(f"{LABEL}: auto_select: {error}") from error
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        """Refuse more processes than there are GPUs for, and settings that contradict each other."""
+        """Refuse more processes than there are GPUs for, and settings that contradict each other or what the program has set."""
         layout = plan.layout
         needed = (layout.processes_per_node or 1) * layout.devices_per_process
         if needed > len(plan.devices):
@@ -125,6 +124,7 @@ class CUDAAccelerator:
                 f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and "
                 f"deterministic={plan.options.deterministic!r} asks for the same ones in every run. Fix: leave one of them out"
             )
+        self._settings.check()
 
     # --- in each process -------------------------------------------------------------------------------------------------
 
