@@ -200,9 +200,9 @@ def test_cuda_is_taken_where_it_can_serve(machine, name):
     assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == ("cuda", "geartrain-cuda", (0,))
 
 
-def test_where_it_cannot_the_reason_is_said(machine, monkeypatch):
+def test_where_it_cannot_the_reason_is_said(machine, counts):
     machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    counts(0)
     with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"):
         gt.Trainer(accelerator="cuda")
     plan = gt.Trainer(accelerator="auto", devices=1).plan

@@ -79,7 +79,7 @@ class CUDAAccelerator:
 
     @staticmethod
     def device_count() -> int:
-        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; torch counts where there is no NVML."""
+        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; where there is no NVML, torch in another process."""
         if torch.version.hip is None:
             try:
                 with session() as nvml:
