@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import types
+import warnings
 
 import pynvml
 import pytest
@@ -223,7 +224,10 @@ def test_auto_select_through_the_trainer(machine):
 
 def plan_of(layout, devices):
     options, mine = types.SimpleNamespace(deterministic=False), types.SimpleNamespace(label="mine")
-    return types.SimpleNamespace(layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options)
+    precision = types.SimpleNamespace(name="32-true")
+    return types.SimpleNamespace(
+        layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options, precision=precision
+    )
 
 
 def cuda_choice():
@@ -325,6 +329,63 @@ def test_each_process_takes_its_own_gpus(cuda):
     assert cuda.calls == [("set", 3), ("context", 3), ("set", 1), ("context", 1)]
     assert CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1) == torch.device("cuda", 7)
     assert cuda.current == 7
+
+
+MODELS = {0: ("NVIDIA H200", 9), 1: ("Tesla T4", 7), 2: ("Tesla V100", 7), 3: ("NVIDIA A100", 8)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "devices", "rank", "hip", "named"),
+    [
+        ("bf16-mixed", (0, 1, 2, 3), 0, None, "cuda:1 (Tesla T4), cuda:2 (Tesla V100)"),
+        ("bf16-true", (2,), 0, None, "cuda:2 (Tesla V100)"),
+        ("bf16-mixed", (0, 1), 1, None, None),  # the node's first rank says it
+        ("bf16-mixed", (0, 3), 0, None, None),
+        ("bf16-mixed", (1,), 0, "6.4", None),
+        ("16-mixed", (1,), 0, None, None),
+    ],
+)
+def test_bfloat16_without_the_hardware_is_warned_of(cuda, monkeypatch, precision, devices, rank, hip, named):
+    def properties(index):
+        return types.SimpleNamespace(name=MODELS[index][0], major=MODELS[index][1])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    run = run_of(devices)
+    run.plan.precision.name = precision
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        CUDAAccelerator().setup_device(run, rank)
+    if named is None:
+        assert said == []
+        return
+    (warning,) = map(str, (one.message for one in said))
+    assert f"geartrain-cuda[cuda]: precision {precision} is emulated, without a gain in speed, on {named}: " in warning
+    assert warning.endswith("Fix: --precision 16-mixed")
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_are_pinned_however_far_ahead(monkeypatch, cuda, pin_memory, prefetch):
+    pinned = []
+
+    class Batch:
+        def pin_memory(self):
+            pinned.append(self)
+            return self
+
+        def to(self, device):
+            assert device == torch.device("cuda", 1)
+            return "moved"
+
+    GPU(monkeypatch)
+    accelerator, run = CUDAAccelerator(pin_memory=pin_memory, prefetch=prefetch), run_of((1,))
+    accelerator.setup_device(run, 0)
+    run.module, run.batches, run.step = Net(), {"train": [None]}, 0
+    run.plan.options.max_steps, run.stage = -1, "train"
+    batches = [Batch(), Batch()]
+    assert list(accelerator.device_batches(run, iter(batches), "train")) == ["moved", "moved"]
+    assert pinned == batches * pin_memory
 
 
 def test_a_rank_too_many_has_no_gpu(cuda):

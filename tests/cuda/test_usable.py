@@ -27,7 +27,8 @@ def probe(monkeypatch):
     """``probe("GPU-b")`` lets an allocation fail on these; gives the file in which each probe leaves what it was narrowed to."""
 
     def fails(folder, *names):
-        code = "import os; name, = [os.environ[n] for n in ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES') if n in os.environ]; open({!r}, 'a').write(name + '\\n'); {}"
+        code = "import os; name, = [os.environ[n] for n in ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES') if n in os.environ]; "
+        code += "open({!r}, 'a').write(name + '\\n'); {}"
         does = f"raise SystemExit('RuntimeError: CUDA error: all CUDA-capable devices are busy' if name in {names!r} else 0)"
         log = folder / "probes"
         log.touch()
@@ -194,7 +195,9 @@ def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variab
     machine(0)
     counts(2)
     log = tmp_path / "probes"
-    code = f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
+    code = (
+        f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
+    )
     monkeypatch.setattr(usable, "_PROBE", code)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for name, value in environ.items():
@@ -210,7 +213,8 @@ def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variab
 def counted(counts, monkeypatch, tmp_path):
     """Gives how often a process counted."""
     counts(0)
-    code = f"open({str(tmp_path / 'log')!r}, 'a').write('x'); print('welcome'); import os; print(os.environ['CUDA_VISIBLE_DEVICES'].count(',') + 1)"
+    code = f"open({str(tmp_path / 'log')!r}, 'a').write('x'); print('welcome'); import os; "
+    code += "print(os.environ['CUDA_VISIBLE_DEVICES'].count(',') + 1)"
     monkeypatch.setattr(usable, "_COUNT", code)
     return lambda: len((tmp_path / "log").read_text())
 

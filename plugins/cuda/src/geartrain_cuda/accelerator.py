@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ class CUDAAccelerator:
 
     @staticmethod
     def device_count() -> int:
-        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; where there is no NVML, torch in another process."""
+        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; without NVML, torch in another process."""
         if torch.version.hip is None:
             try:
                 with session() as nvml:
@@ -144,6 +145,8 @@ class CUDAAccelerator:
         for index in reversed(indices):  # the first stays the current one
             _occupy(run.plan.accelerator.label, index)
         self._device = torch.device("cuda", indices[0])
+        if local_rank == 0:
+            _warn_of_emulation(run.plan)
         self._prefetcher = Prefetcher(self._device, self.prefetch, self.pin_memory)
         return self._device
 
@@ -168,6 +171,24 @@ class CUDAAccelerator:
             self._settings.put_back()
             if before is not None:
                 torch.cuda.set_device(before)
+
+
+def _warn_of_emulation(plan: Plan) -> None:
+    """Say once for a node which of its GPUs have no bfloat16 in hardware: torch computes it on them all the same, in other ways."""
+    if not plan.precision.name.startswith("bf16") or torch.version.hip is not None:
+        return
+    found = {}
+    for index in plan.devices:
+        gpu = torch.cuda.get_device_properties(index)
+        if gpu.major < 8:  # as torch.cuda.is_bf16_supported(including_emulation=False), which asks the current one
+            found[index] = gpu.name
+    if found:
+        names = ", ".join(f"cuda:{index} ({name})" for index, name in found.items())
+        warnings.warn(
+            f"{plan.accelerator.label}: precision {plan.precision.name} is emulated, without a gain in speed, on {names}: bfloat16 needs "
+            "compute capability 8.0. Fix: --precision 16-mixed",
+            stacklevel=2,
+        )
 
 
 def _occupy(label: str, index: int) -> None:

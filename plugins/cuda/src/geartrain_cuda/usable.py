@@ -133,7 +133,8 @@ def count_without_nvml() -> int:
         last = counted.split()[-1:]  # something else may print when Python or torch starts
         found = int(last[0]) if error is None and last and last[0].isdecimal() else None
         if found is None:
-            warnings.warn(f"the GPUs could not be counted: {error or f'torch printed {counted!r}'}. Fix: see why torch.cuda.device_count() fails", stacklevel=2)
+            reason = error or f"torch printed {counted!r}"
+            warnings.warn(f"the GPUs could not be counted: {reason}. Fix: see why torch.cuda.device_count() fails", stacklevel=2)
         _counted[deciding] = found or 0
     return _counted[deciding]
 
