@@ -82,7 +82,8 @@ class Settings:
         except RuntimeError as error:
             raise UsageError(
                 f"{LABEL}: {name}={self._wanted[name]!r} cannot be set, because this program has set a "
-                f"torch.backends...fp32_precision, and torch does not take both: {str(error).splitlines()[0]} Fix: leave out {name}, and set fp32_precision of "
+                f"torch.backends...fp32_precision, and torch does not take both: {str(error).splitlines()[0]} "
+                f"Fix: leave out {name}, and set fp32_precision of "
                 f"{' and '.join(f'torch.backends.{path}' for path in _OVERWRITES.get(name, ()))} in the program"
             ) from error
 
