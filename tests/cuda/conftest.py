@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from geartrain_cuda import agree, visible
+from geartrain_cuda import agree, usable, visible
 
 from .fake_pynvml import FakeGPU, FakeNVML
 
-_OURS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", agree.RECORD, "GEARTRAIN_STARTED_BY")
+_OURS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", agree.RECORD, "GEARTRAIN_STARTED_BY")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,7 @@ def _as_after_a_start(monkeypatch, request):
     kept = {name: os.environ.pop(name, None) for name in _OURS}
     monkeypatch.setattr(agree, "_calls", 0)
     monkeypatch.setattr(visible, "_warned", set())
+    monkeypatch.setattr(usable, "_counted", {})
     yield
     for name, value in kept.items():
         os.environ.pop(name, None)
@@ -40,5 +41,17 @@ def machine(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         return fake
+
+    return put
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """``counts(2)``: what torch counts in a process of its own, on a machine where there is something to count."""
+
+    def put(number):
+        monkeypatch.setattr(usable, "_can_have_any", lambda: True)
+        monkeypatch.setattr(usable, "_COUNT", f"print({number})")
+        monkeypatch.setattr(usable, "_counted", {})
 
     return put

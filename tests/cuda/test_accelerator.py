@@ -1,9 +1,11 @@
 """The accelerator in a trainer: its options, its plan, set-up and tear-down, and a whole training through its batches."""
 
+import functools
 import inspect
 import subprocess
 import sys
 import types
+import warnings
 
 import pynvml
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
+from geartrain.data import map_tensors
 from geartrain_cuda import CUDAAccelerator
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.settings import Settings
@@ -51,10 +54,30 @@ def globals_():
     def read():
         return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
 
-    before = read()
+    before, nodes = read(), precisions()
     yield read
+    set_precisions(dict.fromkeys(nodes, "none"))
     torch.set_float32_matmul_precision(before[0])
     cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = before[1:]
+    set_precisions(nodes)
+
+
+NODES = ("", "cudnn", "cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")
+needs_tree = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has no fp32_precision")
+
+
+def node(path):
+    return functools.reduce(getattr, filter(None, path.split(".")), torch.backends)
+
+
+def precisions():
+    """What holds now, above and below; nothing where torch has no such settings."""
+    return {path: node(path).fp32_precision for path in NODES if hasattr(torch.backends, "fp32_precision")}
+
+
+def set_precisions(values):
+    for path, value in values.items():
+        node(path).fp32_precision = value
 
 
 WANTED = {"matmul_precision": "medium", "cudnn_benchmark": True, "cudnn_deterministic": True, "cudnn_allow_tf32": False}
@@ -80,6 +103,76 @@ def test_what_is_not_asked_for_is_not_touched(globals_):
     torch.backends.cudnn.benchmark = not before[1]
     settings.put_back()
     assert torch.backends.cudnn.benchmark is not before[1]
+
+
+@needs_tree
+@pytest.mark.parametrize("asked", [{"matmul_precision": "high"}, {"matmul_precision": "medium"}, WANTED])
+@pytest.mark.parametrize("set_before", [{}, {"": "ieee"}, {"cuda.matmul": "ieee"}, {"mkldnn.matmul": "ieee"}])
+def test_precisions_of_both_generations_come_back(globals_, set_before, asked):
+    """Also that a setting above reaches what it reached before."""
+    torch.backends.cudnn.allow_tf32 = True
+    if "" in set_before and "cudnn_allow_tf32" in asked:
+        set_before = {**set_before, "cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
+    set_precisions(set_before)
+    before, settings = (globals_(), precisions()), Settings(**asked)
+
+    def reached():
+        kept = torch.backends.fp32_precision
+        torch.backends.fp32_precision = "tf32"
+        try:
+            return precisions()
+        finally:
+            torch.backends.fp32_precision = kept
+
+    reaches = reached()
+    for _ in range(2):
+        settings.apply()
+        assert torch.get_float32_matmul_precision() == asked["matmul_precision"]
+        assert precisions()["cuda.matmul"] == "tf32"
+        settings.put_back()
+        assert (globals_(), precisions()) == before
+        assert reached() == reaches
+
+
+@needs_tree
+def test_what_is_so_already_is_not_written(globals_):
+    """cuDNN's own TF32, which gives way to what is set above it, cannot be written again."""
+    code = """
+import torch
+from geartrain_cuda.settings import Settings
+settings = Settings(cudnn_allow_tf32=True, matmul_precision="highest")
+settings.apply(), settings.put_back()
+torch.backends.fp32_precision = "ieee"
+print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+"""
+    done = [
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
+        for text in (code, code.replace("settings.apply(), settings.put_back()", ""))
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout == done[1].stdout
+
+
+@needs_tree
+@pytest.mark.parametrize(
+    ("set_before", "asked"),
+    [
+        ({"cuda.matmul": "tf32"}, {"matmul_precision": "high"}),
+        ({"": "tf32"}, {"matmul_precision": "highest"}),
+        ({"cudnn.conv": "ieee"}, {"cudnn_allow_tf32": False}),
+    ],
+)
+def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(machine, globals_, set_before, asked):
+    machine(1)
+    set_precisions(set_before)
+    (name,) = asked
+    words = rf"geartrain-cuda\[cuda\]: {name}=.* cannot be set, because this program .*fp32_precision.*Fix: leave out {name}, and set"
+    with pytest.raises(UsageError, match=words):
+        gt.Trainer(accelerator="cuda", strategy="single", accelerator_options=asked).check(Net())
+    before = precisions()
+    with pytest.raises(UsageError, match=words):
+        Settings(**asked).apply()
+    assert precisions() == before
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------------
@@ -108,9 +201,9 @@ def test_cuda_is_taken_where_it_can_serve(machine, name):
     assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == ("cuda", "geartrain-cuda", (0,))
 
 
-def test_where_it_cannot_the_reason_is_said(machine, monkeypatch):
+def test_where_it_cannot_the_reason_is_said(machine, counts):
     machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    counts(0)
     with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"):
         gt.Trainer(accelerator="cuda")
     plan = gt.Trainer(accelerator="auto", devices=1).plan
@@ -131,7 +224,10 @@ def test_auto_select_through_the_trainer(machine):
 
 def plan_of(layout, devices):
     options, mine = types.SimpleNamespace(deterministic=False), types.SimpleNamespace(label="mine")
-    return types.SimpleNamespace(layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options)
+    precision = types.SimpleNamespace(name="32-true")
+    return types.SimpleNamespace(
+        layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options, precision=precision
+    )
 
 
 def cuda_choice():
@@ -235,6 +331,63 @@ def test_each_process_takes_its_own_gpus(cuda):
     assert cuda.current == 7
 
 
+MODELS = {0: ("NVIDIA H200", 9), 1: ("Tesla T4", 7), 2: ("Tesla V100", 7), 3: ("NVIDIA A100", 8)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "devices", "rank", "hip", "named"),
+    [
+        ("bf16-mixed", (0, 1, 2, 3), 0, None, "cuda:1 (Tesla T4), cuda:2 (Tesla V100)"),
+        ("bf16-true", (2,), 0, None, "cuda:2 (Tesla V100)"),
+        ("bf16-mixed", (0, 1), 1, None, None),  # the node's first rank says it
+        ("bf16-mixed", (0, 3), 0, None, None),
+        ("bf16-mixed", (1,), 0, "6.4", None),
+        ("16-mixed", (1,), 0, None, None),
+    ],
+)
+def test_bfloat16_without_the_hardware_is_warned_of(cuda, monkeypatch, precision, devices, rank, hip, named):
+    def properties(index):
+        return types.SimpleNamespace(name=MODELS[index][0], major=MODELS[index][1])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    run = run_of(devices)
+    run.plan.precision.name = precision
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        CUDAAccelerator().setup_device(run, rank)
+    if named is None:
+        assert said == []
+        return
+    (warning,) = map(str, (one.message for one in said))
+    assert f"geartrain-cuda[cuda]: precision {precision} is emulated, without a gain in speed, on {named}: " in warning
+    assert warning.endswith("Fix: --precision 16-mixed")
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_are_pinned_however_far_ahead(monkeypatch, cuda, pin_memory, prefetch):
+    pinned = []
+
+    class Batch:
+        def pin_memory(self):
+            pinned.append(self)
+            return self
+
+        def to(self, device):
+            assert device == torch.device("cuda", 1)
+            return "moved"
+
+    GPU(monkeypatch)
+    accelerator, run = CUDAAccelerator(pin_memory=pin_memory, prefetch=prefetch), run_of((1,))
+    accelerator.setup_device(run, 0)
+    run.module, run.batches, run.step = Net(), {"train": [None]}, 0
+    run.plan.options.max_steps, run.stage = -1, "train"
+    batches = [Batch(), Batch()]
+    assert list(accelerator.device_batches(run, iter(batches), "train")) == ["moved", "moved"]
+    assert pinned == batches * pin_memory
+
+
 def test_a_rank_too_many_has_no_gpu(cuda):
     with pytest.raises(TrainingError, match="local rank 2 has no GPU"):
         CUDAAccelerator().setup_device(run_of((0, 1)), 2)
@@ -332,16 +485,21 @@ class Net(gt.Module):
 
 
 class OnCPU(CUDAAccelerator):
-    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop."""
+    """The accelerator with the CPU in the GPU's place, so that its batches meet the real loop. ``copies`` makes copies of them."""
 
     unavailable = staticmethod(lambda: None)
     device_count = staticmethod(lambda: 1)
 
     @hookimpl
     def setup_device(self, run, local_rank):
-        if self.prefetch:
-            self._prefetcher = Prefetcher(torch.device("cpu"), self.prefetch, False)
+        self._prefetcher = Prefetcher(torch.device("cpu"), self.prefetch, False)
         return torch.device("cpu")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    GPU(monkeypatch)
+    monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: map_tensors(batch, torch.clone))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -356,7 +514,7 @@ class OnCPU(CUDAAccelerator):
         {"val_check_interval": 0.5, "num_sanity_val_steps": -1},
     ],
 )
-def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
+def test_training_is_as_on_the_cpu(copies, options, prefetch):
     x = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(dim=1, keepdim=True))
 
@@ -366,7 +524,6 @@ def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
         return net, trainer
 
     expected, on_cpu = train("cpu")
-    GPU(monkeypatch)
     found, ours = train(OnCPU(prefetch=prefetch))
     assert found.seen == expected.seen
     assert all(a.equal(b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
@@ -378,8 +535,7 @@ def test_training_is_as_on_the_cpu(monkeypatch, options, prefetch):
 @pytest.mark.parametrize(
     ("options", "read"), [({"limit_train_batches": 4, "max_epochs": 2}, 8), ({"max_steps": 5, "accumulate_grad_batches": 2}, 10)]
 )
-def test_an_endless_generator_is_read_as_far_as_trained_on(monkeypatch, options, read, prefetch):
-    GPU(monkeypatch)
+def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read, prefetch):
     given = []
 
     def endless():

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain_cuda.batches import Prefetcher, most, pinned
+from geartrain_cuda.batches import Prefetcher, most, pinned, stays
 
 from .fake_streams import GPU, CPUBatch, Race
 
@@ -133,6 +134,107 @@ def test_a_loader_that_works_on_the_gpu(gpu):
         assert step(gpu, batch) == value
         scratch = gpu.allocate()  # the step's own memory, from the compute stream's pool
         scratch.write("scratch")
+
+
+# --- loaders that use their memory again ---------------------------------------------------------------------------------
+
+
+def refilled(gpu, count, wrap=lambda tensor: tensor):
+    """A loader that keeps one buffer on the GPU and writes each batch into it."""
+    buffer = gpu.allocate()
+    buffer.to = lambda device: buffer  # as torch's own, which is on the device already
+    for value in range(count):
+        buffer.write(value)
+        yield wrap(buffer)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t, 1], lambda t: {"x": (t,)}, lambda t: Holder(t)])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_buffer_on_the_gpu_that_is_filled_again(gpu, ahead, wrap):
+    def value(batch):
+        while not hasattr(batch, "read"):
+            batch = batch["x"] if isinstance(batch, dict) else batch.tensor if isinstance(batch, Holder) else batch[0]
+        return step(gpu, batch)
+
+    batches = prefetch(gpu, make_run(), refilled(gpu, 5, wrap), ahead=ahead)
+    assert [value(batch) for batch in batches] == [0, 1, 2, 3, 4]
+
+
+class Holder:
+    """An object that gives itself, as those of several libraries do."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return self
+
+
+def test_a_new_object_around_the_same_tensor_counts_too():
+    class Around(Holder):
+        def to(self, device):
+            return Around(self.tensor.to(device))
+
+    old = Around(torch.ones(2))
+    assert stays(old, old.to("cpu"))
+    assert stays({"a": [old]}, {"a": [old.to("cpu")]})
+    assert not stays(old, Around(torch.ones(2)))
+    assert not stays((torch.ones(2), "text", 3), (torch.ones(2), "text", 3))
+
+
+def test_from_such_a_batch_on_nothing_is_read_ahead(gpu):
+    read = []
+
+    def some():
+        for value in range(6):
+            read.append(value)
+            if value == 2:
+                yield from refilled(gpu, 1, lambda tensor: Holder(tensor))
+            else:
+                yield CPUBatch(gpu, value)
+
+    batches = prefetch(gpu, make_run(), some(), ahead=4)
+    assert step(gpu, next(batches)) == 0
+    assert read == [0, 1, 2]
+    next(batches), next(batches)
+    assert read == [0, 1, 2]
+    assert step(gpu, next(batches)) == 3
+    assert read == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies as the GPU makes them of pinned memory: they read it when the batch is used."""
+    monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: lambda: batch.tolist())
+
+
+@pytest.mark.parametrize("pins_all", [True, False])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_pinned_memory_that_is_filled_again(gpu, pins, late, ahead, pins_all):
+    def refills():
+        buffer = torch.zeros(1).pin_memory()
+        for value in range(5):
+            yield buffer.fill_(value)
+
+    batches, found, before = Prefetcher(DEVICE, ahead, pins_all).batches(make_run(), refills(), "train"), [], None
+    for batch in batches:  # the GPU is a step behind
+        found += [] if before is None else before()
+        before = batch
+    assert [*found, *before()] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_torchs_loader_has_pinned_is_not_copied_again(gpu, pins, monkeypatch, ahead):
+    given = []
+    monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: given.append(batch))
+    own = [torch.arange(3).pin_memory(), torch.arange(3)]
+    trusted = DataLoader(own, batch_size=None, pin_memory=True)
+    monkeypatch.setattr(DataLoader, "__iter__", lambda self: iter(own))  # as where memory can be pinned
+    list(Prefetcher(DEVICE, ahead, True).batches(make_run(), trusted, "train"))
+    assert given[0] is own[0]
+    list(Prefetcher(DEVICE, ahead, True).batches(make_run(), DataLoader(own, batch_size=None), "train"))
+    assert given[2] is not own[0]
+    assert all(tensor.is_pinned() for tensor in given)
 
 
 # --- the end -------------------------------------------------------------------------------------------------------------
@@ -302,13 +404,20 @@ class Owner:
 @pytest.fixture
 def pins(monkeypatch):
     """Memory that can be pinned, on this machine without CUDA: the set of addresses that are."""
-    addresses = set()
+    addresses, kept = set(), []
 
     def pin_memory(self):
         same = self.clone()
         addresses.add(same.data_ptr())
+        kept.append(same)  # an address is not given out again
         return same
 
+    empty_like = torch.empty_like
+
+    def empty(tensor, pin_memory=False):
+        return empty_like(tensor).pin_memory() if pin_memory else empty_like(tensor)
+
+    monkeypatch.setattr(torch, "empty_like", empty)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in addresses)
     return addresses
@@ -337,7 +446,8 @@ def test_what_has_no_strides_is_left_alone(pins):
     assert pinned(sparse) is sparse
 
 
-def test_batches_are_pinned_on_their_way(gpu):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_batches_are_pinned_on_their_way(gpu, ahead):
     seen = []
 
     class Seen(CPUBatch):
@@ -348,22 +458,44 @@ def test_batches_are_pinned_on_their_way(gpu):
     run = make_run()
     for pin, expected in ((True, [0, 1, 2]), (False, [])):
         seen.clear()
-        batches = Prefetcher(DEVICE, 1, pin).batches(run, (Seen(gpu, value) for value in range(3)), "train")
+        batches = Prefetcher(DEVICE, ahead, pin).batches(run, (Seen(gpu, value) for value in range(3)), "train")
         assert [step(gpu, batch) for batch in batches] == [0, 1, 2]
         assert seen == expected
 
 
-def test_memory_that_cannot_be_pinned_is_warned_of_once_and_used_as_it_is(gpu):
+@pytest.mark.parametrize("words", ["CUDA error: out of memory\nand more", "CUDA error: OS call failed or operation not supported"])
+def test_memory_that_cannot_be_pinned_is_warned_of_once_and_used_as_it_is(gpu, words):
     class Full(CPUBatch):
         def pin_memory(self):
-            raise RuntimeError("CUDA error: out of memory\nand more")
+            raise RuntimeError(words)
 
     run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
-    with pytest.warns(UserWarning, match=r"cannot be pinned.*out of memory\. Fix: more locked memory"):
+    with pytest.warns(UserWarning, match=rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"):
         assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")] == [0, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0)], "train")] == [0]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_another_error_of_pinning_is_the_runs(gpu, ahead):
+    class Broken(CPUBatch):
+        def pin_memory(self):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        next(Prefetcher(DEVICE, ahead, True).batches(make_run(), [Broken(gpu, 0)], "train"))
+
+
+def test_what_has_no_pinning_is_left_as_it_is(pins):
+    class Unpinnable(Owner):
+        def pin_memory(self):
+            raise NotImplementedError("Could not run 'aten::_pin_memory'")
+
+    data = [Unpinnable(torch.ones(2)), torch.arange(3)]
+    found = pinned(data)
+    assert found[0] is data[0]
+    assert found[1].is_pinned()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")

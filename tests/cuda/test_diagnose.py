@@ -28,12 +28,12 @@ def test_gpus_that_are_there_can_be_used(machine):
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND])
-def test_nvmls_reason(machine, monkeypatch, error):
+def test_nvmls_reason(machine, counts, error):
     machine(2, error=error)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    counts(0)
     assert CUDAAccelerator.unavailable().startswith("NVML: ")
     assert CUDAAccelerator.device_count() == 0
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # CUDA works where NVML does not
+    counts(2)  # CUDA works where NVML does not
     assert CUDAAccelerator.unavailable() is None
     assert CUDAAccelerator.device_count() == 2
 
@@ -68,13 +68,13 @@ def test_one_lost_gpu_of_two_is_not_the_end(machine):
     assert "GPU is lost" in CUDAAccelerator.unavailable()
 
 
-def test_rocm_is_asked_through_torch(machine, monkeypatch):
+def test_rocm_is_asked_through_torch(machine, counts, monkeypatch):
     machine(2)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    counts(0)
     assert "built for ROCm" in CUDAAccelerator.unavailable()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    counts(1)
     assert CUDAAccelerator.unavailable() is None
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.data import map_tensors
+from geartrain.data import map_tensors, move
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import Unavailable, session
 from geartrain_cuda.visible import view
@@ -221,23 +221,81 @@ def test_large_batches_under_a_slow_gpu_are_the_right_ones(prefetch, workers):
     torch.testing.assert_close(found, x.view(200, -1).sum(dim=1, dtype=torch.float64), rtol=1e-9, atol=1e-6)
 
 
-def test_batches_are_pinned_and_on_the_gpu():
-    batches = []
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_are_pinned_and_on_the_gpu(monkeypatch, prefetch, pin_memory):
+    batches, copied = [], []
+
+    def watched(batch, device):
+        map_tensors(batch, lambda tensor: copied.append((tensor.device.type, tensor.is_pinned())))
+        return move(batch, device)
 
     class Look(Net):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
+        def training_step(self, batch, batch_idx):
             map_tensors(batch, lambda tensor: batches.append(tensor.device.type))
-            return batch
+            return super().training_step(batch, batch_idx)
 
-    net = Look()
-    gt.Trainer(accelerator="cuda", devices=1, max_steps=3, strategy="single", enable_progress_bar=False).fit(net, loader())
-    assert set(batches) == {"cuda"}
+    monkeypatch.setattr("geartrain_cuda.batches.move", watched)
+    options = {"accelerator_options": {"prefetch": prefetch, "pin_memory": pin_memory}, "enable_progress_bar": False}
+    gt.Trainer(accelerator="cuda", devices=1, max_steps=3, strategy="single", **options).fit(Look(), loader())
+    assert batches == ["cuda"] * 6  # x and y of three
+    assert set(copied) == {("cpu", pin_memory)}
+    assert len(copied) == 6
 
 
-def test_settings_and_device_are_as_before_afterwards():
-    torch.cuda.set_device(0)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("where", ["on the gpu", "pinned"])
+def test_a_buffer_that_the_loader_fills_again(prefetch, where):
+    """The GPU is far behind the CPU; each batch must still be itself."""
+    steps, size = 30, 2**22
+    buffer = torch.empty(size, device="cuda") if where == "on the gpu" else torch.empty(size).pin_memory()
+
+    class Check(Net):
+        def training_step(self, batch, batch_idx):
+            torch.cuda._sleep(5_000_000)  # some milliseconds
+            self.seen.append(torch.stack([batch.min(), batch.max()]))
+            return self.net(batch[:16]).sum()
+
+    def refills():
+        for value in range(steps):
+            yield buffer.fill_(value)
+
+    net = Check()
+    net.seen = []
+    options = {"accelerator_options": {"prefetch": prefetch}, "enable_progress_bar": False, "strategy": "single"}
+    gt.Trainer(accelerator="cuda", devices=1, max_epochs=1, **options).fit(net, refills())
+    assert torch.stack(net.seen).tolist() == [[value, value] for value in range(steps)]
+
+
+def test_counting_without_nvml_leaves_this_process_able_to_fork():
+    run_alone("""
+import os, sys
+sys.modules["pynvml"] = None
+import torch
+from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
+
+assert CUDAAccelerator.unavailable() is None
+count = CUDAAccelerator.device_count()
+find_usable_cuda_devices()
+pid = os.fork()
+if pid == 0:
+    torch.zeros(1, device="cuda")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert torch.cuda.device_count() == count > 0
+""")
+
+
+def precisions():
+    """What torch says of float32, in the words of both its generations."""
+    backends = torch.backends
+    nodes = [backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    return [node.fp32_precision for node in nodes] if hasattr(backends, "fp32_precision") else None
+
+
+def test_settings_are_as_before_afterwards():
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    seen = []
+    nodes, seen = precisions(), []
 
     class Look(Net):
         def on_train_start(self):
@@ -247,7 +305,25 @@ def test_settings_and_device_are_as_before_afterwards():
     gt.Trainer(accelerator="cuda", devices=1, max_steps=2, strategy="single", **options).fit(Look(), loader())
     assert seen == [("medium", not before[1])]
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
-    assert torch.cuda.current_device() == 0
+    assert precisions() == nodes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_is_as_before_afterwards():
+    seen, before = [], torch.cuda.current_device()
+
+    class Look(Net):
+        def on_train_start(self):
+            seen.append(torch.cuda.current_device())
+
+    torch.cuda.set_device(1)
+    try:
+        options = {"max_steps": 2, "strategy": "single", "enable_progress_bar": False}
+        gt.Trainer(accelerator="cuda", devices=[0], **options).fit(Look(), loader())
+        assert seen == [0]
+        assert torch.cuda.current_device() == 1
+    finally:
+        torch.cuda.set_device(before)
 
 
 @needs_nvml

@@ -27,7 +27,8 @@ def probe(monkeypatch):
     """``probe("GPU-b")`` lets an allocation fail on these; gives the file in which each probe leaves what it was narrowed to."""
 
     def fails(folder, *names):
-        code = "import os; name = os.environ['CUDA_VISIBLE_DEVICES']; open({!r}, 'a').write(name + '\\n'); {}"
+        code = "import os; name, = [os.environ[n] for n in ('HIP_VISIBLE_DEVICES', 'CUDA_VISIBLE_DEVICES') if n in os.environ]; "
+        code += "open({!r}, 'a').write(name + '\\n'); {}"
         does = f"raise SystemExit('RuntimeError: CUDA error: all CUDA-capable devices are busy' if name in {names!r} else 0)"
         log = folder / "probes"
         log.touch()
@@ -159,25 +160,121 @@ def test_a_gpu_of_which_nvml_cannot_say_is_probed_alone(machine, probe, tmp_path
 
 
 @pytest.mark.parametrize(("variable", "narrowed"), [(None, ["0", "1", "2"]), ("2, 0,GPU-x", ["2", "0", "GPU-x"])])
-def test_without_nvml_each_is_probed(machine, probe, tmp_path, monkeypatch, variable, narrowed):
+def test_without_nvml_each_is_probed(machine, counts, probe, tmp_path, monkeypatch, variable, narrowed):
     probes = probe(tmp_path, "0")
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    counts(3)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert find_usable_cuda_devices() == [index for index in range(3) if narrowed[index] != "0"]
     assert probes() == narrowed
 
 
-def test_rocm_does_not_ask_nvml(machine, probe, tmp_path, monkeypatch):
+def test_rocm_does_not_ask_nvml(machine, counts, probe, tmp_path, monkeypatch):
     fake = machine(4)
     probe(tmp_path)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    counts(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert find_usable_cuda_devices() == [0]
     assert CUDAAccelerator.device_count() == 1
     assert fake.calls == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "narrowed"),
+    [
+        ({}, "HIP_VISIBLE_DEVICES", ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, "CUDA_VISIBLE_DEVICES", ["2", "3"]),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, "HIP_VISIBLE_DEVICES", ["2", "3"]),
+        ({"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "HIP_VISIBLE_DEVICES", ["2", "3"]),
+    ],
+)
+def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variable, narrowed):
+    """HIP's own goes before CUDA's, as in HIP and in torch; a probe sees that one alone."""
+    machine(0)
+    counts(2)
+    log = tmp_path / "probes"
+    code = (
+        f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
+    )
+    monkeypatch.setattr(usable, "_PROBE", code)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert find_usable_cuda_devices() == [0, 1]
+    assert log.read_text().splitlines() == [repr({variable: name}) for name in narrowed]
+
+
+# --- counting in another process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(counts, monkeypatch, tmp_path):
+    """Gives how often a process counted."""
+    counts(0)
+    code = f"open({str(tmp_path / 'log')!r}, 'a').write('x'); print('welcome'); import os; "
+    code += "print(os.environ['CUDA_VISIBLE_DEVICES'].count(',') + 1)"
+    monkeypatch.setattr(usable, "_COUNT", code)
+    return lambda: len((tmp_path / "log").read_text())
+
+
+def test_the_driver_is_not_woken_here_and_once_there(machine, counted, monkeypatch):
+    machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was woken"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    for _ in range(3):
+        assert CUDAAccelerator.unavailable() is None
+        assert CUDAAccelerator.device_count() == 2
+    assert counted() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert CUDAAccelerator.device_count() == 3
+    assert counted() == 2
+
+
+def test_where_cuda_is_in_use_it_is_asked_itself(machine, counts, monkeypatch):
+    machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    counts(7)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert CUDAAccelerator.device_count() == 3
+
+
+@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch is built for GPUs")
+def test_no_process_where_torch_cannot_use_a_gpu(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert CUDAAccelerator.device_count() == 0
+    assert "built without CUDA" in CUDAAccelerator.unavailable()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_no_process_where_there_is_no_driver(machine, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
+    machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert CUDAAccelerator.device_count() == 0
+    assert CUDAAccelerator.unavailable().startswith("NVML: ")
+
+
+@pytest.mark.parametrize(("code", "words"), [("raise SystemExit('broken')", "failed: broken"), ("print('x')", "torch printed 'x")])
+def test_a_count_that_fails_is_said(machine, counts, monkeypatch, code, words):
+    machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    counts(0)
+    monkeypatch.setattr(usable, "_COUNT", code)
+    with pytest.warns(UserWarning, match=rf"could not be counted: {words}.*Fix: "):
+        assert CUDAAccelerator.device_count() == 0
+
+
+def test_no_file_of_the_current_folder_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')")
+    assert "the wrong torch" not in str(usable.probe("0"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it counts more on a GPU")
+def test_the_count_itself_runs_torch(machine, monkeypatch):
+    monkeypatch.setattr(usable, "_can_have_any", lambda: True)
+    assert usable.count_without_nvml() == 0
 
 
 def test_a_probe_that_hangs_ends(machine, monkeypatch):

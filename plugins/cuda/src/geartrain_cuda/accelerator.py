@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -11,12 +12,11 @@ from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session
-from geartrain_cuda.settings import Settings
+from geartrain_cuda.settings import LABEL, Settings
 from geartrain_cuda.stats import Stats
 from geartrain_cuda.usable import count_without_nvml, find_usable_cuda_devices, look
 from geartrain_cuda.visible import view
 
-_LABEL = "geartrain-cuda[cuda]"
 _PRECISIONS = ("highest", "high", "medium")
 
 
@@ -33,8 +33,8 @@ class CUDAAccelerator:
         cudnn_deterministic: only cuDNN's deterministic algorithms; ``Trainer(deterministic=True)`` asks for more than this.
         pin_memory: copy batches to pinned memory before they go to the GPU, where the loader has not; without it the CPU waits for each
             copy.
-        prefetch: batches that are copied to the GPU ahead of the step, each of which takes its memory; 0 copies when the step is due, as
-            the loader gave it.
+        prefetch: batches that are copied to the GPU ahead of the step, each of which takes its memory; 0 copies when the step is due.
+            Nothing is read ahead of a batch that is on the GPU already, which the loader may fill again.
 
     Raises:
         UsageError: an option that means nothing.
@@ -80,7 +80,7 @@ class CUDAAccelerator:
 
     @staticmethod
     def device_count() -> int:
-        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; torch counts where there is no NVML."""
+        """GPUs that CUDA shows this process, as NVML and ``CUDA_VISIBLE_DEVICES`` tell; without NVML, torch in another process."""
         if torch.version.hip is None:
             try:
                 with session() as nvml:
@@ -108,11 +108,11 @@ class CUDAAccelerator:
             found = find_usable_cuda_devices(-1 if every else len(indices))
             return found or find_usable_cuda_devices(1)  # none is free: this one says why
         except (ValueError, RuntimeError) as error:
-            raise UsageError(f"{_LABEL}: auto_select: {error}") from error
+            raise UsageError(f"{LABEL}: auto_select: {error}") from error
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        """Refuse more processes than there are GPUs for, and settings that contradict each other."""
+        """Refuse more processes than there are GPUs for, and settings that contradict each other or what the program has set."""
         layout = plan.layout
         needed = (layout.processes_per_node or 1) * layout.devices_per_process
         if needed > len(plan.devices):
@@ -125,6 +125,7 @@ class CUDAAccelerator:
                 f"{plan.accelerator.label}: cudnn_benchmark=True chooses algorithms by their time, and "
                 f"deterministic={plan.options.deterministic!r} asks for the same ones in every run. Fix: leave one of them out"
             )
+        self._settings.check()
 
     # --- in each process -------------------------------------------------------------------------------------------------
 
@@ -144,8 +145,9 @@ class CUDAAccelerator:
         for index in reversed(indices):  # the first stays the current one
             _occupy(run.plan.accelerator.label, index)
         self._device = torch.device("cuda", indices[0])
-        if self.prefetch:
-            self._prefetcher = Prefetcher(self._device, self.prefetch, self.pin_memory)
+        if local_rank == 0:
+            _warn_of_emulation(run.plan)
+        self._prefetcher = Prefetcher(self._device, self.prefetch, self.pin_memory)
         return self._device
 
     @hookimpl
@@ -169,6 +171,24 @@ class CUDAAccelerator:
             self._settings.put_back()
             if before is not None:
                 torch.cuda.set_device(before)
+
+
+def _warn_of_emulation(plan: Plan) -> None:
+    """Say once for a node which of its GPUs have no bfloat16 in hardware: torch computes it on them all the same, in other ways."""
+    if not plan.precision.name.startswith("bf16") or torch.version.hip is not None:
+        return
+    found = {}
+    for index in plan.devices:
+        gpu = torch.cuda.get_device_properties(index)
+        if gpu.major < 8:  # as torch.cuda.is_bf16_supported(including_emulation=False), which asks the current one
+            found[index] = gpu.name
+    if found:
+        names = ", ".join(f"cuda:{index} ({name})" for index, name in found.items())
+        warnings.warn(
+            f"{plan.accelerator.label}: precision {plan.precision.name} is emulated, without a gain in speed, on {names}: bfloat16 needs "
+            "compute capability 8.0. Fix: --precision 16-mixed",
+            stacklevel=2,
+        )
 
 
 def _occupy(label: str, index: int) -> None:

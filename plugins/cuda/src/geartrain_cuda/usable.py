@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from geartrain_cuda.visible import view
 #: Seconds for a probe: it imports torch and makes a context.
 _PROBE_TIMEOUT = 120.0
 _PROBE = "import torch; torch.zeros(1, device='cuda')"
+_COUNT = "import torch; print(torch.cuda.device_count())"
+_CUDA, _HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+#: What decides on how many are visible. HIP counts after ROCR's.
+_DECIDING = (_CUDA, _HIP, "ROCR_VISIBLE_DEVICES")
+#: Their values -> the count.
+_counted: dict[tuple[str | None, ...], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Look:
     name: str
     #: Why it cannot be taken; ``None`` where nothing speaks against it.
     taken: str | None = None
-    #: Where NVML cannot say who is on it: what ``CUDA_VISIBLE_DEVICES`` must be for a process that sees this GPU alone.
+    #: Where NVML cannot say who is on it: what the variable (see ``_variable``) must be for a process that sees this GPU alone.
     probe_as: str | None = None
 
 
@@ -114,41 +121,85 @@ def _without_nvml() -> list[Look]:
 
 
 def count_without_nvml() -> int:
-    """How many GPUs CUDA shows, where NVML cannot say. It makes no context, but it does wake the driver: torch then refuses to use CUDA in
-    a process that is forked from this one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no driver; the count says so too
+    """How many GPUs torch counts, where NVML cannot say. A process of its own counts, once for each value of the variables: it wakes the
+    driver, and torch refuses to use CUDA in whatever a process forks after that."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.device_count()
+    if not _can_have_any():
+        return 0
+    deciding = tuple(map(os.environ.get, _DECIDING))
+    if deciding not in _counted:
+        counted, error = _run(_COUNT, {})
+        last = counted.split()[-1:]  # something else may print when Python or torch starts
+        found = int(last[0]) if error is None and last and last[0].isdecimal() else None
+        if found is None:
+            reason = error or f"torch printed {counted!r}"
+            warnings.warn(f"the GPUs could not be counted: {reason}. Fix: see why torch.cuda.device_count() fails", stacklevel=2)
+        _counted[deciding] = found or 0
+    return _counted[deciding]
+
+
+def _can_have_any() -> bool:
+    """Whether counting is worth a process: torch is built for GPUs, and CUDA's driver, without which it finds none, is installed."""
+    if torch.version.hip is not None:
+        return True
+    if torch.version.cuda is None:
+        return False
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # it does nothing before it is called
+    except OSError:
+        return False
+    return True
+
+
+def _variable() -> str:
+    """The variable that says which GPUs are visible. HIP reads CUDA's where its own is not set, and so does torch."""
+    return _HIP if torch.version.hip is not None and (_HIP in os.environ or _CUDA not in os.environ) else _CUDA
 
 
 def _entry(index: int) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` calls the GPU of this index, or its index where the variable is not set."""
-    variable = os.environ.get("HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES")
+    """What the variable calls the GPU of this index, or its index where the variable is not set."""
+    variable = os.environ.get(_variable())
     return str(index) if variable is None else variable.split(",")[index].strip()
 
 
 def probe(name: str) -> str | None:
-    """Try a small allocation on the GPU that ``CUDA_VISIBLE_DEVICES`` calls ``name``, in a process of its own.
+    """Try a small allocation on the GPU that the variable calls ``name``, in a process of its own.
 
     Returns:
         ``None`` if it worked, else why not. A GPU in default mode takes several processes: this finds only those that take no more.
     """
-    variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    _, error = _run(_PROBE, {_variable(): name})
+    return None if error is None else f"an allocation {error}"
+
+
+def _run(code: str, visible: Mapping[str, str]) -> tuple[str, str | None]:
+    """Run a line of Python in a process of its own, with ``visible`` in place of the variables that say which GPUs are visible.
+
+    Returns:
+        What it printed, and ``None`` or how it ended.
+    """
+    environ = dict(os.environ)
+    if visible:
+        environ.pop(_CUDA, None)
+        environ.pop(_HIP, None)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            env={**os.environ, variable: name},
+            # -P: a file of the current folder that is called like a module of the standard library's, or torch, is not imported.
+            [sys.executable, "-P", "-c", code],
+            env={**environ, **visible},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=_PROBE_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return f"an allocation was not done after {_PROBE_TIMEOUT:.0f} s"
+        return "", f"was not done after {_PROBE_TIMEOUT:.0f} s"
     if done.returncode == 0:
-        return None
+        return done.stdout.decode(errors="replace"), None
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return f"an allocation failed: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    return "", f"failed: {lines[-1] if lines else f'exit code {done.returncode}'}"
 
 
 def is_ours(pid: int) -> bool:
