@@ -25,7 +25,7 @@ OPTIONS = [
     ("--max-epoch 3", ["--max_epoch.", "'max_epochs'"]),
     ("--gpus 2", ["--gpus", "devices"]),
     ("--num-processes 2", ["--num_processes", "devices"]),
-    ("--callbacks x", ["--callbacks", "plugins"]),
+    ("--callbacks x", ["--callbacks", "--plugin NAME_OR_FILE"]),
     ("--modle.lr 2", ["--modle.lr"]),
     ("--model.learning-rate 2", ["--model.learning_rate"]),
     ("--data.batchsize 2", ["--data.batchsize", "'data.batch_size'"]),

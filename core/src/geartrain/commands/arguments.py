@@ -258,6 +258,8 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
     if name in RENAMED:
         return f"there is no option --{name}. Write: {RENAMED[name]}"
+    if name == "callbacks":
+        return "there is no option --callbacks: they are objects. Write: --plugin NAME_OR_FILE, for a callback that is one of the plugins"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
     options = [option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--" and option[-1] != "+"]
     group = name.partition(".")[0]
