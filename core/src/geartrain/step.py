@@ -14,7 +14,8 @@ from geartrain.module import Module, overridden
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-_IN_STEP = (
+#: The module's own hooks that are called inside a training step.
+IN_STEP = (
     "on_before_zero_grad",
     "on_train_batch_start",
     "on_before_backward",
@@ -112,7 +113,7 @@ class ModuleHooks:
         for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
             setattr(self, name, getattr(module, name, None))
         #: Whether any is called inside a training step; where none is, the step asks this one alone.
-        self.in_step = any(getattr(self, name) is not None for name in _IN_STEP)
+        self.in_step = any(getattr(self, name) is not None for name in IN_STEP)
 
     if TYPE_CHECKING:
 

@@ -13,7 +13,7 @@ from geartrain.errors import UsageError, nearest
 from geartrain.hookspecs import hookimpl
 from geartrain.parts import Choice, Part
 from geartrain.run import Run, World
-from geartrain.step import _IN_STEP
+from geartrain.step import IN_STEP
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -199,7 +199,7 @@ class Adapter:
         for name, method in self._methods.items():
             if hasattr(run.on, name):
                 setattr(run.on, name, _before(run, name, method, getattr(run.on, name)))
-        run.on.in_step |= any(name in self._methods for name in _IN_STEP)
+        run.on.in_step |= any(name in self._methods for name in IN_STEP)
 
     @hookimpl
     def on_exception(self, run: Run, error: BaseException) -> None:
