@@ -17,6 +17,8 @@ RENAMED = {
     "replace_sampler_ddp": "use_distributed_sampler=...",
     "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
     "default_root_dir": "output=DIR",
+    "enable_checkpointing": "nothing: output=DIR writes last.ckpt, plugins=[ModelCheckpoint(...)] the best, and else nothing is written",
+    "checkpoint_callback": "plugins=[ModelCheckpoint(...)] of geartrain.callbacks",
     "weights_save_path": "output=DIR",
     "logger": "plugins=[...], and output=DIR for metrics.jsonl",
     "progress_bar_refresh_rate": "enable_progress_bar=True or False",

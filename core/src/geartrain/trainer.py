@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from geartrain._version import __version__
 from geartrain.assembly import core_parts, more_parts, plugin_parts, recipes, remake
+from geartrain.checkpoint import find, model_checkpoints
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -29,6 +31,9 @@ from geartrain.run import Run
 from geartrain.seeding import seed_everything
 from geartrain.step import check_module
 from geartrain.worker import work
+
+if TYPE_CHECKING:
+    from geartrain.callbacks.model_checkpoint import ModelCheckpoint
 
 
 class Trainer:
@@ -185,7 +190,7 @@ class Trainer:
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
             val_dataloaders: the same, or a list of DataLoaders.
             datamodule: where loaders come from that are not given.
-            checkpoint: weights to start from; optimizer and counters start anew.
+            checkpoint: weights to start from; optimizer and counters start anew. A file, or ``"best"`` or ``"last"``.
             loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` where its output has the loss as ``loss``.
             optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or one made from its parameters.
 
@@ -198,7 +203,7 @@ class Trainer:
 
     def validate(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
@@ -207,7 +212,9 @@ class Trainer:
         """Validate once.
 
         Args:
-            ckpt_path: weights to read first.
+            model: default: that of this trainer's last run, and with it that run's DataModule where no loaders are given.
+            ckpt_path: weights to read first: a file, ``"best"`` (the ``best_model_path`` of the trainer's ModelCheckpoint) or ``"last"``
+                (the newest that ``save_last`` or the run's folder has). Without ``model`` the default is the best, if there is one.
             loss: of a plain ``nn.Module``, as for :meth:`fit`.
 
         Returns:
@@ -217,7 +224,7 @@ class Trainer:
 
     def test(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
@@ -227,9 +234,13 @@ class Trainer:
         return self._per_loader("test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path, loss))
 
     def predict(
-        self, model: nn.Module, dataloaders: Any = None, datamodule: DataModule | None = None, ckpt_path: str | Path | None = None
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
     ) -> list[Any]:
-        """Collect what ``predict_step`` returns.
+        """Collect what ``predict_step`` returns; arguments as for :meth:`validate`.
 
         Returns:
             One output a batch, on the CPU; a list of such lists where there are several loaders.
@@ -265,6 +276,8 @@ class Trainer:
         loss: Any = None,
         optimizer: Any = None,
     ) -> Any:
+        if model is None and command != "fit":
+            model, datamodule, checkpoint = self._as_before(command, given, datamodule, checkpoint)
         model = as_module(command, model, loss, optimizer)
         for stage, loaders in list(given.items()):
             if isinstance(loaders, DataModule):
@@ -275,8 +288,7 @@ class Trainer:
             raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
-        if checkpoint is not None and not Path(checkpoint).is_file():
-            raise UsageError(f"there is no checkpoint {checkpoint}")
+        path = None if checkpoint is None else find(checkpoint, self._parts, self.output)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule)
         self.datamodule = datamodule
@@ -297,7 +309,19 @@ class Trainer:
             epoch=epochs,
         )
         source = DataSource(given, datamodule)
-        return hooks.launch(run=run, worker=partial(work, run, source, Path(checkpoint) if checkpoint is not None else None))
+        return hooks.launch(run=run, worker=partial(work, run, source, path))
+
+    def _as_before(self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any) -> tuple[Any, Any, Any]:
+        """The last run's model; its data where none is given; and the best weights where no others are asked for, as in Lightning."""
+        if self._run is None:
+            raise UsageError(f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first")
+        if datamodule is None and given[command] is None:
+            datamodule = self.datamodule
+        if checkpoint is None and any(one.best_model_path for one in model_checkpoints(self._parts)):
+            checkpoint = "best"
+            if self.is_global_zero:
+                warnings.warn(f"{command} without a model reads the best weights. Say ckpt_path='best', or give the model", stacklevel=4)
+        return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
         count = len(self.run.batches[stage])
@@ -368,6 +392,11 @@ class Trainer:
     def logged_metrics(self) -> dict[str, float]:
         """The newest value of every metric that loggers were given."""
         return self._run.logs.logged if self._run else {}
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ``ModelCheckpoint`` among the plugins, or ``None``."""
+        return next(iter(model_checkpoints(self._parts)), None)
 
     @property
     def precision(self) -> str:

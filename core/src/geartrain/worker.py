@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from geartrain import loop
+from geartrain.checkpoint import load_weights
 from geartrain.data import DataSource, count_batches, describe
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
 from geartrain.logs import Logs
-from geartrain.module import DataModule, Module, overridden
+from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
 from geartrain.process import report
 from geartrain.rounds import is_sure
@@ -51,7 +52,7 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        _compare_with_rank_0(run)
+        _compare_with_rank_0(run, checkpoint)
         _set_up_loaders(run, source)
         _set_up_model(run, checkpoint)
         if options.seed is not None and run.world.rank:
@@ -92,7 +93,7 @@ def _attach(run: Run, source: DataSource) -> None:
         owner.setup(run.command)
 
 
-def _compare_with_rank_0(run: Run) -> None:
+def _compare_with_rank_0(run: Run, checkpoint: Path | None) -> None:
     """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
 
     Raises:
@@ -103,7 +104,9 @@ def _compare_with_rank_0(run: Run) -> None:
     # A module's arguments may well differ, as a folder's name does; what it became must not.
     plan = {key: value for key, value in run.plan.as_dict().items() if key not in ("passed_over", "hyperparameters")}
     parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
-    mine = {"the plan": plan, "the command": run.command, "parameters": parameters}
+    # Of a checkpoint the name: nodes may keep their copies in different folders.
+    read = None if checkpoint is None else checkpoint.name
+    mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
     first = run.hooks.broadcast(run=run, obj=mine, src=0)
     odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
     if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
@@ -175,23 +178,6 @@ def _set_up_model(run: Run, checkpoint: Path | None) -> None:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     if checkpoint is not None:
         load_weights(run, checkpoint)
-
-
-def load_weights(run: Run, path: Path) -> None:
-    """Read a checkpoint's weights into the module.
-
-    Raises:
-        TrainingError: it is no checkpoint, or belongs to another model.
-    """
-    state = run.hooks.load_checkpoint(run=run, path=path)
-    if not isinstance(state, dict) or "model" not in state:
-        raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
-    try:
-        run.module.load_state_dict(state["model"])
-    except (RuntimeError, TypeError) as error:
-        raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
-    if overridden(run.module, "on_load_checkpoint"):
-        run.module.on_load_checkpoint(state)
 
 
 @contextmanager

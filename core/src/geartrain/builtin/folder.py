@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from geartrain._version import __version__
+from geartrain.checkpoint import LAST, checkpoint_state, save
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.module import overridden
 from geartrain.run import Run
 
 
@@ -56,13 +55,7 @@ class RunFolder:
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
-        state = {"geartrain": __version__, "step": run.step, "epoch": run.epoch + 1, "model": run.module.state_dict()}
-        if overridden(run.module, "on_save_checkpoint"):
-            run.module.on_save_checkpoint(state)
-        path = self.path / "last.ckpt"
-        run.hooks.save_checkpoint(run=run, state=state, path=path)
-        if run.hooks.on_checkpoint_saved is not None:
-            run.hooks.on_checkpoint_saved(run=run, path=path)
+        save(run, checkpoint_state(run, run.epoch + 1), self.path / LAST)
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:

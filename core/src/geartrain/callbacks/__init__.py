@@ -9,10 +9,22 @@ from geartrain.callbacks.callback import Callback
 from geartrain.callbacks.early_stopping import EarlyStopping
 from geartrain.callbacks.ema import EMA
 from geartrain.callbacks.lr_monitor import LearningRateMonitor
+from geartrain.callbacks.model_checkpoint import ModelCheckpoint
 from geartrain.callbacks.model_summary import ModelSummary
 from geartrain.callbacks.nan_guard import NaNGuard
 from geartrain.callbacks.norms import Norms
 from geartrain.callbacks.throughput import Throughput
 from geartrain.callbacks.timer import Timer
 
-__all__ = ["EMA", "Callback", "EarlyStopping", "LearningRateMonitor", "ModelSummary", "NaNGuard", "Norms", "Throughput", "Timer"]
+__all__ = [
+    "EMA",
+    "Callback",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "NaNGuard",
+    "Norms",
+    "Throughput",
+    "Timer",
+]

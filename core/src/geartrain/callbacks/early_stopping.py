@@ -6,8 +6,9 @@ import math
 import warnings
 from typing import Any, Literal
 
+from geartrain.callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain.callbacks.stopping import say, stop_together
-from geartrain.errors import TrainingError, UsageError, nearest
+from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.run import Run
 
@@ -50,8 +51,7 @@ class EarlyStopping:
         strict: bool = True,
         verbose: bool = False,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise UsageError(f"early_stopping: mode={mode!r}. Fix: 'min' or 'max'")
+        check_mode("early_stopping", mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise UsageError(f"early_stopping: patience={patience!r} must be a whole number of checks, at least 0.")
         if min_delta < 0:
@@ -73,17 +73,8 @@ class EarlyStopping:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._asked, self.reason = False, ""
-        if run.command != "fit":
-            return
-        options, validates = run.plan.options, bool(run.loaders.get("validate"))
-        if self._check_on_train_epoch_end is False and not validates:
-            raise UsageError(
-                "geartrain[early_stopping] is to look after each validation, and there is none. "
-                "Fix: give a validation loader, or leave check_on_train_epoch_end out"
-            )
-        interval = options.val_check_interval
-        each_epoch = isinstance(interval, float) and interval == 1.0 and options.check_val_every_n_epoch == 1
-        self._at_epoch_end = not validates or each_epoch if self._check_on_train_epoch_end is None else self._check_on_train_epoch_end
+        if run.command == "fit":
+            self._at_epoch_end = looks_after_epochs(run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end")
 
     @hookimpl
     def on_validation_end(self, run: Run) -> None:
@@ -124,12 +115,11 @@ class EarlyStopping:
             say(run, f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
 
     def _missing(self, known: list[str]) -> None:
-        text = f"geartrain[early_stopping] monitors {self.monitor!r}, which was not logged. {nearest(self.monitor, known)}"
-        logged = f"Logged: {', '.join(known) or 'nothing'}."
+        text = not_logged("early_stopping", self.monitor, known)
         if self.strict:
-            raise TrainingError(f"{text} {logged} Fix: log it with self.log, or monitor another")
+            raise TrainingError(f"{text} Fix: log it with self.log, or monitor another")
         if not self._warned:
-            warnings.warn(f"{text} {logged} Training goes on without", stacklevel=2)
+            warnings.warn(f"{text} Training goes on without", stacklevel=2)
             self._warned = True
 
     def _judge(self, run: Run, value: float) -> str:
@@ -152,4 +142,4 @@ class EarlyStopping:
         return f"{self.monitor} was not better than {self.best_score:.6g} for {self.wait_count} checks."
 
     def _better(self, a: float, b: float) -> bool:
-        return a < b if self.mode == "min" else a > b
+        return is_better(self.mode, a, b)

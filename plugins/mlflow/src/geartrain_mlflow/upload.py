@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,12 @@ class Upload:
                 client.log_batch(run_id, metrics=metrics[start : start + BATCH])
         for file in files:
             if not self._abandoned:
-                client.log_artifact(run_id, file, "checkpoints")
+                try:
+                    client.log_artifact(run_id, file, "checkpoints")
+                except Exception:
+                    if os.path.exists(file):
+                        raise
+                    # A better checkpoint has taken its place meanwhile, and this one is deleted.
 
 
 def _close(client: Any) -> None:

@@ -1,0 +1,65 @@
+"""What ``model_checkpoint`` calls its files: ``{epoch}-{val_loss:.2f}`` -> ``epoch=3-val_loss=0.25.ckpt``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+
+from geartrain.errors import TrainingError, UsageError, nearest
+
+#: A name in braces, and after a colon how to write it.
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+SUFFIX = ".ckpt"
+
+
+def check_pattern(pattern: str) -> str:
+    """The pattern without its suffix.
+
+    Raises:
+        UsageError: it is empty, its braces do not match, or a number cannot be written as it says.
+    """
+    pattern = pattern.removesuffix(SUFFIX)
+    left = _FIELD.sub("", pattern)
+    if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
+        raise UsageError(f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'")
+    for name, spec in _FIELD.findall(pattern):
+        try:
+            format(1 if name in ("epoch", "step") else 1.0, spec)
+        except ValueError as error:
+            raise UsageError(f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: {error}") from error
+    return pattern
+
+
+def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
+    """The pattern with its values.
+
+    Args:
+        values: ``epoch``, ``step`` and the metrics.
+        insert: put ``NAME=`` before each; a ``/`` in a metric's name becomes ``_``, as it would begin a folder.
+
+    Raises:
+        TrainingError: a metric that was not logged.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        name, spec = match[1], match[2] or ""
+        if name not in values:
+            raise TrainingError(
+                f"geartrain[model_checkpoint]: filename={pattern!r} has {name!r}, which was not logged. {nearest(name, values)} "
+                "Fix: log it with self.log, or take it out"
+            )
+        text = format(values[name], spec)
+        return f"{name.replace('/', '_')}={text}" if insert else text
+
+    return _FIELD.sub(one, pattern)
+
+
+def free(folder: Path, name: str, own: str) -> Path:
+    """The file of this name; ``NAME-v1.ckpt`` and so on where there is one already, unless it is ``own``, which may be replaced."""
+    for version in count():
+        path = folder / f"{name}{f'-v{version}' if version else ''}{SUFFIX}"
+        if str(path) == own or not path.exists():
+            return path
+    raise AssertionError  # count() has no end

@@ -1,0 +1,284 @@
+"""``model_checkpoint``: keep the best checkpoints by a metric."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from geartrain.callbacks.checkpoint_names import check_pattern, fill, free
+from geartrain.callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
+from geartrain.callbacks.stopping import say
+from geartrain.checkpoint import checkpoint_state, save
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.plan import Plan
+from geartrain.run import Run
+
+_FIX = "Fix: log it with self.log, or monitor another"
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What rank 0 decided at one look; every rank does the same."""
+
+    #: The file of the newest among the best; empty where it is not among them.
+    path: str = ""
+    score: float | None = None
+    #: The file that it takes the place of.
+    drop: str = ""
+    last: str = ""
+    #: The metric is not there, and may still come: what to say.
+    missing: str = ""
+    #: It should be there.
+    error: str = ""
+
+
+class ModelCheckpoint:
+    """Keeps the best checkpoints by a metric; names and meanings as in PyTorch Lightning.
+
+    Rank 0 decides what to save and what to delete, by its own value of the metric, and the others do the same: so all ranks name
+    the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
+    its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
+    the older file is the better; NaN is never among the best. A second ``fit`` with the same object goes on.
+
+    Args:
+        monitor: the metric's name; without, the newest checkpoint takes the place of the one before.
+        mode: whether ``"min"`` or ``"max"`` is better.
+        save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor`` -1, 0 or 1.
+        save_last: also save ``last.ckpt``, each time that it looks.
+        dirpath: the folder; default ``checkpoints`` in the run's folder.
+        filename: with ``epoch``, ``step`` and metrics in braces, ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
+        auto_insert_metric_name: put ``NAME=`` before each of them.
+        every_n_epochs: look only every n-th epoch; default each.
+        every_n_train_steps: look every so many optimizer steps instead; the metric is then what the last flush or validation gave.
+        save_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
+            validation, if there is one, belongs to each epoch's end; else after each validation.
+        verbose: say what is saved.
+
+    Raises:
+        UsageError: options that cannot be; neither ``dirpath`` nor a folder for the run; or no validation after which to look.
+        TrainingError: ``monitor`` or a metric of ``filename`` was not logged.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool = False,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        auto_insert_metric_name: bool = True,
+        every_n_epochs: int | None = None,
+        every_n_train_steps: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        verbose: bool = False,
+    ) -> None:
+        check_mode("model_checkpoint", mode)
+        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+            raise UsageError(f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1.")
+        if monitor is None and save_top_k > 1:
+            raise UsageError(f"model_checkpoint: save_top_k={save_top_k} best of what? Fix: monitor='val_loss', or save_top_k=1 or -1")
+        if save_top_k == 0 and not save_last:
+            raise UsageError("model_checkpoint: save_top_k=0 without save_last saves nothing. Fix: leave the plugin out, or save_last=True")
+        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_train_steps", every_n_train_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"model_checkpoint: {name}={value!r} must be a whole number, at least 1.")
+        if every_n_train_steps is not None and (every_n_epochs is not None or save_on_train_epoch_end is not None):
+            raise UsageError(
+                "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and save_on_train_epoch_end by epochs. "
+                "Fix: leave one out, or two of them with a filename each"
+            )
+        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
+        self.dirpath, self.filename = dirpath, check_pattern("{epoch}-{step}" if filename is None else filename)
+        if save_last and self.filename == "last":
+            raise UsageError("model_checkpoint: filename='last' is what save_last saves. Fix: another name")
+        self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
+        self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
+        self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
+        #: The best file so far; without ``monitor`` the newest; empty where there is none.
+        self.best_model_path = ""
+        #: Its score.
+        self.best_model_score: float | None = None
+        #: The newest ``last.ckpt``; empty without ``save_last``.
+        self.last_model_path = ""
+        #: The best files, oldest first, and their scores.
+        self.best_k_models: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"ModelCheckpoint(monitor={self.monitor!r})"
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The file that the next better one takes the place of; empty while there is room."""
+        ranked = self._ranked()
+        return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
+
+    # --- when to look ----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        folder = self._folder(plan)
+        if folder is None and not plan.options.fast_dev_run:
+            raise UsageError(
+                "geartrain[model_checkpoint] has no place to write. "
+                "Fix: --model_checkpoint.dirpath DIR, or a folder for the run (--output DIR)"
+            )
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"geartrain[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._on = run.command == "fit" and not run.plan.options.fast_dev_run
+        self._validated = self._expected = self._warned = self._looked = False
+        if self._on and self._steps is None:
+            self._at_epoch_end = looks_after_epochs(run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end")
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if self._on and self._steps is not None and run.step % self._steps == 0:
+            self._look(run, run.epoch)
+
+    # Wrappers, so that it looks after all others: those that fail the run, and those that put other weights in for the validation.
+
+    @hookimpl(wrapper=True)
+    def on_validation_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if self._on and run.stage == "validate":
+            self._validated = True
+            if self._steps is None and not self._at_epoch_end and self._is_due(run):
+                self._expected = True
+                self._look(run, run.epoch)
+        return results
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if self._on:
+            self._expected |= self._validated or not run.loaders.get("validate")
+            if self._steps is None and self._at_epoch_end and self._is_due(run):
+                self._look(run, run.epoch + 1)
+            elif self._warned and self._expected:
+                self._require(run)
+        return results
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        if self._on and not self._looked and run.world.rank == 0:
+            when = f"every_n_epochs={self._epochs}" if self._steps is None else f"every_n_train_steps={self._steps}"
+            warnings.warn(
+                f"geartrain[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
+            )
+
+    def _is_due(self, run: Run) -> bool:
+        return (run.epoch + 1) % self._epochs == 0
+
+    # --- what to do ------------------------------------------------------------------------------------------------------
+
+    def _look(self, run: Run, epochs: int) -> None:
+        """Save what is to be saved now; ``epochs`` are done."""
+        self._looked = True
+        turn = self._decide(run) if run.world.rank == 0 else None
+        if run.world.size > 1:
+            turn = run.hooks.broadcast(run=run, obj=turn, src=0)
+        assert turn is not None
+        if turn.error:
+            raise TrainingError(turn.error)
+        if turn.missing and not self._warned:
+            warnings.warn(f"{turn.missing} Until it is, nothing is kept as the best", stacklevel=2)
+            self._warned = True
+        paths = [path for path in (turn.path, turn.last) if path]
+        state = checkpoint_state(run, epochs) if paths else {}
+        for path in paths:
+            save(run, state, Path(path))
+        self._remember(turn, run)
+
+    def _decide(self, run: Run) -> _Turn:
+        folder = self._folder(run.plan)
+        assert folder is not None  # check_plan has refused it
+        last = str(free(folder, "last", self.last_model_path)) if self.save_last else ""
+        score = None if self.monitor is None else run.metrics.get(self.monitor)
+        if self.monitor is not None and score is None:
+            missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
+            if self._expected:
+                return _Turn(error=f"{missing} {_FIX}")
+            return _Turn(last=last, missing=missing)
+        if not self._is_among_the_best(score):
+            return _Turn(last=last)
+        drop = self.kth_best_model_path if self.monitor is not None else self.best_model_path if self.save_top_k == 1 else ""
+        try:
+            name = fill(self.filename, {**run.metrics, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
+        except TrainingError as error:  # for all ranks alike
+            return _Turn(error=str(error))
+        return _Turn(str(free(folder, name, drop)), score, drop, last)
+
+    def _require(self, run: Run) -> None:
+        """By steps it may look before there is a metric; after an epoch there must be one."""
+        missing = "" if self.monitor in run.metrics else not_logged("model_checkpoint", str(self.monitor), sorted(run.metrics))
+        if run.world.size > 1:
+            missing = run.hooks.broadcast(run=run, obj=missing, src=0)
+        if missing:
+            raise TrainingError(f"{missing} {_FIX}")
+
+    def _is_among_the_best(self, score: float | None) -> bool:
+        if self.save_top_k <= 0 or score is None:
+            return self.save_top_k != 0
+        worst = self.kth_best_model_path
+        return not math.isnan(score) and (not worst or is_better(self.mode, score, self.best_k_models[worst]))
+
+    def _remember(self, turn: _Turn, run: Run) -> None:
+        """Note what is saved, and delete what it takes the place of."""
+        old = [path for path, new in ((turn.drop, turn.path), (self.last_model_path, turn.last)) if new and path not in ("", new)]
+        self.last_model_path = turn.last or self.last_model_path
+        if turn.path:
+            self.best_k_models.pop(turn.drop, None)
+            if turn.score is None:
+                self.best_model_path = turn.path
+            else:
+                self.best_k_models.pop(turn.path, None)
+                self.best_k_models[turn.path] = turn.score
+                self.best_model_path = next(iter(self._ranked()), "")
+                self.best_model_score = self.best_k_models.get(self.best_model_path)
+            if self.verbose:
+                why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
+                say(run, f"model_checkpoint: saved {turn.path}{why}.")
+        if run.world.rank == 0:
+            for path in old:
+                _delete(Path(path))
+
+    def _ranked(self) -> list[str]:
+        """The files with a score, best first, and of equal ones the older."""
+        scored = {path: score for path, score in self.best_k_models.items() if not math.isnan(score)}
+        return sorted(scored, key=lambda path: scored[path] if self.mode == "min" else -scored[path])
+
+    def _folder(self, plan: Plan) -> Path | None:
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        return None if plan.output is None else plan.output / "checkpoints"
+
+    # --- its state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_model_path": self.best_model_path,
+            "best_model_score": self.best_model_score,
+            "last_model_path": self.last_model_path,
+            "best_k_models": dict(self.best_k_models),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these files."""
+        self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
+        self.last_model_path, self.best_k_models = state["last_model_path"], dict(state["best_k_models"])
+
+
+def _delete(path: Path) -> None:
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    except OSError as error:  # a file too many is no reason to end a training
+        warnings.warn(f"geartrain[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)

@@ -1,0 +1,395 @@
+"""ModelCheckpoint: the best files by a metric are there, the others are not, and one is deleted only when the next is whole."""
+
+import math
+
+import pytest
+import torch
+
+from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import EMA, ModelCheckpoint
+
+from ..models import EvalNet, Logging, assert_equal, fit, loader, trainer
+
+NAN, INF = float("nan"), float("inf")
+
+
+def steps_of(folder):
+    """name -> the step that it was saved at."""
+    return {path.name: torch.load(path, weights_only=True)["step"] for path in sorted(folder.iterdir())} if folder.exists() else {}
+
+
+def run_on(folder, values, every=1.0, train=None, **options):
+    """Train a net for as many epochs as there are values; its metric goes through them, one a validation. The callback."""
+    left = list(values)
+
+    def logs(module, batch, batch_idx):
+        module.log("metric", left[0])
+        if module.trainer.run.stage == "validate":
+            left.pop(0)
+
+    names = ("max_epochs", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps")
+    of_trainer = {"max_epochs": len(values), **{name: options.pop(name) for name in names if name in options}}
+    callback = ModelCheckpoint(**{"monitor": "metric", "dirpath": folder, "filename": "{step}", **options})
+    fit(Logging(train=train, validate=logs), val=loader(4), plugins=[callback], val_check_interval=every, **of_trainer)
+    return callback
+
+
+# --- which are kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "kept", "best"),
+    [
+        ([5, 4, 6], {}, [12], 12),
+        ([5, 4, 6], {"mode": "max"}, [18], 18),
+        ([5, 4, 6, 3], {"save_top_k": 2}, [12, 24], 24),
+        ([5, 4, 6, 7], {"save_top_k": 2, "mode": "max"}, [18, 24], 24),
+        ([5, 4, 6], {"save_top_k": 5}, [6, 12, 18], 12),
+        ([5, 4, 6], {"save_top_k": -1}, [6, 12, 18], 12),
+        ([5, 5, 5], {}, [6], 6),
+        ([5, 5, 5, 4], {"save_top_k": 2}, [6, 24], 24),
+        ([5, 5, 5], {"save_top_k": -1, "mode": "max"}, [6, 12, 18], 6),
+        ([NAN, 5, NAN], {}, [12], 12),
+        ([NAN, 5, NAN], {"mode": "max", "save_top_k": 3}, [12], 12),
+        ([NAN, NAN], {}, [], None),
+        ([NAN, 5, 4], {"save_top_k": -1}, [6, 12, 18], 18),
+        ([INF, 5], {"save_top_k": 2}, [6, 12], 12),
+        ([-INF, 5], {"mode": "max"}, [12], 12),
+        ([5, 4, 3, 2], {"every_n_epochs": 2, "save_top_k": -1}, [12, 24], 24),
+    ],
+)
+def test_the_best_are_kept(tmp_path, values, options, kept, best):
+    callback = run_on(tmp_path / "best", values, **options)
+    assert sorted(steps_of(tmp_path / "best").values()) == kept
+    if best is None:
+        assert (callback.best_model_path, callback.best_model_score) == ("", None)
+    else:
+        assert callback.best_model_path == str(tmp_path / "best" / f"step={best}.ckpt")
+        assert callback.best_model_score == values[best // 6 - 1]
+    assert set(callback.best_k_models) == {str(tmp_path / "best" / f"step={step}.ckpt") for step in kept}
+
+
+def test_the_kth_best_is_the_one_that_goes_next(tmp_path):
+    assert run_on(tmp_path / "room", [5, 4], save_top_k=3).kth_best_model_path == ""
+    assert run_on(tmp_path / "full", [5, 4, 6], save_top_k=2).kth_best_model_path == str(tmp_path / "full" / "step=6.ckpt")
+    # Of equal ones the newer is the worse.
+    assert run_on(tmp_path / "tie", [5, 5], save_top_k=2).kth_best_model_path == str(tmp_path / "tie" / "step=12.ckpt")
+
+
+@pytest.mark.parametrize(("k", "kept"), [(1, [18]), (-1, [6, 12, 18])])
+def test_without_a_metric_the_newest_is_the_best(tmp_path, k, kept):
+    callback = run_on(tmp_path, [5, 4, 6], monitor=None, save_top_k=k)
+    assert list(steps_of(tmp_path).values()) == sorted(kept, key=str)
+    assert callback.best_model_path == str(tmp_path / "step=18.ckpt")
+    assert callback.best_model_score is None
+
+
+def test_the_last_is_saved_at_every_look_and_only_it_where_none_of_the_best_is(tmp_path):
+    callback = run_on(tmp_path / "both", [5, 4, 6], save_last=True)
+    assert steps_of(tmp_path / "both") == {"last.ckpt": 18, "step=12.ckpt": 12}
+    assert callback.last_model_path == str(tmp_path / "both" / "last.ckpt")
+    callback = run_on(tmp_path / "alone", [5, 4, 6], save_last=True, save_top_k=0)
+    assert steps_of(tmp_path / "alone") == {"last.ckpt": 18}
+    assert callback.best_model_path == ""
+
+
+def test_a_checkpoint_holds_the_weights_of_its_moment(tmp_path):
+    class Keeps(EvalNet):
+        kept = ()
+
+        def on_train_epoch_end(self):
+            self.kept = (*self.kept, {name: value.clone() for name, value in self.state_dict().items()})
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = self.current_epoch
+
+    module = Keeps()
+    fit(module, val=loader(), max_epochs=3, plugins=[ModelCheckpoint("val_loss", save_top_k=-1, dirpath=tmp_path)])
+    for epoch in range(3):
+        state = torch.load(tmp_path / f"epoch={epoch}-step={6 * (epoch + 1)}.ckpt", weights_only=True)
+        assert all(torch.equal(state["model"][name], value) for name, value in module.kept[epoch].items())
+        assert (state["epoch"], state["mine"]) == (epoch + 1, epoch)
+
+
+def test_with_averaged_weights_it_saves_those_that_are_trained(tmp_path):
+    for order in (0, 1):
+        for when in (True, False):
+            own = ModelCheckpoint("val_loss", dirpath=tmp_path / f"{order}-{when}", filename="one", save_on_train_epoch_end=when)
+            plugins = [EMA(0.9), own]
+            torch.manual_seed(0)
+            one = fit(EvalNet(), val=loader(), plugins=plugins[::-1] if order else plugins)
+            trained = torch.load(own.best_model_path, weights_only=True)["model"]
+            torch.manual_seed(0)
+            assert_equal(trained, fit(EvalNet()).run.module)
+            assert any(not torch.equal(trained[name], value) for name, value in one.run.module.state_dict().items())
+
+
+# --- when it looks -------------------------------------------------------------------------------------------------------
+
+
+def test_within_an_epoch_it_saves_after_the_validation_with_its_metric(tmp_path):
+    callback = run_on(tmp_path, [5, 3, 4, 2], every=3, max_epochs=2, save_top_k=-1)
+    assert sorted(steps_of(tmp_path).values()) == [3, 6, 9, 12]
+    assert list(callback.best_k_models.values()) == [5, 3, 4, 2]
+    assert callback.best_model_score == 2
+
+
+def test_validations_every_second_epoch_are_the_looks(tmp_path):
+    run_on(tmp_path, [5, 4], check_val_every_n_epoch=2, max_epochs=4, save_top_k=-1)
+    assert sorted(steps_of(tmp_path).values()) == [12, 24]
+
+
+def test_after_each_epoch_on_request_also_with_validations_within(tmp_path):
+    callback = run_on(tmp_path, [5, 3, 4, 2], every=3, max_epochs=2, save_top_k=-1, save_on_train_epoch_end=True)
+    assert sorted(steps_of(tmp_path).values()) == [6, 12]
+    assert list(callback.best_k_models.values()) == [3, 2]
+
+
+@pytest.mark.parametrize("every", [1.0, 3])
+def test_the_sanity_check_does_not_count(tmp_path, every):
+    callback = run_on(tmp_path, [5, 4, 3, 2], every=every, num_sanity_val_steps=1, max_epochs=1, mode="max")
+    assert callback.best_model_score == 5
+    assert 0 not in steps_of(tmp_path).values()
+
+
+def test_training_metrics_count_after_the_epoch(tmp_path):
+    def logs(module, batch, batch_idx):
+        module.log("train", 9.0 - module.current_epoch, on_step=False, on_epoch=True)
+
+    callback = run_on(tmp_path, [1, 1, 1], train=logs, monitor="train")
+    assert callback.best_model_score == 7.0
+
+
+def test_by_steps(tmp_path):
+    def logs(module, batch, batch_idx):
+        module.log("loss", float(-module.global_step))
+
+    callback = run_on(tmp_path, [1, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1)
+    assert steps_of(tmp_path) == {"step=8.ckpt": 8}
+    assert callback.best_model_score == 1
+    # A training metric is the last flush's, which comes after the step: at step 4 that of step 2.
+    by_flush = run_on(tmp_path / "loss", [1], train=logs, monitor="loss", every_n_train_steps=4, log_every_n_steps=2)
+    assert by_flush.best_model_score == -1.0
+
+
+def test_by_steps_a_metric_that_is_not_there_yet_is_warned_of_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"monitors 'metric', which was not logged.*Until it is") as warned:
+        run_on(tmp_path, [1, 1], every_n_train_steps=2, save_top_k=-1, save_last=True)
+    assert len([one for one in warned if "Until it is" in str(one.message)]) == 1
+    assert steps_of(tmp_path) == {"last.ckpt": 12, "step=10.ckpt": 10, "step=12.ckpt": 12, "step=8.ckpt": 8}
+
+
+def test_only_fit_saves(tmp_path):
+    one = trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)])
+    one.validate(EvalNet(), loader())
+    one.test(EvalNet(), loader())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_writes_nothing_and_needs_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(EvalNet(), val=loader(), fast_dev_run=True, plugins=[ModelCheckpoint("val_loss")])
+    fit(EvalNet(), val=loader(), fast_dev_run=True, plugins=[ModelCheckpoint("val_loss", dirpath="there")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_too_short_for_a_look_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="saved nothing: every_n_epochs=5, and the run had 2 epochs"):
+        run_on(tmp_path, [1, 1], every_n_epochs=5)
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("filename", "options", "name"),
+    [
+        (None, {}, "epoch=0-step=6.ckpt"),
+        ("{epoch:02d}-{metric:.2f}", {}, "epoch=00-metric=0.25.ckpt"),
+        ("{epoch:02d}-{metric:.2f}", {"auto_insert_metric_name": False}, "00-0.25.ckpt"),
+        ("digits-{a/b}", {}, "digits-a_b=0.5.ckpt"),
+        ("sub/{step}.ckpt", {}, "sub/step=6.ckpt"),
+        ("plain", {}, "plain.ckpt"),
+    ],
+)
+def test_names(tmp_path, filename, options, name):
+    def logs(module, batch, batch_idx):
+        module.log("a/b", 0.5, on_step=False, on_epoch=True)
+
+    callback = run_on(tmp_path, [0.25], train=logs, filename=filename, **options)
+    assert callback.best_model_path == str(tmp_path / name)
+    assert (tmp_path / name).is_file()
+
+
+def test_files_that_are_there_are_never_overwritten(tmp_path):
+    for name in ("step=6.ckpt", "step=6-v1.ckpt", "last.ckpt"):
+        (tmp_path / name).write_text("mine")
+    callback = run_on(tmp_path, [5, 4], save_top_k=2, save_last=True)
+    assert {path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"} == {"step=6.ckpt", "step=6-v1.ckpt", "last.ckpt"}
+    assert callback.kth_best_model_path == str(tmp_path / "step=6-v2.ckpt")
+    assert callback.last_model_path == str(tmp_path / "last-v1.ckpt")
+    assert torch.load(callback.last_model_path, weights_only=True)["step"] == 12
+
+
+def test_files_of_one_name_are_told_apart_and_the_one_that_goes_is_replaced(tmp_path):
+    callback = run_on(tmp_path, [5, 4, 3], save_top_k=2, filename="same")
+    assert steps_of(tmp_path) == {"same.ckpt": 18, "same-v1.ckpt": 12}
+    assert callback.best_k_models == {str(tmp_path / "same-v1.ckpt"): 4, str(tmp_path / "same.ckpt"): 3}
+
+
+def test_the_folder_is_that_of_the_run(tmp_path):
+    fit(
+        EvalNet(),
+        val=loader(),
+        output=tmp_path / "run",
+        plugins=["model_checkpoint"],
+        plugin_options={"model_checkpoint": {"monitor": "val_loss"}},
+    )
+    assert (tmp_path / "run" / "checkpoints" / "epoch=0-step=6.ckpt").is_file()
+    assert (tmp_path / "run" / "last.ckpt").is_file()
+
+
+# --- what others see -----------------------------------------------------------------------------------------------------
+
+
+class Watches:
+    """Keeps, each time that a checkpoint is saved, its name and what is in the folder."""
+
+    def __init__(self, folder):
+        self.folder, self.seen = folder, []
+
+    @hookimpl
+    def on_checkpoint_saved(self, path):
+        assert "model" in torch.load(path, weights_only=True)
+        self.seen.append((path.name, sorted(file.name for file in self.folder.iterdir())))
+
+
+def test_the_old_file_goes_only_when_the_new_one_is_whole(tmp_path):
+    watches = Watches(tmp_path)
+    left = [3.0, 2.0]
+    callback = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}")
+    module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
+    fit(module, val=loader(4), max_epochs=2, plugins=[callback, watches])
+    assert watches.seen == [("step=6.ckpt", ["step=6.ckpt"]), ("step=12.ckpt", ["step=12.ckpt", "step=6.ckpt"])]
+    assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_best_as_it_was(tmp_path):
+    class Full:
+        calls = 0
+
+        @hookimpl(wrapper=True)
+        def save_checkpoint(self):
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError("no space left on device")
+            return (yield)
+
+    left = [3.0, 2.0]
+    callback = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}")
+    module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
+    with pytest.raises(OSError, match="no space"):
+        fit(module, val=loader(4), max_epochs=2, plugins=[callback, Full()])
+    assert list(steps_of(tmp_path)) == ["step=6.ckpt"]
+    assert (callback.best_model_path, callback.best_model_score) == (str(tmp_path / "step=6.ckpt"), 3.0)
+
+
+def test_a_file_that_somebody_deleted_is_not_missed(tmp_path):
+    class Deletes:
+        @hookimpl
+        def on_epoch_start(self, run):
+            for path in tmp_path.glob("step=*"):
+                path.unlink()
+
+    left = [3.0, 2.0]
+    module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
+    fit(module, val=loader(4), max_epochs=2, plugins=[ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}"), Deletes()])
+    assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
+
+
+def test_a_second_fit_goes_on(tmp_path):
+    one, left = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}", save_top_k=2), [3.0, 5.0, 4.0]
+    module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
+    both = trainer(plugins=[one])
+    both.fit(module, loader(), loader(4))
+    both.fit(module, loader(), loader(4))
+    both.fit(module, loader(), loader(4))
+    assert list(one.best_k_models.values()) == [3.0, 4.0]
+    assert {path.name for path in tmp_path.iterdir()} == {"step=6.ckpt", "step=6-v1.ckpt"}
+
+
+def test_its_state_travels(tmp_path):
+    one = run_on(tmp_path, [5, 4, 6], save_top_k=2, save_last=True)
+    other = ModelCheckpoint("metric", save_top_k=2, dirpath=tmp_path)
+    other.load_state_dict(one.state_dict())
+    names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "kth_best_model_path")
+    assert [getattr(other, name) for name in names] == [getattr(one, name) for name in names]
+    other.best_k_models.clear()
+    assert len(one.best_k_models) == 2
+
+
+def test_it_says_what_it_saves(tmp_path, capsys):
+    run_on(tmp_path, [5, 6], verbose=True)
+    assert capsys.readouterr().err.count("model_checkpoint: saved ") == 1
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mode": "auto"}, "mode='auto'"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": True}, "save_top_k=True"),
+        ({"save_top_k": 3, "monitor": None}, "best of what"),
+        ({"save_top_k": 0}, "saves nothing"),
+        ({"every_n_epochs": 0}, "every_n_epochs=0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "leave one out"),
+        ({"every_n_train_steps": 2, "save_on_train_epoch_end": True}, "leave one out"),
+        ({"filename": ""}, "is no name"),
+        ({"filename": "{epoch"}, "is no name"),
+        ({"filename": "{}"}, "is no name"),
+        ({"filename": "{epoch:.zf}"}, "cannot be written"),
+        ({"filename": "{val_loss:d}"}, "cannot be written"),
+        ({"filename": "last", "save_last": True}, "another name"),
+    ],
+)
+def test_options_that_cannot_be(options, why):
+    with pytest.raises(UsageError, match=why) as raised:
+        ModelCheckpoint(**{"monitor": "val_loss", **options})
+    assert "model_checkpoint" in str(raised.value)
+
+
+def test_without_a_place_to_write_nothing_starts(tmp_path):
+    module = EvalNet()
+    with pytest.raises(UsageError, match=r"no place to write.*dirpath.*--output"):
+        fit(module, val=loader(), plugins=[ModelCheckpoint("val_loss")])
+    assert module.seen == []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="is not a folder"):
+        fit(module, val=loader(), plugins=[ModelCheckpoint("val_loss", dirpath=tmp_path / "file")])
+
+
+def test_after_validations_that_there_are_none_of(tmp_path):
+    with pytest.raises(UsageError, match=r"geartrain\[model_checkpoint\].*save_on_train_epoch_end"):
+        fit(plugins=[ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)])
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"every_n_train_steps": 2}])
+def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(tmp_path, options, recwarn):
+    with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
+        run_on(tmp_path, [5, 5], monitor="metrik", max_epochs=1, **options)
+    assert "geartrain[model_checkpoint]" in str(raised.value)
+
+
+def test_a_metric_in_the_name_that_was_not_logged(tmp_path):
+    with pytest.raises(TrainingError, match="has 'metrik', which was not logged. Did you mean 'metric'"):
+        run_on(tmp_path, [5], filename="{metrik}")
+
+
+def test_scores_are_numbers(tmp_path):
+    callback = run_on(tmp_path, [5, NAN], save_top_k=-1)
+    assert isinstance(callback.best_model_score, float)
+    assert sum(map(math.isnan, callback.best_k_models.values())) == 1
