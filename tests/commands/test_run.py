@@ -215,6 +215,26 @@ def test_a_file_that_is_no_checkpoint(command, name, code):
     assert "checkpoint" in done.err
 
 
+@pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.parametrize("verb", ["fit", "test"])
+def test_here_a_checkpoint_is_a_file(command, verb, which):
+    done = command(f"{verb} net.py --checkpoint {which} --output out")
+    assert done.code == 2
+    assert f"--checkpoint {which}: here it is a file. Fix: --checkpoint RUN/last.ckpt" in done.err
+
+
+def test_the_best_checkpoint_by_the_command_line(command, folder):
+    options = {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}"}
+    chosen = " ".join(f"--model_checkpoint.{name} {value}" for name, value in options.items())
+    assert command(f"fit net.py --max-epochs 3 --output out --plugin model_checkpoint {chosen}").code == 0
+    files = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
+    assert files == ["epoch=1.ckpt", "epoch=2.ckpt"]
+    assert command(f"test net.py --checkpoint out/checkpoints/{files[1]}").code == 0
+    refused = command("fit net.py --plugin model_checkpoint")
+    assert refused.code == 2
+    assert "geartrain[model_checkpoint] has no place to write" in refused.err
+
+
 def test_a_checkpoint_of_another_model(command, fit):
     fit("--output out")
     done = command("test net.py --checkpoint out/last.ckpt --model.hidden 9")

@@ -143,6 +143,8 @@ def test_sanity_check_is_limited_by_its_own_steps():
         ("replace_sampler_ddp", "use_distributed_sampler="),
         ("auto_select_gpus", "find_usable_cuda_devices"),
         ("default_root_dir", "output="),
+        ("enable_checkpointing", "ModelCheckpoint"),
+        ("checkpoint_callback", "ModelCheckpoint"),
         ("logger", "plugins="),
         ("progress_bar_refresh_rate", "enable_progress_bar="),
         ("resume_from_checkpoint", "checkpoint="),

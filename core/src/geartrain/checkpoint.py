@@ -108,9 +108,8 @@ def _best(parts: Iterable[Part]) -> Path:
 
 
 def _last(parts: Iterable[Part], output: Path | None) -> Path:
-    paths = [Path(one.last_model_path) for one in model_checkpoints(parts) if one.last_model_path]
-    if output is not None:
-        paths.append(output / LAST)
+    paths = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
+    paths += [Path(one.last_model_path) for one in model_checkpoints(parts) if one.last_model_path]
     there = [path for path in paths if path.is_file()]
     if not there:
         raise UsageError(

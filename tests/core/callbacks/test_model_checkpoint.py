@@ -385,7 +385,7 @@ def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(tmp_pat
 
 
 def test_a_metric_in_the_name_that_was_not_logged(tmp_path):
-    with pytest.raises(TrainingError, match="has 'metrik', which was not logged. Did you mean 'metric'"):
+    with pytest.raises(TrainingError, match=r"has 'metrik', which was not logged\. Did you mean 'metric'"):
         run_on(tmp_path, [5], filename="{metrik}")
 
 

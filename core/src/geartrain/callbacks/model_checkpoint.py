@@ -111,7 +111,7 @@ class ModelCheckpoint:
         self.best_k_models: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"ModelCheckpoint(monitor={self.monitor!r})"
+        return f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, filename={self.filename!r})"
 
     @property
     def kth_best_model_path(self) -> str:

@@ -44,6 +44,6 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
 
 def not_logged(name: str, monitor: str, known: list[str]) -> str:
     """Sentences about a metric that is not there: the nearest that is, and all that are."""
-    return (
-        f"geartrain[{name}] monitors {monitor!r}, which was not logged. {nearest(monitor, known)} Logged: {', '.join(known) or 'nothing'}."
-    )
+    hint = nearest(monitor, known)
+    near = f" {hint}" if hint.startswith("Did") else ""  # otherwise it lists what is logged, as this does
+    return f"geartrain[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."

@@ -1,0 +1,181 @@
+"""Which checkpoint ckpt_path= means, and evaluation of the model that was fitted."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+from geartrain import TrainingError, UsageError
+from geartrain.callbacks import ModelCheckpoint
+
+from .models import EvalNet, Pretend, assert_equal, differ, fit, loader, trainer
+
+METHODS = ["validate", "test", "predict"]
+
+
+class Worse(EvalNet):
+    """Its metric is the worse the longer it trains: the best is the first epoch's."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("rising", float(self.current_epoch))
+
+
+@pytest.fixture
+def fitted(tmp_path):
+    """A trainer, the module that it fitted for three epochs, and the weights of its best and its last."""
+    module = Worse()
+    one = fit(module, val=loader(), output=tmp_path / "run", max_epochs=3, plugins=[ModelCheckpoint("rising")])
+    best = torch.load(tmp_path / "run" / "checkpoints" / "epoch=0-step=6.ckpt", weights_only=True)["model"]
+    return one, module, best, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_best_and_last_without_a_model(fitted, method):
+    one, module, best, last = fitted
+    for which, weights in (("best", best), ("last", last)):
+        result = getattr(one, method)(dataloaders=loader(), ckpt_path=which)
+        assert_equal(module, weights)
+        other = Worse()
+        other.load_state_dict(weights)
+        expected = getattr(trainer(), method)(other, loader())
+        if method == "validate":  # says which epoch it was, and the other trainer has had none
+            assert result == [{"rising": 3.0}]
+        else:
+            assert all(map(torch.equal, result, expected)) if method == "predict" else result == expected
+
+
+def test_best_into_a_model_that_is_given(fitted):
+    one, module, best, last = fitted
+    other = Worse()
+    one.test(other, loader(), ckpt_path="best")
+    assert_equal(other, best)
+    assert_equal(module, last)
+
+
+def test_fit_may_start_from_the_best(fitted):
+    one, _, best, _ = fitted
+
+    class Looks(Worse):
+        def on_fit_start(self):
+            assert_equal(self, best)
+
+    one.fit(Looks(), loader(), loader(), checkpoint="best")
+
+
+def test_without_a_path_the_best_is_read_and_says_so(fitted):
+    one, module, best, _ = fitted
+    with pytest.warns(UserWarning, match="test without a model reads the best weights"):
+        one.test(dataloaders=loader())
+    assert_equal(module, best)
+
+
+def test_a_model_that_is_given_keeps_its_weights(fitted, recwarn):
+    one, module, _, last = fitted
+    one.test(module, loader())
+    assert_equal(module, last)
+    assert not any("best weights" in str(one.message) for one in recwarn)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_fitted_model_and_its_data_are_those_of_before(method, recwarn):
+    class Data(gt.DataModule):
+        def train_dataloader(self):
+            return loader()
+
+        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    module, one = EvalNet(), trainer()
+    one.fit(module, datamodule=Data())
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    assert len(getattr(one, method)()) == (6 if method == "predict" else 1)
+    assert_equal(module, expected)
+    assert len(getattr(one, method)(dataloaders=loader(8))) == (2 if method == "predict" else 1)
+    assert not any("best weights" in str(one.message) for one in recwarn)
+
+
+def test_a_plain_model_is_remembered_with_its_loss():
+    one, net = trainer(), nn.Linear(3, 1)
+    one.fit(net, loader(), loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    assert one.test(dataloaders=loader()) == one.test(net, loader(), loss=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_model_and_none_before(method):
+    with pytest.raises(UsageError, match=f"no model to {method}.*Fix"):
+        getattr(trainer(), method)(dataloaders=loader())
+
+
+def test_checkpoint_callback_is_the_first_one(tmp_path):
+    first, second = ModelCheckpoint(dirpath=tmp_path), ModelCheckpoint(dirpath=tmp_path)
+    assert trainer(callbacks=[first, second]).checkpoint_callback is first
+    assert trainer().checkpoint_callback is None
+
+
+# --- last ----------------------------------------------------------------------------------------------------------------
+
+
+def test_last_is_the_newest_of_those_that_were_saved(tmp_path):
+    module, own = EvalNet(), ModelCheckpoint(save_last=True, every_n_train_steps=4)
+    one = fit(module, output=tmp_path / "run", plugins=[own])
+    of_run = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["model"]
+    of_own = torch.load(own.last_model_path, weights_only=True)["model"]
+    assert differ(of_run, of_own)
+    one.test(dataloaders=loader(), ckpt_path="last")
+    assert_equal(module, of_run)
+    os.utime(tmp_path / "run" / "last.ckpt", (0, 0))
+    one.test(dataloaders=loader(), ckpt_path="last")
+    assert_equal(module, of_own)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def refused(words, one, which, **options):
+    module = EvalNet()
+    with pytest.raises(UsageError, match=words):
+        one.test(module, loader(), ckpt_path=which, **options)
+    assert module.seen == []
+
+
+def test_best_of_a_trainer_that_keeps_none(tmp_path):
+    refused(r"has no ModelCheckpoint\. Fix: plugins=", fit(EvalNet()), "best")
+    refused("has saved no checkpoint that could be the best", trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)]), "best")
+
+
+def test_best_of_several(tmp_path):
+    two = [ModelCheckpoint("val_loss", dirpath=tmp_path / "a"), ModelCheckpoint("val_loss", mode="max", dirpath=tmp_path / "b")]
+    one = fit(EvalNet(), val=loader(), plugins=two)
+    refused(r"monitor='val_loss', mode='min'.*mode='max'.*best_model_path", one, "best")
+    one.test(EvalNet(), loader(), ckpt_path=two[1].best_model_path)
+
+
+def test_last_where_none_was_saved(tmp_path):
+    refused("saved no last checkpoint.*save_last=True", fit(EvalNet()), "last")
+    refused("saved no last checkpoint", trainer(output=tmp_path / "run"), "last")
+
+
+def test_a_best_that_is_gone(fitted):
+    one, *_ = fitted
+    os.unlink(one.checkpoint_callback.best_model_path)
+    refused(r"there is no checkpoint .*epoch=0-step=6\.ckpt, which is the best that was saved", one, "best")
+
+
+def test_a_folder_names_its_files(fitted, tmp_path):
+    refused(r"it is a folder\. Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt", fitted[0], tmp_path / "run")
+    refused("it is a folder", trainer(), tmp_path)
+
+
+def test_ranks_that_would_read_different_files(tmp_path):
+    """Rank 1 of two: rank 0, which the broadcast stands for, reads another file."""
+    path = tmp_path / "b.ckpt"
+    torch.save({"model": EvalNet().state_dict()}, path)
+
+    class Second(Pretend):
+        @gt.hookimpl
+        def broadcast(self, obj):
+            return {**obj, "the checkpoint": "a.ckpt"} if isinstance(obj, dict) else obj
+
+    with pytest.raises(TrainingError, match="differs from rank 0 in the checkpoint: 'a.ckpt' there and 'b.ckpt' here".replace(".", r"\.")):
+        trainer(strategy=Second(), devices=2).test(EvalNet(), loader(), ckpt_path=path)

@@ -1,0 +1,198 @@
+"""The best checkpoint on two ranks: both name and read the same file, also where they would not agree."""
+
+import pytest
+import torch
+
+from .ranks import failure, results
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """What each of two ranks kept of fits whose metric is not the same on both."""
+    body = """
+from pathlib import Path
+from geartrain.callbacks import ModelCheckpoint
+
+
+class Own(Net):
+    '''Its metric falls on rank 0 and rises on rank 1, without sync_dist.'''
+
+    def validation_step(self, batch, batch_idx):
+        epoch = self.current_epoch
+        self.log("metric", float(epoch if self.global_rank else -epoch))
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        found.setdefault("tested", []).append({name: value.clone() for name, value in self.state_dict().items()})
+
+
+class Slow:
+    '''Writes late, so that a rank which goes on at once finds no file.'''
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, run):
+        if run.world.rank == 0:
+            time.sleep(0.3)
+        return (yield)
+
+    @hookimpl
+    def on_checkpoint_saved(self, run, path):
+        found.setdefault("whole", []).append((str(path), path.is_file()))
+
+
+import time
+found = {}
+
+
+def fit(module, *plugins, epochs=3, **options):
+    trainer = ddp(max_epochs=epochs, plugins=plugins, **options)
+    trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(7), batch_size=2))
+    return trainer
+
+
+own = ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
+trainer = fit(Own(), own, Slow())
+found["own"] = own.state_dict()
+test = DataLoader(samples(7), batch_size=2)
+found["best"] = trainer.test(dataloaders=test, ckpt_path="best")
+found["last"] = trainer.test(Own(), test, ckpt_path="last")
+other = ModelCheckpoint("metric", mode="max", dirpath="max", filename="{epoch}", save_top_k=2)
+fit(Own(), other)
+found["max"] = other.state_dict()
+within = ModelCheckpoint("val_loss", dirpath="within", filename="{step}", save_top_k=-1)
+trainer = fit(Net(), within, val_check_interval=2, epochs=1)
+found["within"], found["val_loss"] = within.state_dict(), trainer.callback_metrics["val_loss"]
+by_steps = ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+fit(Net(), by_steps, epochs=1)
+found["steps"] = by_steps.state_dict()
+folder = ModelCheckpoint("val_loss")
+fit(Net(), folder, epochs=1, output="run")
+found["folder"] = folder.best_model_path
+keep(trainer, **found)
+"""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder, results(folder, body, timeout=110)
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_both_ranks_name_rank_0s_best(kept):
+    _, ranks = kept
+    for rank in ranks:
+        # Rank 1 by itself would have taken the first epoch with "min" and the last with "max".
+        assert rank["own"]["best_model_path"] == "own/epoch=2.ckpt"
+        assert rank["own"]["best_model_score"] == -2.0
+        assert rank["max"]["best_k_models"] == {"max/epoch=0.ckpt": 0.0, "max/epoch=1.ckpt": -1.0}
+    assert ranks[0]["own"] == ranks[1]["own"]
+
+
+def test_only_rank_0s_files_are_there(kept):
+    folder, _ = kept
+    found = {name: sorted(path.name for path in (folder / name).iterdir()) for name in ("own", "max", "within", "steps")}
+    assert found == {
+        "own": ["epoch=2.ckpt", "last.ckpt"],
+        "max": ["epoch=0.ckpt", "epoch=1.ckpt"],
+        "within": ["step=2.ckpt", "step=4.ckpt"],
+        "steps": ["step=2.ckpt", "step=4.ckpt"],
+    }
+
+
+def test_both_ranks_read_the_best_and_the_last(kept):
+    folder, ranks = kept
+    for rank in ranks:
+        tested = rank["tested"]
+        assert all(equal(state, weights(folder / "own" / "epoch=2.ckpt")) for state in tested)
+        assert rank["best"] == rank["last"] == ranks[0]["best"]
+
+
+def test_a_checkpoint_is_whole_on_every_rank_when_plugins_hear_of_it(kept):
+    _, ranks = kept
+    names = [name for epoch in range(3) for name in (f"own/epoch={epoch}.ckpt", "own/last.ckpt")]
+    for rank in ranks:
+        assert rank["whole"] == [(name, True) for name in names]
+
+
+def test_a_synced_metric_within_an_epoch(kept):
+    _, ranks = kept
+    assert ranks[0]["within"] == ranks[1]["within"]
+    for rank in ranks:
+        assert rank["within"]["best_k_models"]["within/step=4.ckpt"] == rank["val_loss"]
+        assert list(rank["steps"]["best_k_models"]) == ["steps/step=2.ckpt", "steps/step=4.ckpt"]
+        assert rank["folder"] == "run/checkpoints/epoch=0-step=4.ckpt"
+
+
+def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
+    body = """
+from geartrain.callbacks import ModelCheckpoint
+
+
+class Own(Net):
+    def validation_step(self, batch, batch_idx):
+        epoch = self.current_epoch
+        self.log("metric", float(-epoch if self.global_rank else epoch))
+
+
+trainer = ddp(max_epochs=3, plugins=[ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)])
+module = Own()
+trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(7), batch_size=2))
+seen = trainer.test(ckpt_path="best", dataloaders=DataLoader(samples(7), batch_size=2))
+keep(trainer, weights=dict(module.state_dict()), seen=seen, path=trainer.checkpoint_callback.best_model_path)
+"""
+    ranks = results(tmp_path, body)
+    first, last = (weights(tmp_path / "own" / f"epoch={epoch}.ckpt") for epoch in (0, 2))
+    assert not equal(first, last)
+    for rank in ranks:
+        assert rank["path"] == "own/epoch=0.ckpt"
+        assert equal(rank["weights"], first)
+        assert rank["seen"] == ranks[0]["seen"]
+
+
+def test_a_metric_that_rank_0_does_not_log_fails_both(tmp_path):
+    body = """
+from geartrain.callbacks import ModelCheckpoint
+
+
+class Tells:
+    @hookimpl
+    def on_exception(self, run, error):
+        with open(f"error-{run.world.rank}.txt", "w") as file:
+            file.write(str(error))
+
+
+class Only(Net):
+    def validation_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            self.log("second only", 1.0)
+
+
+trainer = ddp(plugins=[ModelCheckpoint("second only", dirpath="own"), Tells()])
+trainer.fit(Only(), DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
+"""
+    assert "'second only', which was not logged" in failure(tmp_path, body)
+    told = [(tmp_path / f"error-{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert not (tmp_path / "own").exists()
+
+
+def test_ranks_that_are_given_different_files_are_refused(tmp_path):
+    body = """
+class Tells:
+    @hookimpl
+    def on_exception(self, run, error):
+        with open(f"error-{run.world.rank}.txt", "w") as file:
+            file.write(str(error))
+
+
+path = f"of-{os.environ.get('RANK', '0')}.ckpt"
+torch.save({"model": Net().state_dict()}, path)
+ddp(plugins=[Tells()]).test(Net(), DataLoader(samples(4)), ckpt_path=path)
+"""
+    failure(tmp_path, body)
+    told = (tmp_path / "error-1.txt").read_text(encoding="utf-8")
+    assert "rank 1 differs from rank 0 in the checkpoint: 'of-0.ckpt' there and 'of-1.ckpt' here" in told

@@ -1,0 +1,135 @@
+"""What the ends of epochs gather, and what is logged on steps, over two ranks with unequal shards."""
+
+import pytest
+import torch
+
+from .cases import Net, samples
+from .ranks import results
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """What each of two ranks kept of seven samples in batches of two: 2 + 2 on rank 0 and 2 + 1 on rank 1."""
+    body = """
+class Gathers(Net):
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return self(x)
+
+    def validation_epoch_end(self, outputs):
+        self.gather("validated", outputs)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        tensors = self(x)
+        return tensors
+
+    def test_epoch_end(self, outputs):
+        self.gather("my_reduced_metric", outputs)
+
+    def gather(self, name, outputs):
+        found[name + " shapes"] = [list(tensor.shape) for tensor in outputs]
+        found[name + " as it is"] = self.all_gather(outputs)
+        mean = torch.mean(torch.cat(list(self.all_gather(torch.cat(outputs)))))
+        if self.trainer.is_global_zero:
+            self.log(name, mean, rank_zero_only=True)
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        rank = self.global_rank
+        self.log("sum", 1.0 + rank, on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("mean", 1.0 + rank, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("max", float(batch_idx + rank), on_step=True, on_epoch=True, reduce_fx="max", sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Many(Net):
+    def __init__(self, metrics):
+        super().__init__()
+        self.metrics = metrics
+
+    def training_step(self, batch, batch_idx):
+        for i in range(self.metrics):
+            self.log(f"metric_{i}", float(i), on_step=True, on_epoch=False, sync_dist=True)
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+
+class Counts:
+    '''How many collectives there are from each step's end to the next step's beginning: those of the flush.'''
+
+    def __init__(self):
+        self.of_flush, self.open = [], False
+
+    @hookimpl(wrapper=True)
+    def log_sync(self):
+        if self.open:
+            self.of_flush[-1] += 1
+        return (yield)
+
+    @hookimpl
+    def on_step_end(self):
+        self.of_flush.append(0)
+        self.open = True
+
+    @hookimpl(wrapper=True)
+    def forward(self):
+        self.open = False
+        return (yield)
+
+
+found = {}
+seven = DataLoader(samples(7), batch_size=2)
+module, trainer = Gathers(), ddp()
+found["validate"] = trainer.validate(module, seven)[0]
+found["test"] = trainer.test(module, seven)[0]
+logging = ddp(plugins=[curve := Curve()])
+logging.fit(Logs(), DataLoader(samples(6), batch_size=1))
+found["logged"] = dict(logging.callback_metrics)
+for metrics in (1, 300):
+    counts = Counts()
+    ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))
+    found[f"collectives of {metrics}"] = counts.of_flush[:-1]  # after the last step the epoch ends too
+keep(trainer, **found)
+"""
+    return results(tmp_path_factory.mktemp("outputs"), body, timeout=90)
+
+
+def outputs_of_one_process():
+    module, data = Net().eval(), samples(7)
+    with torch.no_grad():
+        return module(data.tensors[0])
+
+
+@pytest.mark.parametrize(("command", "name"), [("validate", "validated"), ("test", "my_reduced_metric")])
+def test_the_mean_over_both_ranks_outputs_is_logged_by_rank_0_alone(kept, command, name):
+    expected = outputs_of_one_process().mean().item()
+    assert kept[0][command] == {name: pytest.approx(expected, abs=1e-7)}
+    assert name not in kept[1][command]
+
+
+@pytest.mark.parametrize("name", ["validated", "my_reduced_metric"])
+def test_outputs_are_this_ranks_and_a_list_of_them_is_gathered_tensor_by_tensor(kept, name):
+    assert [rank[f"{name} shapes"] for rank in kept] == [[[2, 1], [2, 1]], [[2, 1], [1, 1]]]
+    whole = outputs_of_one_process()
+    for rank in kept:
+        first, second = rank[f"{name} as it is"]
+        assert list(first.shape) == [2, 2, 1]  # [world, samples, 1]: both ranks' first batches have two samples
+        assert [list(part.shape) for part in second] == [[2, 1], [1, 1]]
+        gathered = torch.cat([*first, *second])
+        assert torch.allclose(gathered.sort(dim=0)[0], whole.sort(dim=0)[0])
+
+
+def test_sums_means_and_extremes_of_steps_and_of_the_epoch(kept):
+    """1 on rank 0 and 2 on rank 1, in each of three batches."""
+    for rank in kept:
+        logged = rank["logged"]
+        assert (logged["sum_step"], logged["sum_epoch"]) == (3.0, 9.0)
+        assert (logged["mean_step"], logged["mean_epoch"]) == (1.5, 1.5)
+        assert (logged["max_step"], logged["max_epoch"]) == (3.0, 3.0)  # of the last batch, and of all: 2 + 1
+
+
+def test_a_flush_is_two_collectives_however_many_metrics(kept):
+    for rank in kept:
+        assert rank["collectives of 1"] == rank["collectives of 300"] == [2, 2, 2]
