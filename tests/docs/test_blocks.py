@@ -27,6 +27,7 @@ SLOW = {
     "wandb.md",
     "loggers.md",
     "callbacks.md",
+    "checkpoints.md",
 }
 #: Seconds until a page that hangs is ended.
 DEADLINE = 240

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from geartrain import UsageError
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import ModelCheckpoint
 from geartrain.testing.launching import launched
 from geartrain_mlflow import MLflow
 from geartrain_mlflow.names import LONGEST, Names
@@ -173,6 +174,31 @@ def test_checkpoints_are_artifacts_on_request(uri, tmp_path):
     close(client)
     assert ([file.path for file in found["with"]], found["without"]) == (["checkpoints/last.ckpt"], [])
     assert sent.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
+
+
+def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(uri, tmp_path, monkeypatch, recwarn):
+    sent = MlflowClient.log_artifact
+
+    def late(self, run_id, file, *arguments):
+        if "step=6" in file:  # a server that takes its time, until a better one has taken its place
+            assert replaced.wait(30)
+        sent(self, run_id, file, *arguments)
+
+    class Says:
+        @hookimpl
+        def on_run_end(self):
+            replaced.set()
+
+    replaced = threading.Event()
+    monkeypatch.setattr(MlflowClient, "log_artifact", late)
+    best = ModelCheckpoint("val_loss", mode="max", dirpath=tmp_path / "best", filename="{step}")
+    fit(MLflow(tracking_uri=uri, checkpoints=True), best, Says())
+    (run,) = runs(uri)
+    client = MlflowClient(uri)
+    found = [file.path for file in client.list_artifacts(run.info.run_id, "checkpoints")]
+    close(client)
+    assert (found, run.info.status) == (["checkpoints/step=12.ckpt"], "FINISHED")
+    assert not [one for one in recwarn if "mlflow" in str(one.message)]
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("oh"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(143), "KILLED")])

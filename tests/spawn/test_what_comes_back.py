@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+from geartrain.callbacks import ModelCheckpoint
 
 from .models import Net, loader, trainer
 
@@ -339,3 +340,20 @@ def test_precision(precision):
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
     assert not torch.equal(module.net[0].weight, before.to(module.net[0].weight.dtype))
     assert ("skipped_steps" in one.callback_metrics) == (precision == "16-mixed")
+
+
+def test_the_best_checkpoint_is_known_to_the_caller(tmp_path):
+    best = ModelCheckpoint("val_loss", save_top_k=2, save_last=True, dirpath=tmp_path, filename="{epoch}")
+    one, module = trainer(plugins=[best]), Net()
+    one.fit(module, loader(), loader(20))
+    files = {str(tmp_path / f"epoch={epoch}.ckpt") for epoch in range(2)}
+    assert set(best.best_k_models) == files
+    assert best.best_model_path == min(best.best_k_models, key=best.best_k_models.get)
+    assert best.last_model_path == str(tmp_path / "last.ckpt")
+    assert {str(path) for path in tmp_path.iterdir()} == {*files, best.last_model_path}
+    one.test(dataloaders=loader(21), ckpt_path="best")
+    saved = torch.load(best.best_model_path, weights_only=True)["model"]
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+    one.fit(module, loader(), loader(20))  # goes on: the workers know what is saved already
+    assert len(best.best_k_models) == 2
+    assert {str(path) for path in tmp_path.iterdir()} == {*best.best_k_models, best.last_model_path}

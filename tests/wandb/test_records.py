@@ -14,6 +14,7 @@ import wandb
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.callbacks import ModelCheckpoint
 from geartrain_wandb import WandB
 
 from .cases import Handed, Late, Net, loader, offline, trainer
@@ -182,6 +183,20 @@ def test_each_checkpoint_is_an_artifact(tmp_path):
         (file,) = artifact.manifest.contents
         assert file.path == "last.ckpt"
         assert torch.load(file.local_path)["step"] == step  # a copy of its own: the second has not overwritten the first
+
+
+def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
+    class Rises(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("rising", float(self.current_epoch))
+
+    best = ModelCheckpoint("rising", mode="max", dirpath="best", filename="{step}")
+    trainer(offline(checkpoints=True), best).fit(Rises(), loader(), loader())
+    (run,) = recorded(tmp_path)
+    files = [next(iter(artifact.manifest.contents)) for artifact in run.of("artifact")]
+    assert [file.path for file in files] == ["step=4.ckpt", "step=8.ckpt"]
+    assert [torch.load(file.local_path)["step"] for file in files] == [4, 8]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step=8.ckpt"]
 
 
 def test_checkpoints_are_left_alone_unasked(tmp_path):
