@@ -242,16 +242,19 @@ class Hooks:
         label, n = part.choice.label, 1
         while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
             n += 1
-        plugin = guarded(part, self._events(part)) if getattr(part.plugin, "harmless", False) else part.plugin
+        plugin = self._guarded(part) if getattr(part.plugin, "harmless", False) else part.plugin
         if any(other.plugin is part.plugin for other in self._parts[: self._parts.index(part)]):
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
         self._manager.register(plugin, name)
         self._choice_of[id(plugin)] = part.choice
 
-    def _events(self, part: Part) -> dict[str, str | None]:
-        """Each hookimpl's attribute -> its hook, where an error of it can be let go: nobody waits for its result, and the run has begun."""
+    def _guarded(self, part: Part) -> Any:
+        """A harmless plugin with its errors let go where they can be: nobody waits for the result, or a wrapper hands it on, and the run
+        has begun."""
         impls = self._impls[id(part)]
-        return {i.attribute: None if i.wrapper or self.is_single(i.hook) or i.hook == "check_plan" else i.hook for i in impls}
+        stays = [i.attribute for i in impls if i.hook in ("check_plan", "plan_processes") or (self.is_single(i.hook) and not i.wrapper)]
+        hooks = {i.attribute: None if i.attribute in stays else i.hook for i in impls}
+        return guarded(part, hooks, [i.attribute for i in impls if i.wrapper])
 
     # --- what explain shows ----------------------------------------------------------------------------------------------
 
