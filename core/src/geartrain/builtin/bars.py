@@ -119,14 +119,16 @@ class _Bars:
 
     def __init__(self, console: Console, redirect_stdout: bool = False) -> None:
         self.pause = _SECONDS_A_DRAWING
-        # One line each: a bar that is broken into several scrolls away. What has no place ends in dots.
-        title, count, rate, left, metrics = (
-            TextColumn(text, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-            for text in ("{task.description}", *(f"{{task.fields[{name}]}}" for name in ("count", "rate", "left", "metrics")))
+        # One line each: a bar that is broken into several scrolls away. The last column gives way to the others, and ends in dots.
+        title, count, rate, left = (
+            TextColumn(text, markup=False, table_column=Column(no_wrap=True))
+            for text in ("{task.description}", "{task.fields[count]}", "{task.fields[rate]}", "{task.fields[left]}")
         )
+        rest = TextColumn("{task.fields[metrics]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
         bar = BarColumn(bar_width=min(40, console.width // 4))
         self._progress = Progress(
-            *((title, count, rate) if console.width < _NARROW else (title, bar, count, rate, left, metrics)),
+            *((title, count, rest) if console.width < _NARROW else (title, bar, count, rate, left, rest)),
+            expand=True,
             console=console,
             auto_refresh=False,  # rich's refresh thread would take the interpreter lock from the loop ten times a second
             redirect_stdout=redirect_stdout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -138,7 +139,8 @@ class ProgressBar:
         try:
             self._display.show(self._counts, run.logs.prog_bar)
         except OSError:  # the terminal is gone; what runs in it goes on
-            self._display = None
+            with suppress(OSError):
+                self._stop()
         self._due = math.inf if self._display is None else time.monotonic() + self._display.pause
 
     def _stop(self) -> None:
