@@ -281,7 +281,9 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
 
 def test_a_name_with_brackets_is_no_markup(terminal, capsys):
     fit(Logging(lambda self, *_: self.log("[red]a[/b]", 1.0, prog_bar=True)), log_every_n_steps=1, enable_progress_bar=True)
-    assert "[red]a[/b]=1" in text(capsys.readouterr().err)
+    printed = capsys.readouterr()
+    assert "[red]a[/b]=1" in text(printed.err)
+    assert re.search(r"\[red\]a\[/b\]\W+1\W", text(printed.out))
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, clock, monkeypatch):

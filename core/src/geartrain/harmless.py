@@ -45,10 +45,10 @@ def _guard(function: Callable[..., Any], fail: Callable[[Exception], None], out:
     """An event's hookimpl, left out where ``out`` holds an error."""
 
     @functools.wraps(function)  # pluggy reads the arguments and the mark of the original through it
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if not out:
             try:
-                return function(*arguments)
+                return function(*arguments, **named)
             except Exception as error:
                 fail(error)
         return None

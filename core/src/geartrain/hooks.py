@@ -284,7 +284,8 @@ class Hooks:
 
         pluggy's own caller costs 1 to 2 µs a call, ten calls make a step, and a step may be 150 µs. An all-hook that nobody
         implements becomes ``None``, and so does a single hook whose default does nothing; a single hook with no wrapper becomes
-        its owner's bare function. Everything else stays pluggy's caller, and so does everything while monitoring is on.
+        its owner's bare function, and such an all-hook a loop over its bare functions. Everything else stays pluggy's caller, and so does
+        everything while monitoring is on.
         """
         if not self._manager.watchers:
             for name, caller in self._specs.items():
@@ -327,12 +328,28 @@ def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any] | None:
     impls = caller.get_hookimpls()
     if not impls:
         return None
+    assert caller.spec is not None
+    if not single and not any(impl.wrapper for impl in impls):
+        return _each([_bare(impl, caller.spec.argnames) for impl in reversed(impls)])
     if not single or len(impls) > 1 or impls[0].wrapper:
         return caller
     if getattr(impls[0].function, "does_nothing", False):
         return None
-    assert caller.spec is not None
     return _bare(impls[0], caller.spec.argnames)
+
+
+def _each(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Any]]:
+    """Call all of them; their results but for ``None``."""
+
+    def call(**arguments: Any) -> list[Any]:
+        results = []
+        for function in functions:
+            result = function(**arguments)
+            if result is not None:
+                results.append(result)
+        return results
+
+    return call
 
 
 def _bare(impl: HookImpl, argnames: Iterable[str]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ SECONDS_A_LINE = 30.0
 #: Seconds from one drawing to the next at least; a bar that changes faster is not read.
 _SECONDS_A_DRAWING = 0.1
 #: A drawing that takes long is made less often, so that it takes one part in so many of the time.
-_PART_OF_TIME = 200
+_PART_OF_TIME = 300
 #: But this often it is made, however slow the terminal is.
 _LONGEST_PAUSE = 1.0
 #: Columns of a terminal below which there is no bar, only figures.

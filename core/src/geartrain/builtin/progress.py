@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from geartrain.builtin.bars import Count, Display, Lines, display, metrics_text
 from geartrain.data import Through
@@ -151,7 +152,7 @@ class ProgressBar:
     def _table(self, run: Run) -> None:
         table = Table("metric", "value")
         for name, value in sorted(run.metrics.items()):
-            table.add_row(name, f"{value:.6g}")
+            table.add_row(Text(name), f"{value:.6g}")  # a name with brackets is no markup
         console = Console()
         console.print(f"{run.command}: {run.step} steps, {run.epoch} epochs, {time.monotonic() - self._started:.1f} s", highlight=False)
         if run.metrics:
