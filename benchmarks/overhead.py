@@ -1,18 +1,22 @@
-"""What the loop costs over the hand-written loop, in µs a step.
+"""What the loop costs over the hand-written loop, in µs a step, and what the bar costs on a terminal.
 
-MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. Both loops run in this process, in turn, and the
-median round is compared, so that a drift of the machine's speed meets both alike.
+MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops run in this process, in turn, and the
+median round is compared, so that a drift of the machine's speed meets all alike. ``--width 400`` makes a step of about 1 ms.
 
-    python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--log]
+    python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 from torch import nn
@@ -21,14 +25,14 @@ from torch.nn import functional
 import geartrain as gt
 
 
-def make_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+def make_net(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 class MLP(gt.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.net = make_net()
+        self.net = make_net(width)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -41,67 +45,106 @@ class MLP(gt.Module):
 class LoggingMLP(MLP):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
 
 class Stopwatch:
-    """Times the steps alone: from the run's start, when everything is set up, to its end."""
+    """Times the steps alone: from the run's start, when everything is set up, to its end. Wall time and CPU time, in seconds."""
 
     @gt.hookimpl
     def on_run_start(self):
-        self.start = time.perf_counter()
+        self.start = now()
 
     @gt.hookimpl
     def on_run_end(self):
-        self.seconds = time.perf_counter() - self.start
+        self.seconds = since(self.start)
 
 
-def raw_loop(batches) -> float:
-    net = make_net()
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: tuple[float, float]) -> tuple[float, float]:
+    wall, cpu = now()
+    return wall - start[0], cpu - start[1]
+
+
+def raw_loop(batches, width: int = 64) -> tuple[float, float]:
+    net = make_net(width)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    start = time.perf_counter()
+    start = now()
     for x, y in batches:
         optimizer.zero_grad()
         loss = functional.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
-    return time.perf_counter() - start
+    return since(start)
 
 
-def geartrain_loop(batches, log: bool) -> float:
+def geartrain_loop(batches, log: bool, bar: bool = False, width: int = 64) -> tuple[float, float]:
     watch = Stopwatch()
-    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, plugins=[watch])
-    trainer.fit(LoggingMLP() if log else MLP(), batches)
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=bar, plugins=[watch])
+    trainer.fit(LoggingMLP(width) if log else MLP(width), batches)
     return watch.seconds
+
+
+@contextmanager
+def terminal():
+    """A pseudo-terminal as standard output and error, which another process reads."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+        os.close(ours)
+        with os.fdopen(theirs, "w") as stream, redirect_stdout(stream), redirect_stderr(stream):
+            assert stream.isatty()
+            yield
+        reader.kill()
+
+
+def compare(a: list[tuple[float, float]], b: list[tuple[float, float]], which: int) -> dict[str, object]:
+    """Of each round, how much more ``b`` took: in µs and as a ratio with its quartiles."""
+    ratios = [y[which] / x[which] for x, y in zip(a, b, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    more = statistics.median(y[which] - x[which] for x, y in zip(a, b, strict=True))
+    return {"more_us": round(more, 2), "ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--log", action="store_true", help="one self.log a step")
+    parser.add_argument("--bar", action="store_true", help="with the bar on a terminal too")
     options = parser.parse_args()
+    os.environ.update(TERM="xterm-256color", COLUMNS="120")
     torch.set_num_threads(1)
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(options.steps)]
-    raw, ours = [], []
-    for round_ in range(options.rounds + 1):
-        pair = raw_loop(batches), geartrain_loop(batches, options.log)
-        if round_:  # the first warms up
-            raw.append(pair[0] / options.steps * 1e6)
-            ours.append(pair[1] / options.steps * 1e6)
+    raw, without, with_bar = [], [], []
+    for _ in range(options.rounds + 1):
+        raw.append(raw_loop(batches, options.width))
+        without.append(geartrain_loop(batches, options.log, False, options.width))
+        if options.bar:
+            with terminal():
+                with_bar.append(geartrain_loop(batches, options.log, True, options.width))
+    # A step's, in µs; the first round warms up.
+    raw, without, with_bar = (
+        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]] for rounds in (raw, without, with_bar)
+    )
     facts = {
-        "raw_us": round(statistics.median(raw), 2),
-        "geartrain_us": round(statistics.median(ours), 2),
-        "over_raw_us": round(statistics.median(b - a for a, b in zip(raw, ours, strict=True)), 2),
-        "ratio": round(statistics.median(b / a for a, b in zip(raw, ours, strict=True)), 3),
-        "log": options.log,
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "raw_us": round(statistics.median(wall for wall, _ in raw), 2),
+        "geartrain_us": round(statistics.median(wall for wall, _ in without), 2),
+        "over_raw": compare(raw, without, 0),
     }
-    print(json.dumps(facts, indent=2))
+    if options.bar:
+        facts |= {
+            "with_bar_over_raw": compare(raw, with_bar, 0),
+            "bar_over_no_bar": compare(without, with_bar, 0),
+            "bar_over_no_bar_in_cpu_time": compare(without, with_bar, 1),
+        }
+    facts |= {**vars(options), "torch": torch.__version__, "python": platform.python_version()}
+    json.dump(facts, sys.stdout, indent=2)
+    print()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def test_dashes_and_underscores_in_the_target_s_options(plan, words):
         ("--fast-dev-run 3", ("fast_dev_run", 3)),
         ("--enable-progress-bar false", ("enable_progress_bar", False)),
         ("--enable-progress-bar --seed 1", ("enable_progress_bar", True)),
+        ("--quiet", ("enable_progress_bar", False)),
+        ("-q", ("enable_progress_bar", False)),
+        ("--deterministic -q", ("enable_progress_bar", False)),
+        ("--deterministic -q", ("deterministic", True)),
+        ("-q --max-steps 3", ("enable_progress_bar", False)),
         ("--limit-train-batches 0.5", ("limit_train_batches", 0.5)),
         ("--limit-train-batches 2", ("limit_train_batches", 2)),
         ("--max-steps -1", ("max_steps", -1)),
@@ -56,6 +61,10 @@ def test_values_and_bare_flags(plan, words, expected):
 def test_an_abbreviation_is_an_unknown_option(refused, words, asked):
     """With abbreviations on, a new option of ours could change the meaning of what a script says."""
     assert f"there is no option {asked}." in refused(f"explain net.py {words}")
+
+
+def test_a_misspelt_quiet(refused):
+    assert "'quiet'" in refused("explain net.py --quite")
 
 
 def test_names_of_what_is_chosen_are_the_same_in_capitals(plan):

@@ -1,5 +1,6 @@
 """Plugins that say ``harmless = True`` never stop a run: one warning, and they are left out of the rest of it."""
 
+import copy
 import warnings
 
 import pytest
@@ -127,3 +128,112 @@ def test_others_still_stop_the_run():
 
     with pytest.raises(OSError, match="disk full"):
         fit(Logs(), plugins=[Strict("log_metrics")])
+
+
+# --- wrappers ------------------------------------------------------------------------------------------------------------
+
+
+class Around:
+    """A wrapper of ``forward`` that breaks at ``where``: before its yield, after it, by not yielding, or by yielding twice."""
+
+    harmless = True
+
+    def __init__(self, where, error=OSError):
+        self.where, self.error, self.called, self.ended = where, error, 0, 0
+
+    @hookimpl(wrapper=True)
+    def forward(self, run):
+        self.called += 1
+        if self.where == "not":
+            return None
+        if self.where == "before":
+            raise self.error("disk full")
+        result = yield
+        if self.where == "after":
+            raise self.error("disk full")
+        if self.where == "twice":
+            yield
+        return result
+
+    @hookimpl
+    def on_run_end(self):
+        self.ended += 1
+
+
+WRONG = {
+    "before": "OSError: disk full",
+    "after": "OSError: disk full",
+    "not": "RuntimeError: the wrapper did not yield",
+    "twice": "RuntimeError: the wrapper yielded twice",
+}
+
+
+def weights(one):
+    return [p.tolist() for p in one.run.module.parameters()]
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_a_wrapper_that_breaks_gives_the_owners_result_on_and_is_left_out(where):
+    module, broken = Net(), Around(where)
+    without = fit(copy.deepcopy(module))
+    with pytest.warns(UserWarning, match="Around") as caught:
+        one = fit(module, plugins=[broken])
+    assert [str(w.message) for w in caught] == [f"Around: forward raised {WRONG[where]}. The run goes on without it."]
+    assert weights(one) == weights(without)
+    assert (broken.called, broken.ended) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [ValueError, StopIteration, KeyboardInterrupt])
+def test_the_owners_error_passes_through_a_wrapper_and_is_not_its_own(error):
+    mine, around = error("mine"), Around("")
+
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise mine
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(error) as caught:
+            fit(Fails(), plugins=[around])
+    assert caught.value is mine
+
+
+def test_a_wrapper_that_breaks_over_the_owners_error_does_not_hide_it():
+    mine = ValueError("mine")
+
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise mine
+
+    class Hides:
+        harmless = True
+
+        @hookimpl(wrapper=True)
+        def forward(self):
+            try:
+                return (yield)
+            except ValueError:
+                raise OSError("disk full") from None
+
+    with pytest.warns(UserWarning, match="Hides: forward raised OSError: disk full"), pytest.raises(ValueError, match="mine") as caught:
+        fit(Fails(), plugins=[Hides()])
+    assert caught.value is mine
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_interrupt_in_a_wrapper_passes(where):
+    with pytest.raises(KeyboardInterrupt):
+        fit(plugins=[Around(where, KeyboardInterrupt)])
+
+
+def test_events_and_wrappers_are_left_out_together():
+    class Both(Around):
+        @hookimpl
+        def log_metrics(self, metrics, step):
+            raise OSError("disk full")
+
+    both = Both("")
+    with pytest.warns(UserWarning, match="Both: log_metrics") as caught:
+        fit(Logs(), log_every_n_steps=2, plugins=[both])
+    assert len(caught) == 1
+    assert both.called == 2

@@ -20,11 +20,25 @@ def test_owner_without_a_wrapper_freezes_to_its_bare_function():
     assert hooks.backward == owner.backward
 
 
-def test_wrapped_owner_and_answered_all_hook_stay_pluggys_callers():
-    hooks = hooks_of(strategy(owns(1)), Doubles(), owns(1, "on_epoch_end"))
+class Follows:
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self):
+        return (yield)
+
+
+def test_wrapped_hooks_stay_pluggys_callers():
+    hooks = hooks_of(strategy(owns(1)), Doubles(), owns(1, "on_epoch_end"), Follows())
     hooks.freeze()
     assert isinstance(hooks.all_gather, HookCaller)
     assert isinstance(hooks.on_epoch_end, HookCaller)
+
+
+def test_an_all_hook_without_a_wrapper_needs_no_pluggy():
+    hooks = hooks_of(owns(1, "on_epoch_end"), owns(None, "on_epoch_end"), owns(3, "on_epoch_end"))
+    before = hooks.on_epoch_end(run=None)
+    hooks.freeze()
+    assert not isinstance(hooks.on_epoch_end, HookCaller)
+    assert hooks.on_epoch_end(run=None) == before == [3, 1]
 
 
 def test_nothing_to_call_freezes_to_none():

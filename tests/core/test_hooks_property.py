@@ -212,6 +212,36 @@ def test_all_hook(case):
     assert_same(*case)
 
 
+def without_errors(hook):
+    """Wrappers that raise nothing of their own."""
+    return st.builds(
+        Impl,
+        takes(hook),
+        st.sampled_from(sorted(FORMS)),
+        before=st.just(""),
+        after=st.sampled_from(["pass", "change", "none"]),
+        fails=st.sampled_from(["pass", "swallow"]),
+    )
+
+
+@settings(max_examples=250, deadline=None)
+@given(plains("forward"), st.lists(without_errors("forward"), min_size=1, max_size=3))
+@example(Impl((), does="stop"), [Impl((), before="")])
+@example(Impl((), does="raise"), [Impl((), before="", fails="swallow"), Impl((), before="")])
+def test_harmless_wrappers_without_errors_mean_the_same(owner, around):
+    deeds, outcomes = Deeds(), []
+    arguments = {name: object() for name in ARGUMENTS["forward"]}
+    for harmless in (False, True):
+        parts = [part(plugin("owner", "forward", owner, deeds), "strategy")]
+        for n, impl in enumerate(around):
+            parts.append(part(plugin(f"p{n}", "forward", impl, deeds), "plugin", f"p{n}"))
+            type(parts[-1].plugin).harmless = harmless
+        hooks = Hooks(parts)
+        hooks.freeze()
+        outcomes += [outcome(hooks.forward, deeds, arguments) for _ in range(2)]
+    assert all(each == outcomes[0] for each in outcomes)
+
+
 @settings(max_examples=250, deadline=None)
 @given(takes("micro_step"), st.lists(wrappers("micro_step"), max_size=2))
 def test_default_that_does_nothing_is_left_out_only_where_its_result_is_all_there_is(taken, around):

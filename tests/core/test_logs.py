@@ -4,10 +4,12 @@ import math
 import threading
 from collections import ChainMap
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from geartrain import Run, TrainingError, World, hookimpl
 from geartrain.logs import Logs
@@ -163,15 +165,6 @@ def test_values_of_other_dtypes_and_plain_numbers_mix():
     assert logged(values.__getitem__, on_step=False, on_epoch=True, reduce_fx="sum") == {"x": 21.0}
 
 
-def test_a_tensor_changed_in_place_afterwards_keeps_its_logged_value():
-    total = torch.zeros(())
-
-    def train(self, batch, batch_idx):
-        self.log("running", total.add_(1.0), on_step=False, on_epoch=True, reduce_fx="sum")
-
-    assert fit(Logging(train)).callback_metrics == {"running": 1.0 + 2 + 3 + 4 + 5 + 6}
-
-
 # --- where it goes -------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +194,7 @@ def test_logger_and_prog_bar():
         (("x", None), {}, "not NoneType"),
         (("x", [1.0]), {}, "not list"),
         (("x", 1j), {}, "not complex"),
+        (("x", torch.tensor(1j)), {}, "not complex"),
         (("", 1.0), {}, "non-empty string"),
         ((3, 1.0), {}, "non-empty string"),
         (("x", 1.0), {"reduce_fx": "avarage"}, "unknown reduction"),
@@ -240,35 +234,89 @@ def test_outside_a_run():
 # --- nothing waits for the device ----------------------------------------------------------------------------------------
 
 
-def test_no_tensor_is_read_between_flushes(monkeypatch):
+class Far(torch.Tensor):
+    """A tensor that says it is on a GPU, and in ``steps`` at which step each copy of it to the CPU was made."""
+
+    steps: ClassVar = []
+    now: ClassVar = [0]
+
+    @staticmethod
+    def __new__(cls, here):
+        return torch.Tensor._make_wrapper_subclass(cls, here.shape, dtype=here.dtype, device="cuda")
+
+    def __init__(self, here):
+        self.here = here
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        result = function(*tree_map_only(cls, lambda far: far.here, args), **(kwargs or {}))
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten._local_scalar_dense.default):
+            cls.steps.append(cls.now[0])
+            return result
+        return args[0] if function is torch.ops.aten.add_.Tensor else tree_map_only(torch.Tensor, cls, result)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    monkeypatch.setattr(Far, "steps", [])
+    monkeypatch.setattr(Far, "now", [0])
+    return Far
+
+
+def test_no_tensor_is_read_between_flushes(far, monkeypatch):
     """Reading a tensor makes the CPU wait for the GPU: ``item``, ``float`` and ``bool`` come to one operation, ``tolist`` to none."""
-    reads, steps = [], [0]
+    reads = []
 
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function is torch.ops.aten._local_scalar_dense.default:
-                reads.append(steps[0])
+                reads.append(far.now[0])
             return function(*args, **(kwargs or {}))
 
     for name in ("tolist", "numpy", "__array__"):
         own = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, own=own: reads.append(steps[0]) or own(self, *args))
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, own=own: reads.append(far.now[0]) or own(self, *args))
 
     class Count:
         @hookimpl
         def on_step_end(self, run):
-            steps[0] = run.step
+            far.now[0] = run.step
 
     def train(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("a", loss, prog_bar=True, on_epoch=True)
-        self.log("b", loss * 2, reduce_fx="max", sync_dist=True)
+        loss = self.loss(batch).detach()
+        self.log("a", far(loss), prog_bar=True, on_epoch=True)
+        self.log("b", far(loss * 2), reduce_fx="max", sync_dist=True)
 
     batches = list(loader(40))
     with Reads():
         fit(Logging(train), batches, plugins=[Count()], log_every_n_steps=4, gradient_clip_val=1.0)
+    assert far.steps == [4, 8, 10]  # one read a flush, of all metrics together
     assert set(reads) == {4, 8, 10}
-    assert len(reads) == 3  # one read a flush, of all metrics together
+
+
+@pytest.mark.parametrize("on", [torch.Tensor, Far])
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_a_running_total_that_is_changed_in_place(far, on, on_epoch):
+    total = on(torch.zeros(()))
+
+    def train(self, batch, batch_idx):
+        total.add_(1.0)
+        self.log("total", total, reduce_fx="sum", on_epoch=on_epoch, batch_size=1)
+
+    one = fit(Logging(train), log_every_n_steps=4)
+    assert one.callback_metrics["total"] == (1.0 + 2 + 3 + 4 + 5 + 6 if on_epoch else 6.0)
+
+
+def test_a_step_logs_the_value_that_it_had_then(far):
+    """What is changed after ``self.log`` and before the flush is not what was logged."""
+    for on in (torch.Tensor, far):
+        total = on(torch.zeros(()))
+
+        def train(self, batch, batch_idx, total=total):
+            self.log("total", total.add_(1.0))
+            total.add_(100.0)
+
+        assert fit(Logging(train), max_steps=3).callback_metrics["total"] == 203.0
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------------

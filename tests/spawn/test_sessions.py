@@ -75,28 +75,80 @@ METHODS = ["forkserver", "spawn", "fork"]
 # --- sessions ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_in_a_notebook(tmp_path, method, monkeypatch):
-    """A real one: a kernel of its own runs the cells."""
+@pytest.fixture
+def executed(tmp_path, monkeypatch):
+    """A function that runs cells in a real notebook, with a kernel of its own, and gives them with their outputs."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     kernels = tmp_path / "jupyter" / "kernels" / "here"
     kernels.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (kernels / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "here", "language": "python"}))
-    cells = [
+
+    def execute(*cells):
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        nbclient.NotebookClient(notebook, timeout=100, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}).execute()
+        return notebook.cells
+
+    return execute
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_a_notebook(tmp_path, method, executed):
+    cells = executed(
         NET,
         fit(method),
         "trainer.validate",
         "assert trainer.run.optimizers",
         "import multiprocessing; multiprocessing.active_children()",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=100, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    text = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    )
+    text = "".join(output.get("text", "") for output in cells[1].outputs)
     assert EXPECTED in text
-    assert notebook.cells[-1].outputs[0]["data"]["text/plain"] == "[]"
+    assert cells[-1].outputs[0]["data"]["text/plain"] == "[]"
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-0", "step-1"}
+
+
+#: A fit of a second at least, in the notebook's own process, which counts how often its display is updated.
+BAR = """
+import time
+import IPython.display
+updates, update = [], IPython.display.DisplayHandle.update
+
+def counted(self, *args, **options):
+    updates.append(args)
+    update(self, *args, **options)
+
+IPython.display.DisplayHandle.update = counted
+
+class Slow(Net):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.15)
+        if batch_idx == 2:
+            print("printed")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self.net(batch[0]) - 1).square().mean(), prog_bar=True)
+
+    val_dataloader = Net.train_dataloader
+
+gt.Trainer(accelerator="cpu", devices=1, max_epochs=2).fit(Slow())
+"""
+
+
+def test_progress_in_a_notebook_is_one_output(executed):
+    cells = executed(NET, BAR, "len(updates)")
+    displays = [output["data"]["text/plain"] for output in cells[1].outputs if output["output_type"] == "display_data"]
+    bars = [shown for shown in displays if "epoch 2" in shown]
+    assert len(bars) == 1
+    assert bars[0].startswith("epoch 2/2 \u2501")  # the last of many
+    assert "4/4" in bars[0]
+    assert "val_loss=" in bars[0]
+    assert "\n" not in bars[0]  # the bar of the validation is away
+    assert int(cells[2].outputs[0]["data"]["text/plain"]) >= 8
+    printed = "".join(output["text"] for output in cells[1].outputs if output["output_type"] == "stream")
+    assert printed == "printed\nprinted\n"
+    assert any("val_loss" in shown and "metric" in shown for shown in displays)  # the closing table
 
 
 @pytest.mark.parametrize("method", METHODS)

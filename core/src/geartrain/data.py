@@ -107,6 +107,12 @@ def first_size(batch: Any) -> int | None:
     """The first dimension of the first tensor in a batch that has one: how many samples it has; ``None`` if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else None
+    if batch.__class__ is tuple or batch.__class__ is list:  # before the questions that take longer: this is asked once a step
+        for item in batch:
+            size = first_size(item)
+            if size is not None:
+                return size
+        return None
     if hasattr(batch, "__array__") and hasattr(batch, "shape"):
         return int(batch.shape[0]) if batch.shape else None
     if isinstance(batch, Mapping):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from geartrain.parts import Part
@@ -14,35 +15,105 @@ from geartrain.parts import Part
 _LAST = ("on_run_end", "on_exception")
 
 
-def guarded(part: Part, events: Mapping[str, str | None]) -> types.SimpleNamespace:
+def guarded(part: Part, hooks: Mapping[str, str | None], wrappers: Container[str]) -> types.SimpleNamespace:
     """What is registered in a harmless plugin's place: the same hookimpls, whose errors are warnings.
 
     After the first error none is called again in this run but those that close what is open.
 
     Args:
-        events: the attribute of each hookimpl -> its hook, or ``None`` where it is to stay as it is.
+        hooks: the attribute of each hookimpl -> its hook, or ``None`` where it is to stay as it is.
+        wrappers: the attributes that are wrappers.
     """
     failed: list[Exception] = []
+
+    def fail(hook: str, error: Exception) -> None:
+        if not failed:
+            warnings.warn(f"{part.choice.label}: {hook} raised {type(error).__name__}: {error}. The run goes on without it.", stacklevel=3)
+        failed.append(error)
+
     stands_in = types.SimpleNamespace()
-    for attribute, hook in events.items():
+    for attribute, hook in hooks.items():
         function = getattr(part.plugin, attribute)
-        setattr(stands_in, attribute, function if hook is None else _guard(part, hook, function, failed))
+        if hook is not None:
+            guard = _guard_wrapper if attribute in wrappers else _guard
+            function = guard(function, partial(fail, hook), failed if hook not in _LAST else ())
+        setattr(stands_in, attribute, function)
     return stands_in
 
 
-def _guard(part: Part, hook: str, function: Callable[..., Any], failed: list[Exception]) -> Callable[..., Any]:
+def _guard(function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]) -> Callable[..., Any]:
+    """An event's hookimpl, left out where ``out`` holds an error."""
+
     @functools.wraps(function)  # pluggy reads the arguments and the mark of the original through it
-    def call(*arguments: Any) -> Any:
-        if failed and hook not in _LAST:
-            return None
-        try:
-            return function(*arguments)
-        except Exception as error:
-            if not failed:
-                warnings.warn(
-                    f"{part.choice.label}: {hook} raised {type(error).__name__}: {error}. The run goes on without it.", stacklevel=2
-                )
-            failed.append(error)
-            return None
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not out:
+            try:
+                return function(*arguments, **named)
+            except Exception as error:
+                fail(error)
+        return None
 
     return call
+
+
+def _guard_wrapper(function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]) -> Callable[..., Any]:
+    """A wrapper without which the hook comes to what it comes to otherwise: its owner's result, or its owner's error."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Generator[None, Any, Any]:
+        around = None if out else _begin(function, arguments, fail)
+        if around is None:
+            return (yield)
+        try:
+            result = yield
+        except BaseException as error:
+            return _throw(around, error, fail)
+        try:
+            around.send(result)
+        except StopIteration as end:
+            return end.value
+        except Exception as error:
+            fail(error)
+        else:
+            _yielded_twice(around, fail)
+        return result
+
+    return call
+
+
+def _begin(function: Callable[..., Any], arguments: tuple[Any, ...], fail: Callable[[Exception], None]) -> Generator[None, Any, Any] | None:
+    """A wrapper that has come to its yield; ``None`` where it did not."""
+    around: Generator[None, Any, Any] = function(*arguments)
+    try:
+        next(around)
+    except StopIteration:
+        fail(RuntimeError("the wrapper did not yield"))
+    except Exception as error:
+        fail(error)
+    else:
+        return around
+    return None
+
+
+def _throw(around: Generator[None, Any, Any], error: BaseException, fail: Callable[[Exception], None]) -> Any:
+    """Tell a wrapper of an error inside, which is no error of its own.
+
+    Returns:
+        What it makes of it, if it takes it for done.
+    """
+    try:
+        around.throw(error)
+    except StopIteration as end:
+        return end.value
+    except Exception as raised:
+        # A generator cannot raise StopIteration: Python puts a RuntimeError around it.
+        if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
+            fail(raised)
+    else:
+        _yielded_twice(around, fail)
+    raise error
+
+
+def _yielded_twice(around: Generator[None, Any, Any], fail: Callable[[Exception], None]) -> None:
+    fail(RuntimeError("the wrapper yielded twice"))
+    around.close()

@@ -242,16 +242,19 @@ class Hooks:
         label, n = part.choice.label, 1
         while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
             n += 1
-        plugin = guarded(part, self._events(part)) if getattr(part.plugin, "harmless", False) else part.plugin
+        plugin = self._guarded(part) if getattr(part.plugin, "harmless", False) else part.plugin
         if any(other.plugin is part.plugin for other in self._parts[: self._parts.index(part)]):
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
         self._manager.register(plugin, name)
         self._choice_of[id(plugin)] = part.choice
 
-    def _events(self, part: Part) -> dict[str, str | None]:
-        """Each hookimpl's attribute -> its hook, where an error of it can be let go: nobody waits for its result, and the run has begun."""
+    def _guarded(self, part: Part) -> Any:
+        """A harmless plugin with its errors let go where they can be: nobody waits for the result, or a wrapper hands it on, and the run
+        has begun."""
         impls = self._impls[id(part)]
-        return {i.attribute: None if i.wrapper or self.is_single(i.hook) or i.hook == "check_plan" else i.hook for i in impls}
+        stays = [i.attribute for i in impls if i.hook in ("check_plan", "plan_processes") or (self.is_single(i.hook) and not i.wrapper)]
+        hooks = {i.attribute: None if i.attribute in stays else i.hook for i in impls}
+        return guarded(part, hooks, [i.attribute for i in impls if i.wrapper])
 
     # --- what explain shows ----------------------------------------------------------------------------------------------
 
@@ -281,7 +284,8 @@ class Hooks:
 
         pluggy's own caller costs 1 to 2 µs a call, ten calls make a step, and a step may be 150 µs. An all-hook that nobody
         implements becomes ``None``, and so does a single hook whose default does nothing; a single hook with no wrapper becomes
-        its owner's bare function. Everything else stays pluggy's caller, and so does everything while monitoring is on.
+        its owner's bare function, and such an all-hook a loop over its bare functions. Everything else stays pluggy's caller, and so does
+        everything while monitoring is on.
         """
         if not self._manager.watchers:
             for name, caller in self._specs.items():
@@ -324,12 +328,28 @@ def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any] | None:
     impls = caller.get_hookimpls()
     if not impls:
         return None
+    assert caller.spec is not None
+    if not single and not any(impl.wrapper for impl in impls):
+        return _each([_bare(impl, caller.spec.argnames) for impl in reversed(impls)])
     if not single or len(impls) > 1 or impls[0].wrapper:
         return caller
     if getattr(impls[0].function, "does_nothing", False):
         return None
-    assert caller.spec is not None
     return _bare(impls[0], caller.spec.argnames)
+
+
+def _each(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Any]]:
+    """Call all of them; their results but for ``None``."""
+
+    def call(**arguments: Any) -> list[Any]:
+        results = []
+        for function in functions:
+            result = function(**arguments)
+            if result is not None:
+                results.append(result)
+        return results
+
+    return call
 
 
 def _bare(impl: HookImpl, argnames: Iterable[str]) -> Callable[..., Any]:

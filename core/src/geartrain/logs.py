@@ -1,12 +1,11 @@
 """self.log -> one packed flush.
 
 A logged tensor stays on its device until the flush, which reads all of them at once: the only place where the CPU waits for the
-GPU. A flush is two collectives: a header of fixed size (which metrics, how many, whether someone wants to stop), then one vector.
+GPU. One that is on the CPU is read at once, which costs less than a copy.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,30 +19,19 @@ from geartrain import metric_objects, reductions
 from geartrain.data import first_size
 from geartrain.errors import TrainingError
 from geartrain.hooks import fire
+from geartrain.syncing import Share, Spec, sync
 
 if TYPE_CHECKING:
     from geartrain.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """How a metric was asked to be logged; the same on every call."""
-
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    #: The name of a reduction, or what a function of the user's own is called.
-    reduce_fx: str
-    sync_dist: bool
-    rank_zero_only: bool
-
-
 @dataclass(slots=True)
 class _Metric:
     name: str
-    spec: _Spec
-    #: (value, weight) since the last fold, tensors still on their device.
+    spec: Spec
+    #: With which options it was logged last; they need not be looked at again.
+    asked: tuple[Any, ...] = ()
+    #: (value, weight) since the last fold, tensors still on their device; the newest alone where no epoch's value is wanted.
     pending: list[tuple[Any, int]] = field(default_factory=list)
     #: The newest value and its weight; weight 0 when it was reported.
     last: tuple[float, int] = (0.0, 0)
@@ -108,28 +96,54 @@ class Logs:
     ) -> None:
         """Keep one value until the next flush; see :meth:`geartrain.Module.log`."""
         run = self._run
+        batch = run.batch
+        in_step = batch is not None and run.stage == "train"
+        if add_dataloader_idx and not in_step:
+            name = self._of_loader(name)
+        # All that is called once a step is written out here: called seldom, Python's own calls cost three times what a benchmark says.
+        asked = (in_step, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only)
+        metric = self._metrics.get(name)
+        if metric is None or metric.asked != asked or not self.open:
+            metric = self._check(name, asked)
+        if rank_zero_only and run.world.rank != 0:
+            return
+        if value.__class__ is not float:
+            if isinstance(value, nn.Module):
+                self._keep(metric, value)
+                return
+            value = _scalar(name, value)
+        if batch_size is None:
+            batch_size = self._sized[1] if self._sized[0] is batch else self._size(batch)
+        if metric.spec.on_epoch:
+            metric.pending.append((value, batch_size))
+        else:
+            metric.pending = [(value, batch_size)]  # nobody asks for those before
+
+    def _of_loader(self, name: str) -> str:
+        """A metric's name with the number of its loader, where there are several."""
+        run = self._run
+        if run.batch is None or run.stage == "train":
+            return name
+        loaders = run.loaders.get("validate" if run.stage == "sanity_check" else run.stage, ())
+        return f"{name}/dataloader_idx_{run.dataloader_idx}" if len(loaders) > 1 else name
+
+    def _check(self, name: str, asked: tuple[Any, ...]) -> _Metric:
+        """The metric of this name, which is made where there is none, after a look at everything that was asked for."""
+        in_step, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only = asked
         if not self.open:
             raise TrainingError(
                 f"self.log({name!r}) comes after the metrics of the epoch are reported and would be lost. "
                 "Fix: log it in on_train_epoch_end or on_validation_epoch_end"
             )
-        in_step = run.stage == "train" and run.batch is not None
-        spec = _Spec(
+        spec = Spec(
             prog_bar,
             logger,
             in_step if on_step is None else on_step,
             not in_step if on_epoch is None else on_epoch,
-            reduce_fx if reduce_fx.__class__ is str else reductions.key(reduce_fx),
+            reduce_fx if isinstance(reduce_fx, str) else reductions.key(reduce_fx),
             sync_dist,
             rank_zero_only,
         )
-        if (
-            add_dataloader_idx
-            and run.batch is not None
-            and run.stage != "train"
-            and len(run.loaders.get("validate" if run.stage == "sanity_check" else run.stage, ())) > 1
-        ):
-            name = f"{name}/dataloader_idx_{run.dataloader_idx}"
         metric = self._metrics.get(name)
         if metric is None:
             metric = self._metrics[name] = self._new(name, spec, reduce_fx)
@@ -137,14 +151,10 @@ class Logs:
             raise TrainingError(
                 f"self.log({name!r}) was called with other options before: {_difference(metric.spec, spec)}. Fix: use another name"
             )
-        if rank_zero_only and run.world.rank != 0:
-            return
-        if isinstance(value, nn.Module):
-            self._keep(metric, value)
-        else:
-            metric.pending.append((_scalar(name, value), self._weight(batch_size)))
+        metric.asked = asked
+        return metric
 
-    def _new(self, name: str, spec: _Spec, reduce_fx: Any) -> _Metric:
+    def _new(self, name: str, spec: Spec, reduce_fx: Any) -> _Metric:
         if not isinstance(name, str) or not name:
             raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
         if spec.rank_zero_only and spec.sync_dist:
@@ -167,15 +177,11 @@ class Logs:
             metric.pending.append((_scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
         metric.source = value
 
-    def _weight(self, batch_size: int | None) -> int:
-        if batch_size is not None:
-            return batch_size
-        batch = self._run.batch
-        if batch is None:
-            return 1
-        if self._sized[0] is not batch:
-            self._sized = (batch, first_size(batch) or 1)
-        return self._sized[1]
+    def _size(self, batch: Any) -> int:
+        """A batch's weight in a mean. It is found once, however many metrics are logged of it."""
+        size = 1 if batch is None else first_size(batch) or 1
+        self._sized = (batch, size)
+        return size
 
     # --- flushes ---------------------------------------------------------------------------------------------------------
 
@@ -193,12 +199,14 @@ class Logs:
     def flush(self) -> None:
         """Report the newest values of what is logged ``on_step``, and agree with the other ranks whether to stop."""
         self.fold()
-        found = {m.name: m.last for m in self._metrics.values() if m.spec.on_step and m.last[1]}
-        totals = {name: (value * weight if self._reduction(name) == "mean" else value, weight) for name, (value, weight) in found.items()}
-        values = self._reduce(totals, {name: [value] for name, (value, _) in found.items()})
-        for name in found:
-            self._metrics[name].last = (0.0, 0)
-        self._report(values, "_step")
+        shares = {}
+        for metric in self._metrics.values():
+            value, weight = metric.last
+            if weight and metric.spec.on_step:
+                total = value * weight if metric.spec.reduce_fx == "mean" else value
+                shares[metric.name] = Share(metric.spec, total, weight, metric.function, [value])
+                metric.last = (0.0, 0)
+        self._report(self._reduce(shares), "_step")
 
     def end_epoch(self) -> dict[str, float]:
         """Report and forget what is logged ``on_epoch``.
@@ -208,7 +216,7 @@ class Logs:
         """
         self.flush()
         seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight]
-        values = self._reduce({m.name: (m.total, m.weight) for m in seen}, {m.name: m.values for m in seen})
+        values = self._reduce({m.name: Share(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         objects = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
         values.update(metric_objects.end_epoch(self._run, objects))
         reported = self._report(values, "_epoch")
@@ -217,85 +225,17 @@ class Logs:
         self.open = False
         return reported
 
-    def _reduction(self, name: str) -> str:
-        return self._metrics[name].spec.reduce_fx
-
-    def _reduce(self, totals: Mapping[str, tuple[float, int]], samples: Mapping[str, list[float]]) -> dict[str, float]:
-        """Each metric's value; those with ``sync_dist`` over all ranks. ``totals`` are sums for a mean, else reduced values; ``samples``
-        what a function of the user's own gets."""
-        mine = {name: (self._reduction(name), total, weight) for name, (total, weight) in totals.items()}
-        values = {
-            name: reductions.value(reduce_fx, [total], [weight])
-            if (function := self._metrics[name].function) is None
-            else reductions.apply(name, function, samples[name])
-            for name, (reduce_fx, total, weight) in mine.items()
-        }
-        synced = {name: mine[name] for name in sorted(mine) if self._metrics[name].spec.sync_dist}
-        values.update(self._sync(synced, samples))
-        return values
-
-    def _sync(self, mine: dict[str, tuple[str, float, int]], samples: Mapping[str, list[float]]) -> dict[str, float]:
+    def _reduce(self, shares: Mapping[str, Share]) -> dict[str, float]:
+        """Each metric's value; those with ``sync_dist`` over all ranks, which agree here whether to stop."""
         run = self._run
+        values = {name: share.value(name) for name, share in shares.items()}
         if run.world.size == 1:
             self.stop = run.should_stop
-            return {}  # nothing to agree on; the values are this rank's
-        keys = {name: self._metrics[name].spec for name in mine}
-        digest = zlib.crc32(repr(sorted(keys.items())).encode())
-        header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(keys), run.should_stop], dtype=torch.float64))
-        self.stop = bool(header[:, 2].any())
-        if bool((header[:, :2] != header[0, :2]).any()):
-            keys = self._agree(keys)
-        if not keys:
-            return {}
-        nothing = (0.0, 0)
-        vector = [number for name in keys for number in (mine[name][1:] if name in mine else nothing)]
-        table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
-        values = {
-            name: reductions.value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
-            for i, (name, spec) in enumerate(keys.items())
-        }
-        own = [name for name, spec in keys.items() if spec.reduce_fx not in reductions.NAMED]
-        return values | self._sync_functions(own, samples) if own else values
-
-    def _sync_functions(self, names: list[str], samples: Mapping[str, list[float]]) -> dict[str, float]:
-        """What functions of the user's own make of every rank's values, rank by rank."""
-        run, mine = self._run, [samples.get(name, []) for name in names]
-        counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
-        flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
-        ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
-        values = []
-        for i, name in enumerate(names):
-            every = [value for rank, count in zip(ranks, counts, strict=True) for value in rank[sum(count[:i]) : sum(count[: i + 1])]]
-            function = self._metrics[name].function
-            # A rank without samples of its own never saw the function, which need not pickle: it takes the value of one that did.
-            values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
-        told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
-        return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
-
-    def _agree(self, keys: dict[str, _Spec]) -> dict[str, _Spec]:
-        """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own for
-        those that it lacks (it logs what ``on_validation_epoch_end`` logs, and nothing else); any other difference is an error."""
-        run = self._run
-        told = [run.hooks.broadcast(run=run, obj=(keys, self._is_idle()), src=rank) for rank in range(run.world.size)]
-        by_rank, idle = [theirs for theirs, _ in told], [is_idle for _, is_idle in told]
-        first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
-        for rank, theirs in enumerate(by_rank):
-            mine, others = {*theirs.items()}, {*by_rank[first].items()}
-            odd = sorted(mine - others if idle[rank] or not theirs else mine ^ others, key=str)
-            if odd:
-                raise TrainingError(
-                    f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
-                    "Fix: log the same names on every rank, or rank_zero_only=True"
-                )
-        for name, spec in by_rank[first].items():
+            return values
+        synced, specs, self.stop = sync(run, {name: share for name, share in shares.items() if share.spec.sync_dist})
+        for name, spec in specs.items():
             self._metrics.setdefault(name, _Metric(name, spec))
-        return dict(by_rank[first])
-
-    def _is_idle(self) -> bool:
-        """Whether this rank evaluates without a batch of its own."""
-        stage = "validate" if self._run.stage == "sanity_check" else self._run.stage
-        batches = self._run.batches.get(stage, [])
-        return stage != "train" and bool(batches) and all(count == 0 for count in batches)
+        return values | synced
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
         run = self._run
@@ -341,6 +281,8 @@ def _scalar(name: str, value: Any) -> Any:
             raise TrainingError(
                 f"self.log({name!r}): a metric is one number, and this tensor has the shape {list(value.shape)}. Fix: .mean()?"
             )
+        if value.is_cpu:
+            return _scalar(name, value.item())
         # A copy: the tensor may be changed in place before it is read, as a running total is.
         return value.detach().clone()
     if isinstance(value, Number) and not isinstance(value, complex):
@@ -357,5 +299,5 @@ def _read(tensors: list[torch.Tensor]) -> list[float]:
     return stacked
 
 
-def _difference(a: _Spec, b: _Spec) -> str:
-    return ", ".join(f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now" for n in _Spec.__slots__ if getattr(a, n) != getattr(b, n))
+def _difference(a: Spec, b: Spec) -> str:
+    return ", ".join(f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now" for n in Spec.__slots__ if getattr(a, n) != getattr(b, n))

@@ -66,7 +66,7 @@ class Trainer:
         gradient_clip_val: the largest gradient norm or value; ``None`` for no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         log_every_n_steps: steps between flushes of logged metrics.
-        enable_progress_bar: show a progress bar and the closing table.
+        enable_progress_bar: show progress and the closing table; on the command line ``--quiet`` or ``-q`` turns both off.
         use_distributed_sampler: let a strategy of several processes shard the loaders.
         fast_dev_run: try one batch (or this many) of everything, write nothing.
         seed: seeds Python, NumPy and torch, now and again when the run starts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -37,17 +36,11 @@ class Norms:
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise UsageError(f"norms: every={every!r} must be a whole number of steps, at least 1.")
         self.gradients, self.parameters, self.per_parameter, self.every = gradients, parameters, per_parameter, every
-        self._warned = False
 
     @hookimpl(wrapper=True)
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
         if (run.step + 1) % (self.every or run.plan.options.log_every_n_steps) == 0:
-            try:
-                self._measure(run)
-            except Exception as error:  # a wrapper is not guarded as events are; a figure must not stop the run
-                if not self._warned:
-                    warnings.warn(f"geartrain[norms]: {type(error).__name__}: {error}. The run goes on without it.", stacklevel=2)
-                self._warned = True
+            self._measure(run)
         return (yield)
 
     def _measure(self, run: Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -55,7 +54,6 @@ class Throughput:
         if peak_flops is not None and not peak_flops > 0:
             raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")
         self.tokens, self.flops, self.peak_flops = tokens, flops, peak_flops
-        self._failed = False
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -64,38 +62,30 @@ class Throughput:
         self._per_sample: float | None = None
         self._since: float | None = None
         self._paused = 0.0
-        self._failed = False
         self._counts = self.flops and run.plan.layout.devices_per_process == 1
         self._peak = self.peak_flops or _known_peak(run)
 
     @hookimpl(wrapper=True)
     def step(self, run: Run, micro_batches: Sequence[Any]) -> Generator[None, None, None]:
-        if self._failed:
-            yield
-            return
         counter = FlopCounterMode(display=False) if self._counts and self._per_sample is None else None
         if counter is None:
             yield
         else:
             with counter:
                 yield
-        try:  # a wrapper is not guarded as events are; a figure must not stop the run
-            samples = sum(first_size(batch) or 0 for batch in micro_batches)
-            self._done[0] += len(micro_batches)
-            self._done[1] += samples
-            if callable(self.tokens):
-                self._done[2] += sum(map(self.tokens, micro_batches))
-            elif self.tokens:
-                self._done[2] += samples * self.tokens
-            if counter is not None:
-                self._per_sample = counter.get_total_flops() / samples if samples else 0.0
-        except Exception as error:
-            self._failed = True
-            warnings.warn(f"geartrain[throughput]: {type(error).__name__}: {error}. The run goes on without it.", stacklevel=2)
+        samples = sum(first_size(batch) or 0 for batch in micro_batches)
+        self._done[0] += len(micro_batches)
+        self._done[1] += samples
+        if callable(self.tokens):
+            self._done[2] += sum(map(self.tokens, micro_batches))
+        elif self.tokens:
+            self._done[2] += samples * self.tokens
+        if counter is not None:
+            self._per_sample = counter.get_total_flops() / samples if samples else 0.0
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:
-        if self._failed or run.step % run.plan.options.log_every_n_steps:
+        if run.step % run.plan.options.log_every_n_steps:
             return
         _wait(run.device)  # the flush, which comes next, would wait for the device too
         now = time.perf_counter()

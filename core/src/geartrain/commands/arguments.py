@@ -118,17 +118,20 @@ def first_pass(argv: list[str]) -> Names:
 
 
 def _normalise(argv: list[str]) -> list[str]:
-    """``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a bare flag -> ``=true``."""
+    """``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a bare flag -> ``=true``, ``-q`` -> no bar."""
     flags = {name for name, p in inspect.signature(Trainer).parameters.items() if "bool" in str(p.annotation)} | {"json"}
     tokens = []
     for i, token in enumerate(argv):
+        if token in ("-q", "--quiet"):
+            tokens.append("--enable_progress_bar=false")
+            continue
         if not token.startswith("--"):
             tokens.append(token)
             continue
         name, has_value, value = token.partition("=")
         name = "--" + name[2:].replace("-", "_")
         name = re.sub(r"^--(strategy|accelerator)\.", r"--\1_options.", name)
-        bare = not has_value and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
+        bare = not has_value and (i + 1 == len(argv) or argv[i + 1].startswith(("--", "-q")))
         tokens.append(f"{name}=true" if bare and name[2:] in flags else name + has_value + value)
     return tokens
 
@@ -274,7 +277,7 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
             return f"--{typed}: its {kind} must be chosen by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
     near = [re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option) for option in options if ("." in option) == ("." in name)]
-    hint = nearest(typed, [*near, "plugin"])
+    hint = nearest(typed, [*near, "plugin", "quiet"])
     return f"there is no option --{typed}. {hint if hint.startswith('Did') else 'See --help.'}"
 
 

@@ -1,0 +1,195 @@
+"""How progress is shown: bars on a terminal, one display in a notebook, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+#: Seconds from one line to the next in what goes on for long, where there is no terminal.
+SECONDS_A_LINE = 30.0
+#: Seconds from one drawing to the next at least; a bar that changes faster is not read.
+_SECONDS_A_DRAWING = 0.1
+#: A drawing that takes long is made less often, so that it takes one part in so many of the time.
+_PART_OF_TIME = 300
+#: But this often it is made, however slow the terminal is.
+_LONGEST_PAUSE = 1.0
+#: Columns of a terminal below which there is no bar, only figures.
+_NARROW = 60
+
+
+@dataclass(slots=True)
+class Count:
+    """Batches of one pass over one loader."""
+
+    title: str
+    #: Batches in the pass; ``None`` where nobody knows.
+    total: int | None
+    #: When it began, in seconds on the clock of ``time.monotonic``; later by what came in between.
+    began: float
+    #: What the rate counts: ``"steps"`` or ``"batches"``.
+    unit: str = "batches"
+    done: int = 0
+    #: Optimizer steps, where the rate counts them.
+    steps: int = 0
+    #: Since when something else goes on inside it.
+    paused: float | None = None
+
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return max((time.monotonic() if self.paused is None else self.paused) - self.began, 1e-9)
+
+    def go_on(self) -> None:
+        """What went on inside it is done, and was no part of it."""
+        if self.paused is not None:
+            self.began, self.paused = self.began + time.monotonic() - self.paused, None
+
+    def rate(self) -> str:
+        """Steps or batches a second since it began."""
+        return f"{(self.steps if self.unit == 'steps' else self.done) / self.seconds():.1f} {self.unit}/s" if self.done else ""
+
+    def batches(self) -> str:
+        return f"{self.done}/{self.total}" if self.total is not None else str(self.done)
+
+    def left(self) -> str:
+        """The time that the rest will take if it goes on as so far; empty where that cannot be told, or there is no rest."""
+        if not self.total or not 0 < self.done < self.total:
+            return ""
+        return f"{timedelta(seconds=round(self.seconds() / self.done * (self.total - self.done)))} left"
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+
+
+class Display(Protocol):
+    """Something that shows counts."""
+
+    #: Seconds after which it wants to be shown anew.
+    pause: float
+
+    def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
+        """Show what runs now: an epoch, and below it the validation inside it."""
+
+    def stop(self) -> None:
+        """Show nothing from now on, and leave everything as it was before."""
+
+
+def display(console: Console) -> Display:
+    """What fits where ``console`` writes."""
+    if console.is_jupyter:
+        return Notebook()
+    # rich takes FORCE_COLOR for a terminal. A log file with colours is one thing, thousands of redrawn bars in it are another.
+    if console.is_interactive and console.file.isatty():
+        return Terminal(console)
+    return Lines(console)
+
+
+class Lines:
+    """A plain line now and then, so that a log file shows life."""
+
+    pause = SECONDS_A_LINE
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
+        count = counts[-1]
+        title = ", ".join(count.title for count in counts)
+        self.say([f"{title}: {count.batches()} batches", count.rate(), count.left(), metrics_text(metrics)])
+
+    def say(self, facts: Sequence[str]) -> None:
+        self._console.print(", ".join(filter(None, facts)), highlight=False, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        pass
+
+
+class _Bars:
+    """One bar for each count. They stay there and are hidden, because rich gives a new one another place."""
+
+    def __init__(self, console: Console, redirect_stdout: bool = False) -> None:
+        self.pause = _SECONDS_A_DRAWING
+        # One line each: a bar that is broken into several scrolls away. The last column gives way to the others, and ends in dots.
+        title, count, rate, left = (
+            TextColumn(text, markup=False, table_column=Column(no_wrap=True))
+            for text in ("{task.description}", "{task.fields[count]}", "{task.fields[rate]}", "{task.fields[left]}")
+        )
+        rest = TextColumn("{task.fields[metrics]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+        bar = BarColumn(bar_width=min(40, console.width // 4))
+        self._progress = Progress(
+            *((title, count, rest) if console.width < _NARROW else (title, bar, count, rate, left, rest)),
+            expand=True,
+            console=console,
+            auto_refresh=False,  # rich's refresh thread would take the interpreter lock from the loop ten times a second
+            redirect_stdout=redirect_stdout,
+        )
+        self._tasks = [self._progress.add_task("", visible=False, count="", rate="", left="", metrics="") for _ in range(2)]
+
+    def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
+        began = time.monotonic()
+        for i, task in enumerate(self._tasks):
+            if i >= len(counts):
+                self._progress.update(task, visible=False)
+                continue
+            count = counts[i]
+            self._progress.update(
+                task,
+                visible=True,
+                total=count.total,
+                completed=count.done,
+                description=count.title,
+                count=count.batches(),
+                rate=count.rate(),
+                left=count.left(),
+                metrics="" if i else metrics_text(metrics),
+            )
+        self._draw()
+        self.pause = min(max(_SECONDS_A_DRAWING, (time.monotonic() - began) * _PART_OF_TIME), _LONGEST_PAUSE)
+
+    def _draw(self) -> None:
+        raise NotImplementedError
+
+
+class Terminal(_Bars):
+    """Bars that are drawn anew in their place. What is printed meanwhile stands above them."""
+
+    def __init__(self, console: Console) -> None:
+        # A standard output that goes elsewhere, to a file or a pipe, must still get what is printed: rich would send it to the terminal.
+        super().__init__(console, redirect_stdout=sys.stdout.isatty())
+        self._progress.start()
+
+    def _draw(self) -> None:
+        self._progress.refresh()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class Notebook(_Bars):
+    """One output of a cell, which is updated. rich's own needs ipywidgets."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), width=100, force_terminal=False, force_jupyter=False, color_system=None))
+        self._handle: Any = None
+
+    def _draw(self) -> None:
+        with self._progress.console.capture() as drawn:
+            self._progress.console.print(self._progress.get_renderable())
+        text = {"text/plain": "\n".join(line.rstrip() for line in drawn.get().splitlines())}
+        if self._handle is None:
+            self._handle = import_module("IPython.display").display(text, raw=True, display_id=True)
+        else:
+            self._handle.update(text, raw=True)
+
+    def stop(self) -> None:
+        pass
