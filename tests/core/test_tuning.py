@@ -125,9 +125,11 @@ def test_no_suggestion_says_why(losses, why):
 def test_a_noisy_curve_is_doubted():
     lrs = [float(i + 1) for i in range(40)]
     smooth = [*[1.0] * 20, *[1 - 0.04 * i for i in range(20)]]
-    noisy = [loss + 0.05 * (-1) ** (i // 2) for i, loss in enumerate(smooth)]
+    noisy = [loss + 0.1 * (-1) ** (i // 2) for i, loss in enumerate(smooth)]
     assert LRFinder("linear", lrs, smooth).doubt() == ""
     assert "noisy" in LRFinder("linear", lrs, noisy).doubt()
+    assert "noisy" in LRFinder("linear", lrs, [0.1, *smooth[1:]]).doubt()
+    assert LRFinder("linear", lrs[:5], noisy[:5]).doubt() == ""
 
 
 def test_accumulated_batches_count_as_their_mean():
@@ -288,7 +290,7 @@ def test_without_a_suggestion_nothing_is_set():
 class Keeps(Net):
     """A module with everything that a run may change."""
 
-    def __init__(self):
+    def __init__(self, stepped=True):
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.3)
         self.tied = nn.Linear(4, 3)
@@ -298,9 +300,10 @@ class Keeps(Net):
         self.random = random.Random(4)
         self.seen, self.table, self.best = [1], {"a": [torch.zeros(2)]}, torch.zeros(2)
         self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        for parameter in self.parameters():  # a step before, so that it has a state
-            parameter.grad = torch.ones_like(parameter)
-        self.optimizer.step()
+        if stepped:  # so that it has a state
+            for parameter in self.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
         self.lr = 0.01
 
     def loss(self, batch):
@@ -355,7 +358,8 @@ def test_everything_is_as_it_was(options, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     order = torch.Generator().manual_seed(7)
     data = DataLoader(samples(), batch_size=4, shuffle=True, generator=order)
-    one, module = trainer(output=tmp_path / "out", **options), Keeps()
+    # Adam cannot go on with another dtype than that of its state.
+    one, module = trainer(output=tmp_path / "out", **options), Keeps(stepped=options.get("precision") != "bf16-true")
     earlier = module._trainer = trainer()
     before, drawn, random_before = snapshot(module), order.get_state().tolist(), random.getstate()
     torch_before = torch.get_rng_state().tolist()
@@ -464,7 +468,7 @@ def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
         plugins=["csv", logger, watch, Both()],
         callbacks=[Watches(), EarlyStopping("loss"), ema],
         plugin_options={"csv": {"path": str(tmp_path / "metrics.csv")}},
-        max_time=0,
+        max_time=1e-6,
     )
     tuner = Tuner(one)
     tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
@@ -738,7 +742,7 @@ def test_another_error(error):
 
 
 def test_memory_that_really_runs_out():
-    """1 GiB of address space more than torch takes, in a process of its own, and a sample that needs some MiB."""
+    """256 MiB of address space more than torch takes, in a process of its own, and samples that need one or more each."""
     program = """
         import resource, sys
         import torch
@@ -751,7 +755,7 @@ def test_memory_that_really_runs_out():
             batch_size = 1
             def __init__(self):
                 super().__init__()
-                self.layer = nn.Linear(4, 2**20)
+                self.layer = nn.Linear(4, 2**18)
             def training_step(self, batch, batch_idx):
                 return self.layer(batch[0]).square().mean()
             def train_dataloader(self):
@@ -763,7 +767,7 @@ def test_memory_that_really_runs_out():
         options = dict(accelerator="cpu", enable_progress_bar=False, max_steps=2)
         gt.Trainer(**options).fit(Wide())  # what torch loads and allocates at first
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
         found = {}
         for mode in ("power", "binsearch"):
             module = Wide()
@@ -789,7 +793,7 @@ def test_memory_that_really_runs_out():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     power, binsearch = map(int, done.stdout.split())
-    # A sample takes 4 MiB in the output, and once or twice as much again in backward.
+    # A sample takes 1 MiB in the output, and once or twice as much again in backward.
     assert power & (power - 1) == 0
     assert 8 <= power <= binsearch < 2 * power
     assert binsearch < 256

@@ -71,11 +71,12 @@ class LRFinder:
         """Why not to trust the suggestion; empty where nothing speaks against it.
 
         The losses of single batches are noisy, and where they are too noisy the steepest fall is one of the noise. Then the averaged loss
-        also rises, about as steeply, before it has come to its best.
+        also rises, a third as steeply or more, before it has come to its best; or its best comes first.
         """
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
-        before_best = slopes[: self.losses.index(min(self.losses)) - SKIP_BEGIN + 1] if slopes else []
-        if not before_best or max(before_best) < -min(slopes) / 2:
+        best = self.losses.index(min(self.losses)) if slopes else 0
+        before = slopes[: max(0, best - SKIP_BEGIN)]
+        if not slopes or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3):
             return ""
         return "the loss is noisy: it rose about as steeply elsewhere. Fix: a larger batch, more steps (num_training), or a higher min_lr"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,8 @@ def learning_rate_of(model: Module, given: str) -> str:
         UsageError: it has none.
     """
     names = [given] if given else ["lr", "learning_rate"]
-    for name in names:
-        if hasattr(model, name) or name in model.hparams:
-            return name
+    for has in (partial(hasattr, model), model.hparams.__contains__):  # what is set now, before what it was made with
+        for name in names:
+            if has(name):
+                return name
     raise UsageError(f"{type(model).__name__} has no {' or '.join(names)} to set. Fix: update_attr=False, or self.{names[0]} in __init__")
