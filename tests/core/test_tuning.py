@@ -112,6 +112,7 @@ def test_the_suggestion_is_the_steepest_fall_without_the_ends():
     [
         ([1.0] * 11, "only 11 steps had a loss, and 11 are not looked at"),
         ([1.0] * 30, "the loss fell nowhere between 1 and 30"),
+        ([1.0 - 1e-9 * i for i in range(30)], "the loss fell nowhere"),
         ([float(i) for i in range(30)], "the loss fell nowhere"),
     ],
 )
@@ -203,6 +204,14 @@ def test_it_ends_where_the_loss_diverges(offset):
     assert found.losses[-1] > best + 3 * abs(best)
     assert found.losses[-2] <= best + 3 * abs(best)
     assert f"{found.lrs[-1]:.3g}" in found.stopped
+
+
+def test_one_lucky_batch_at_first_is_no_divergence():
+    class Lucky(Net):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) * (1e-6 if self.global_step == 0 else 1)
+
+    assert len(find(Lucky(), max_lr=0.1).lrs) == 30
 
 
 def test_it_does_not_end_where_it_may_not():

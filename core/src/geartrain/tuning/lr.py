@@ -53,7 +53,7 @@ class LRFinder:
             skip_end: steps to leave out at the end.
         """
         slopes = self._slopes(skip_begin, skip_end)
-        if not slopes or min(slopes) >= 0:
+        if not slopes or not self._falls(slopes):
             return None
         return self.lrs[skip_begin + slopes.index(min(slopes))]
 
@@ -63,7 +63,7 @@ class LRFinder:
         if not slopes:
             ended = f" ({self.stopped})" if self.stopped else ""
             return f"only {len(self.lrs)} steps had a loss{ended}, and {skip_begin + skip_end} are not looked at. Fix: a lower min_lr"
-        if min(slopes) >= 0:
+        if not self._falls(slopes):
             return f"the loss fell nowhere between {self.lrs[0]:.3g} and {self.lrs[-1]:.3g}. Fix: another range, or look at the model"
         return ""
 
@@ -76,7 +76,7 @@ class LRFinder:
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
         best = self.losses.index(min(self.losses)) if slopes else 0
         before = slopes[: max(0, best - SKIP_BEGIN)]
-        if not slopes or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3):
+        if not slopes or not self._falls(slopes) or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3):
             return ""
         return "the loss is noisy: it rose about as steeply elsewhere. Fix: a larger batch, more steps (num_training), or a higher min_lr"
 
@@ -93,6 +93,10 @@ class LRFinder:
 
     def as_dict(self) -> dict[str, Any]:
         return {"suggestion": self.suggestion(), "why_not": self.why_not(), "doubt": self.doubt(), **asdict(self)}
+
+    def _falls(self, slopes: list[float]) -> bool:
+        """Whether the steepest slope is a fall, by more than rounding."""
+        return min(slopes) < -torch.finfo(torch.float32).eps * max(map(abs, self.losses))
 
     def _slopes(self, skip_begin: int, skip_end: int) -> list[float]:
         """The change of the averaged loss a step, from its neighbours: steps are equally far apart on the scale of ``mode``."""
@@ -189,6 +193,8 @@ class LRSweep:
         found.lrs.append(lr)
         found.losses.append(smooth)
         found.raw_losses.append(loss)
+        if len(found.losses) <= SKIP_BEGIN:  # the average is that of a few batches: one lucky batch would be a best that nothing comes near
+            return
         # threshold * best, in a form that is right for losses below 0 too.
         if self._threshold is not None and smooth - self._best > (self._threshold - 1) * abs(self._best):
             self._stop(run, f"the loss diverged at the learning rate {lr:.3g}")
