@@ -166,13 +166,11 @@ class Tuner:
         return loaders, datamodule
 
     def _check_one_process(self) -> None:
-        trainer, plan = self._trainer, self._trainer.plan
-        launcher = trainer.hooks.owner("launch")
-        if plan.processes != 1 or (launcher is not None and launcher.kind != "default"):
-            what = "other processes" if plan.processes == 1 else f"{plan.processes or 'several'} processes"
+        plan = self._trainer.plan
+        if plan.processes != 1:
             raise UsageError(
-                f"{plan.strategy.label} trains in {what}, where running out of memory ends the run for all. "
-                "Fix: find it on one device (--strategy single --devices 1): the batch size is that of one device"
+                f"{plan.strategy.label} trains in {plan.processes or 'several'} processes, where running out of memory in one ends the "
+                "run of all. Fix: find it on one device (--strategy single --devices 1): the batch size is that of one device"
             )
 
     def _tell_left_out(self) -> None:
