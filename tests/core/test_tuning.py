@@ -252,6 +252,13 @@ def test_plot_draws_the_curve_and_marks_the_suggestion():
     assert "|" not in found.plot(suggest=False)
 
 
+def test_plot_is_not_flattened_by_a_loss_that_diverges():
+    losses = [1.0, 0.8, 0.4, 0.0, 1000.0]
+    lines = LRFinder("linear", [1.0, 2.0, 3.0, 4.0, 5.0], losses).plot(width=41, height=11).splitlines()
+    assert [line[11:].find("*") for line in lines[:11]] == [40, -1, -1, -1, -1, 0, 10, -1, 20, -1, 30]
+    assert LRFinder("linear").plot() == "nothing to draw"
+
+
 # --- where it goes -------------------------------------------------------------------------------------------------------
 
 
