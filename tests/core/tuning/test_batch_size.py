@@ -16,7 +16,7 @@ from geartrain import TrainingError, UsageError
 from geartrain.tuning import Tuner
 from geartrain.tuning.batch_size import is_out_of_memory
 
-from ..models import Stream, samples, trainer
+from ..models import Stream, loader, samples, trainer
 from .cases import Data, Never, Room, Watch, scale, snapshot
 
 SEARCHES = [
@@ -87,7 +87,7 @@ def test_each_trial_is_so_many_steps_and_leaves_nothing(tmp_path, monkeypatch):
 
     module, data, watch = Counts(), Data(), Watch()
     before, drawn = snapshot(module), torch.get_rng_state().tolist()
-    scale(module, data, {"plugins": [watch], "output": "out", "limit_train_batches": 1}, init_val=50, steps_per_trial=4)
+    scale(module, data, {"plugins": [watch], "output": "out", "limit_train_batches": 0.06}, init_val=50, steps_per_trial=4)
     assert lengths == [*[(50, i) for i in (1, 2, 3, 4)], *[(100, i) for i in (1, 2, 3, 4)], (200, 1)]
     assert snapshot(module) == before
     assert torch.get_rng_state().tolist() == drawn
@@ -296,6 +296,8 @@ BATCH_REFUSALS = [
     ({"data": Fixed()}, {}, r"Fixed\.batch_size cannot be set.*Fix: an attribute"),
     ({"batch_arg_name": "size"}, {}, "there is no 'size'"),
     ({}, {"fast_dev_run": True}, "fast_dev_run"),
+    ({"data": loader()}, {}, "a loader that is made already has its batch size. Fix: train_dataloader"),
+    ({"data": Data(), "datamodule": Data()}, {}, "two DataModules are given"),
 ]
 
 

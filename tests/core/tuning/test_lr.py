@@ -269,6 +269,7 @@ LR_REFUSALS = [
     ({"early_stop_threshold": 1.0}, {}, "must be above 1"),
     ({"update_attr": True, "attr_name": "rate"}, {}, "Never has no rate to set. Fix: update_attr=False"),
     ({}, {"fast_dev_run": True}, "fast_dev_run"),
+    ({"datamodule": 3}, {}, "datamodule=3 is not a geartrain.DataModule"),
 ]
 
 

@@ -60,22 +60,36 @@ def test_a_fit_afterwards_is_bit_equal_to_one_without_a_finder():
     assert all(torch.equal(without[name], with_it[name]) for name in without)
 
 
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": None, "shuffle": True}, {"batch_size": 4, "shuffle": True}], ids=str)
+def test_a_loader_s_generator_is_as_it_was(options):
+    order = torch.Generator().manual_seed(7)
+    state = order.get_state().tolist()
+    data = DataLoader(samples(), generator=order, **options)
+    find(Net(), [data])
+    assert order.get_state().tolist() == state
+    list(data)
+    assert order.get_state().tolist() != state
+
+
 def test_numpy_s_generator_and_arrays_are_as_they_were():
     numpy = pytest.importorskip("numpy")
 
     class Draws(Net):
         def training_step(self, batch, batch_idx):
-            self.counts[0] += numpy.random.rand()
+            self.counts[0] += numpy.random.rand() + self.dice.random()
             return super().training_step(batch, batch_idx)
 
     module = Draws()
-    module.counts = numpy.zeros(2)
+    module.counts, module.scalar, module.fixed = numpy.zeros(2), numpy.float64(1), numpy.ones(1)
+    module.fixed.flags.writeable = False
+    module.dice, module.chance = numpy.random.default_rng(3), random.SystemRandom()
     numpy.random.seed(1)
     find(module)
     state = numpy.random.rand()
     numpy.random.seed(1)
     assert state == numpy.random.rand()
     assert module.counts.tolist() == [0, 0]
+    assert module.dice.random() == numpy.random.default_rng(3).random()
 
 
 def test_shared_and_expanded_tensors_stay_shared():

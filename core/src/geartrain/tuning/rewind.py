@@ -19,6 +19,7 @@ from geartrain.module import DataModule
 
 #: Puts one thing back as it was when this was made, and returns it; may be called several times.
 _Rewinder = Callable[[], Any]
+_GENERATORS = (torch.Generator, random.Random)
 
 
 class Rewind:
@@ -57,7 +58,7 @@ def _rewinder(value: Any, seen: set[int]) -> _Rewinder:
     if isinstance(value, nn.Module | Optimizer | LRScheduler):
         seen.add(id(value))
         return _attributes(value, seen)
-    if isinstance(value, torch.Generator | random.Random):
+    if isinstance(value, _GENERATORS):
         return _generator(value)
     if isinstance(value, dict | list | set | deque):
         seen.add(id(value))
@@ -65,9 +66,22 @@ def _rewinder(value: Any, seen: set[int]) -> _Rewinder:
     if isinstance(value, tuple):
         inner = [_rewinder(item, seen) for item in value]
         return lambda: ([put() for put in inner], value)[1]
-    if type(value).__module__ == "numpy" and hasattr(value, "setfield"):
+    return _of_numpy(value)
+
+
+def _of_numpy(value: Any) -> _Rewinder:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.flags.writeable:
         array = value.copy()
         return lambda: (value.__setitem__(..., array), value)[1]
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        bits, state = value.bit_generator, value.bit_generator.state
+
+        def put() -> Any:
+            bits.state = state
+            return value
+
+        return put
     return _as_it_is(value)
 
 
@@ -96,7 +110,7 @@ def _attributes(thing: Any, seen: set[int]) -> _Rewinder:
 
 
 def _names(thing: Any, seen: set[int]) -> _Rewinder:
-    small = torch.Generator | random.Random | HyperParameters
+    small = (*_GENERATORS, HyperParameters)
     kept = {name: _rewinder(value, seen) if isinstance(value, small) else _as_it_is(value) for name, value in vars(thing).items()}
     return _put_names(thing, kept)
 
@@ -140,6 +154,8 @@ def _generator(value: torch.Generator | random.Random) -> _Rewinder:
     if isinstance(value, torch.Generator):
         state, set_state = value.get_state(), value.set_state
         return lambda: (set_state(state), value)[1]
+    if isinstance(value, random.SystemRandom):  # has no state
+        return _as_it_is(value)
     told, tell = value.getstate(), value.setstate
     return lambda: (tell(told), value)[1]
 

@@ -47,6 +47,8 @@ class Tuner:
         self,
         model: Any,
         train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        *,
         datamodule: DataModule | None = None,
         min_lr: float = 1e-8,
         max_lr: float = 1.0,
@@ -64,6 +66,7 @@ class Tuner:
         Args:
             model: as for :meth:`geartrain.Trainer.fit`.
             train_dataloaders: the same.
+            val_dataloaders: may be given, as in Lightning; a finder does not validate.
             datamodule: the same.
             min_lr: the first learning rate.
             max_lr: the last one.
@@ -89,7 +92,8 @@ class Tuner:
         sweep = LRSweep(lrs, mode, early_stop_threshold)
         made = finder(self._trainer, sweep, num_training, log_every_n_steps=1)
         self._tell_left_out()
-        rewind = Rewind(model, datamodule, train_dataloaders)
+        loaders = train_dataloaders if isinstance(train_dataloaders, list | tuple) else [train_dataloaders]
+        rewind = Rewind(model, datamodule, *loaders)
         with same_randomness():
             try:
                 made.fit(model, train_dataloaders, datamodule=datamodule, checkpoint=checkpoint)
@@ -107,6 +111,8 @@ class Tuner:
     def scale_batch_size(
         self,
         model: Any,
+        train_dataloaders: DataModule | None = None,
+        *,
         datamodule: DataModule | None = None,
         mode: str = "power",
         steps_per_trial: int = 3,
@@ -121,6 +127,7 @@ class Tuner:
 
         Args:
             model: a :class:`geartrain.Module`.
+            train_dataloaders: a DataModule; a loader that is made already has its size.
             datamodule: where its loader comes from, unless from the module.
             mode: ``"power"`` doubles until a batch does not run; ``"binsearch"`` then goes on between the last two.
             steps_per_trial: optimizer steps of each trial.
@@ -142,7 +149,12 @@ class Tuner:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number, at least 1.")
         self._check_one_process()
-        _, datamodule = self._check(model, None, datamodule)
+        loaders, datamodule = self._check(model, train_dataloaders, datamodule)
+        if loaders is not None:
+            raise UsageError(
+                "a loader that is made already has its batch size. Fix: train_dataloader of the module or a DataModule, which reads "
+                f"self.{batch_arg_name}"
+            )
         owner = setting_of([owner for _, owner in owners_of(model, datamodule)], batch_arg_name)
         self._tell_left_out()
         self.trials, self.reason = [], ""
@@ -155,8 +167,12 @@ class Tuner:
 
     def _check(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
         """Refuse what cannot be tuned; loaders and DataModule, told apart."""
-        if isinstance(loaders, DataModule):
+        if isinstance(loaders, DataModule) and datamodule is None:
             loaders, datamodule = None, loaders
+        if isinstance(loaders, DataModule):
+            raise UsageError("two DataModules are given. Fix: give one")
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
         if not isinstance(model, Module) and isinstance(model, torch.nn.Module):
             raise UsageError(
                 f"{type(model).__name__} is a plain nn.Module. Fix: a geartrain.Module whose learning rate and batch size can be set"
