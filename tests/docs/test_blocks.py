@@ -21,6 +21,7 @@ SLOW = {
     "devices.md",
     "doctor.md",
     "start.md",
+    "tune.md",
     "write-a-plugin.md",
     "write-a-strategy.md",
     "write-an-accelerator.md",

@@ -120,7 +120,7 @@ def test_trainer_argument_is_in_the_table(argument, options):
     assert row, f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, python docs/make_reference.py"
 
 
-@pytest.mark.parametrize("command", [name for name in _COMMANDS if name != "plugins"])
+@pytest.mark.parametrize("command", [*(name for name in _COMMANDS if name != "plugins"), "tune lr", "tune batch-size"])
 def test_command_line_option_is_on_the_page(command, options):
     parser, _ = build_parser(command, None, Names(), Registry())
     missing = []

@@ -1,4 +1,4 @@
-"""The command line: ``geartrain fit|validate|test|predict|explain|plugins|doctor|conformance|new``, and ``geartrain.cli`` for a script.
+"""The command line: ``geartrain fit|validate|test|predict|tune|explain|plugins|doctor|conformance|new``; ``geartrain.cli`` for a script.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
@@ -22,6 +22,7 @@ _COMMANDS = {
     "validate": ("run", "validate a module"),
     "test": ("run", "test a module"),
     "predict": ("run", "predict with a module"),
+    "tune": ("tune", "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)"),
     "explain": ("explain", "show the plan and who answers each hook; starts nothing"),
     "plugins": ("plugins", "list what is installed, and why what cannot be used"),
     "doctor": ("doctor", "examine this machine; ends with what to fix"),

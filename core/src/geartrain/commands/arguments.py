@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
@@ -30,6 +30,27 @@ _SPELT_OTHERWISE = {
     *("accelerator", "strategy", "plugins", "callbacks", "block"),
     *("accelerator_options", "strategy_options", "plugin_options", "assume"),
 }
+#: Commands with options of their own -> option -> (type, default, what it does).
+_OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
+    "tune lr": {
+        "min_lr": (float, 1e-8, "the first learning rate"),
+        "max_lr": (float, 1.0, "the last learning rate"),
+        "num_training": (int, 100, "optimizer steps to train"),
+        "mode": (Literal["exponential", "linear"], "exponential", "how the learning rate grows"),
+        "early_stop_threshold": (float | None, 4.0, "end once the averaged loss is above so many times its best; null for never"),
+        "json": (bool, False, "print what was found as JSON"),
+    },
+    "tune batch-size": {
+        "mode": (Literal["power", "binsearch"], "power", "double until a batch does not run; binsearch goes on between the last two"),
+        "init_val": (int, 2, "the batch size to begin with"),
+        "max_trials": (int, 25, "batch sizes to try at most"),
+        "steps_per_trial": (int, 3, "optimizer steps of each trial"),
+        "batch_arg_name": (str, "batch_size", "the attribute of the data module or the module that train_dataloader reads"),
+        "json": (bool, False, "print what was found as JSON"),
+    },
+}
+#: Options that some commands do not have: in a config file that another command's --print-config wrote they say nothing.
+_OF_SOME = {"checkpoint", "json", "assume", *(option for options in _OWN.values() for option in options)}
 
 
 @dataclass
@@ -190,6 +211,8 @@ def build_parser(command: str, target: Target | None, names: Names, registry: Re
         parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that is not here")
     else:
         parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
+    for option, (kind, default, text) in _OWN.get(command, {}).items():
+        parser.add_argument(f"--{option}", type=kind, default=default, help=text)
     parser.add_class_arguments(Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False)
     if target is not None:
         parser.add_class_arguments(target[0], "model", fail_untyped=False)
@@ -233,7 +256,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     config = dict(names.config)
     config.update(names.chosen)
     known = {action.dest for action in parser._actions}
-    for key in {"checkpoint", "json", "assume"} - known:  # of another command, whose --print-config wrote the file
+    for key in _OF_SOME - known:  # of another command, whose --print-config wrote the file
         config.pop(key, None)
     config.update({key: value for key, value in names.repeated.items() if key in known and value})
     left = [key for key, value in names.repeated.items() if key not in known and value]

@@ -1,0 +1,193 @@
+"""A finder is no run: nothing of it stays, and nobody who watches a run sees it."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain.callbacks import EMA, Callback, EarlyStopping
+from geartrain.tuning import Tuner
+
+from ..models import Loggers, Net, loader, samples, trainer
+from .cases import Keeps, Watch, find, snapshot
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-true"}, {"precision": "bf16-mixed", "seed": 5}], ids=str)
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_it_was(options, fails, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    order = torch.Generator().manual_seed(7)
+    data = DataLoader(samples(), batch_size=4, shuffle=True, generator=order)
+    # Adam cannot go on with another dtype than that of its state.
+    one, module = trainer(output=tmp_path / "out", **options), Keeps(stepped=options.get("precision") != "bf16-true")
+    earlier = module._trainer = trainer()
+    before, drawn, random_before = snapshot(module), order.get_state().tolist(), random.getstate()
+    torch_before = torch.get_rng_state().tolist()
+    if fails:
+        monkeypatch.setattr(Keeps, "on_train_epoch_end", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Tuner(one).lr_find(module, data, update_attr=False)
+    else:
+        Tuner(one).lr_find(module, data, num_training=20, update_attr=False)
+    after = snapshot(module)
+    assert after.keys() == before.keys()
+    assert {name for name in before if after[name] != before[name]} == set()
+    assert order.get_state().tolist() == drawn
+    assert random.getstate() == random_before
+    assert torch.get_rng_state().tolist() == torch_before
+    assert module.trainer is earlier
+    assert (one.global_step, one.current_epoch, one.callback_metrics) == (0, 0, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fit_afterwards_is_bit_equal_to_one_without_a_finder():
+    def train(tune):
+        torch.manual_seed(3)
+        module, one = Keeps(), trainer(max_epochs=2)
+        data = DataLoader(samples(), batch_size=4, shuffle=True)
+        if tune:
+            Tuner(one).lr_find(module, data, update_attr=False)
+        one.fit(module, data)
+        return module.state_dict(), one.global_step
+
+    (without, steps), (with_it, also) = train(False), train(True)
+    assert steps == also == 12
+    assert without.keys() == with_it.keys()
+    assert all(torch.equal(without[name], with_it[name]) for name in without)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": None, "shuffle": True}, {"batch_size": 4, "shuffle": True}], ids=str)
+def test_a_loader_s_generator_is_as_it_was(options):
+    order = torch.Generator().manual_seed(7)
+    state = order.get_state().tolist()
+    data = DataLoader(samples(), generator=order, **options)
+    find(Net(), [data])
+    assert order.get_state().tolist() == state
+    list(data)
+    assert order.get_state().tolist() != state
+
+
+def test_numpy_s_generator_and_arrays_are_as_they_were():
+    numpy = pytest.importorskip("numpy")
+
+    class Draws(Net):
+        def training_step(self, batch, batch_idx):
+            self.counts[0] += numpy.random.rand() + self.dice.random()
+            return super().training_step(batch, batch_idx)
+
+    module = Draws()
+    module.counts, module.scalar, module.fixed = numpy.zeros(2), numpy.float64(1), numpy.ones(1)
+    module.fixed.flags.writeable = False
+    module.dice, module.chance = numpy.random.default_rng(3), random.SystemRandom()
+    numpy.random.seed(1)
+    find(module)
+    state = numpy.random.rand()
+    numpy.random.seed(1)
+    assert state == numpy.random.rand()
+    assert module.counts.tolist() == [0, 0]
+    assert module.dice.random() == numpy.random.default_rng(3).random()
+
+
+def test_shared_and_expanded_tensors_stay_shared():
+    class Tied(Net):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(3, 4)
+            self.other.weight = self.layers[0].weight
+            self.register_buffer("wide", torch.zeros(1).expand(5))
+            self.loop = []
+            self.loop.append(self.loop)
+
+    module = Tied()
+    find(module)
+    assert module.other.weight is module.layers[0].weight
+    assert module.wide.tolist() == [0] * 5
+    assert module.loop[0] is module.loop
+
+
+def test_a_data_module_keeps_what_it_had():
+    class Data(gt.DataModule):
+        def __init__(self, batch_size=4):
+            self.generator, self.batch_size = torch.Generator().manual_seed(1), batch_size
+
+        def setup(self, stage):
+            self.made = samples()
+
+        def train_dataloader(self):
+            return DataLoader(self.made, batch_size=self.batch_size, shuffle=True, generator=self.generator)
+
+    data = Data()
+    state = data.generator.get_state().tolist()
+    Tuner(trainer()).lr_find(Net(), data, num_training=13, update_attr=False)
+    assert not hasattr(data, "made")
+    assert data.trainer is None
+    assert data.generator.get_state().tolist() == state
+
+
+# --- a finder is no run --------------------------------------------------------------------------------------------------
+
+
+def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
+    class Watches(Callback):
+        def on_train_batch_end(self, *_):
+            raise AssertionError("a finder is no run")
+
+    class Both(Watch):
+        @hookimpl
+        def on_step_end(self):
+            raise AssertionError("a finder is no run")
+
+    logger, watch, ema = Loggers(), Watch(), EMA(0.9)
+    one = trainer(
+        plugins=["csv", logger, watch, Both()],
+        callbacks=[Watches(), EarlyStopping("loss"), ema],
+        plugin_options={"csv": {"path": str(tmp_path / "metrics.csv")}},
+        max_time=1e-6,
+    )
+    tuner = Tuner(one)
+    tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
+    said = capsys.readouterr().err
+    assert said.count("tune: left out while finding") == 1
+    for label in ("geartrain[csv]", "Loggers", "Both", "Watches", "early_stopping", "ema", "timer"):
+        assert label.lower() in said.lower(), said
+    assert "Watch," not in said
+    assert logger.lines == []
+    assert list(tmp_path.iterdir()) == []
+    assert len(watch.lrs) == 13
+    tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plugin_that_replaces_an_owner_is_kept_although_it_watches():
+    class Halves:
+        replaces = frozenset({"backward"})
+        steps = 0
+
+        @hookimpl
+        def backward(self, run, loss):
+            (loss / 2).backward()
+
+        @hookimpl
+        def on_step_end(self):
+            self.steps += 1
+
+    halves = Halves()
+    find(Net(), options={"plugins": [halves]})
+    assert halves.steps == 30
+
+
+def test_neither_validation_nor_a_bar_nor_a_table(capsys):
+    class Validates(Net):
+        def validation_step(self, batch, batch_idx):
+            raise AssertionError("a finder does not validate")
+
+        def val_dataloader(self):
+            return loader()
+
+    options = {"enable_progress_bar": True, "num_sanity_val_steps": 2, "val_check_interval": 2, "max_epochs": 1, "max_steps": 2}
+    assert len(find(Validates(), options=options).lrs) == 30
+    assert capsys.readouterr() == ("", "")

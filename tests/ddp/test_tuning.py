@@ -1,0 +1,183 @@
+"""The finders on two ranks: both find the same, end together and go on from where they were."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain.tuning import Tuner
+
+from .cases import Net, one_trainer, samples
+from .ranks import failure, results, script
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks kept of finders and of the trainings after them."""
+    body = """
+from geartrain.tuning import Tuner
+
+
+class Breaks(Net):
+    '''Its loss becomes large or NaN in step 21, on one rank.'''
+
+    def __init__(self, rank, factor):
+        super().__init__()
+        self.rank, self.factor = rank, factor
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.factor if self.global_rank == self.rank and self.global_step >= 20 else loss
+
+
+class Lr(Net):
+    lr = 0.5
+
+
+def find(module, **options):
+    tuner = Tuner(ddp(**options))
+    return tuner.lr_find(module, DataLoader(samples(), batch_size=4), min_lr=1e-4, num_training=30, update_attr=hasattr(module, "lr"))
+
+
+def state(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def train(tune):
+    module, trainer = Net(norm=True, optimizer="adam"), ddp(max_epochs=2, seed=3)
+    data = DataLoader(samples(), batch_size=4, shuffle=True)
+    before = state(module)
+    if tune:
+        Tuner(trainer).lr_find(module, data, num_training=20, update_attr=False)
+        assert all(torch.equal(value, before[name]) for name, value in state(module).items())
+        assert trainer.global_step == 0
+    trainer.fit(module, data)
+    return state(module), torch.rand(1).item()
+
+
+found, module = {}, Lr()
+found["curve"] = find(module)
+found["set"] = module.lr
+for rank in (0, 1):
+    found[f"nan on {rank}"] = find(Breaks(rank, float("nan")))
+    found[f"large on {rank}"] = find(Breaks(rank, 1e4))
+found["without"], found["after"] = train(False), train(True)
+trainer = ddp()
+trainer.fit(Net(), DataLoader(samples(4), batch_size=2))
+keep(trainer, **found)
+"""
+    return results(tmp_path_factory.mktemp("found"), body, timeout=150)
+
+
+def test_both_ranks_find_the_same(found):
+    first, second = found
+    assert first["curve"] == second["curve"]
+    assert first["set"] == second["set"] == first["curve"].suggestion()
+    assert len(first["curve"].lrs) == 30
+
+
+def test_the_curve_is_that_of_one_process_on_all_the_data(found):
+    """Two ranks with batches of 4 see what one process sees in each batch of 8: samples i and i + 1 go to different ranks."""
+    module = Net()
+    batches = list(DataLoader(samples(), batch_size=8)) * 5
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=1.0), []
+    for (x, y), lr in zip(batches, found[0]["curve"].lrs, strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert found[0]["curve"].raw_losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_what_one_rank_sees_ends_both_in_the_same_step(found):
+    for rank in found:
+        for where in (0, 1):
+            broken, large = rank[f"nan on {where}"], rank[f"large on {where}"]
+            assert len(broken.lrs) == 20
+            assert "the loss was nan" in broken.stopped
+            assert len(large.lrs) == 21
+            assert "the loss diverged" in large.stopped
+    assert all(found[0][name] == found[1][name] for name in found[0] if " on " in name)
+
+
+def test_training_afterwards_is_bit_equal_to_training_without(found):
+    for rank in found:
+        (without, drawn), (after, also) = rank["without"], rank["after"]
+        assert drawn == also
+        assert all(torch.equal(value, after[name]) for name, value in without.items())
+
+
+def test_from_the_command_line_rank_0_alone_speaks(tmp_path):
+    body = """
+class Data(gt.DataModule):
+    def train_dataloader(self):
+        return DataLoader(samples(), batch_size=4)
+
+
+gt.cli(Net, Data)
+"""
+    options = {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "num-training": 20, "min-lr": 1e-3, "output": "out"}
+    done = script(tmp_path, body, "tune", "lr", *(f"--{name}={value}" for name, value in options.items()), "--json")
+    assert done.returncode == 0, done.printed
+    assert done.printed.count('"suggestion"') == 1
+    assert json.loads((tmp_path / "out" / "lr.json").read_text())["suggestion"] > 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"lr.json", "lr.csv"}
+
+
+def test_an_error_in_a_finder_fails_both_ranks(tmp_path):
+    body = """
+from geartrain.tuning import Tuner
+
+
+class Bad(Net):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.global_step == 3:
+            raise ValueError("in the finder")
+        return super().training_step(batch, batch_idx)
+
+
+Tuner(ddp()).lr_find(Bad(), DataLoader(samples(), batch_size=4), update_attr=False)
+"""
+    assert "in the finder" in failure(tmp_path, body)
+
+
+def test_a_batch_size_is_found_in_one_process_only():
+    class Own(Net):
+        batch_size = 2
+
+        def setup(self, stage):
+            raise AssertionError("something was started")
+
+    with pytest.raises(gt.UsageError, match=r"\[ddp\] trains in 2 processes.*Fix: find it on one device \(--strategy single --devices 1\)"):
+        Tuner(one_trainer(devices=2, strategy="ddp")).scale_batch_size(Own())
+
+
+def test_a_batch_size_is_found_by_ddp_on_one_device(tmp_path):
+    body = """
+from geartrain.tuning import Tuner
+
+
+class Own(Net):
+    batch_size = 2
+
+    def train_dataloader(self):
+        return DataLoader(samples(), batch_size=self.batch_size)
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 11:
+            raise MemoryError("no room")
+        return super().training_step(batch, batch_idx)
+
+
+module, trainer = Own(), ddp(devices=1)
+before = {name: value.clone() for name, value in module.state_dict().items()}
+found = Tuner(trainer).scale_batch_size(module, mode="binsearch")
+assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+trainer.fit(module)
+keep(trainer, found=found)
+"""
+    assert results(tmp_path, body, ranks=1)[0]["found"] == 11
