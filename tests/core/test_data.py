@@ -106,6 +106,23 @@ def test_a_defaultdict_keeps_its_factory():
     assert moved["new"] == []
 
 
+class Output(OrderedDict):
+    """As a model of transformers gives it: a mapping that takes one item at a time."""
+
+    def update(self, *_, **__):
+        raise TypeError("no update")
+
+
+def test_an_output_of_transformers_is_mapped():
+    output = Output()
+    output["loss"] = torch.ones(())
+    output["logits"] = (torch.ones(2), None)
+    moved = move(output, META)
+    assert type(moved) is Output
+    assert moved["loss"].device == moved["logits"][0].device == META
+    assert output["loss"].device.type == "cpu"
+
+
 def test_objects_that_can_be_moved_are():
     moved = move([Movable(), {"a": Movable()}], META)
     assert [moved[0].device, moved[1]["a"].device] == ["meta", "meta"]

@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {
     "devices.md",
     "doctor.md",
+    "examples.md",
     "start.md",
     "tune.md",
     "write-a-plugin.md",

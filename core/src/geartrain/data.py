@@ -53,7 +53,8 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
         if not isinstance(data, MutableMapping) or type(data) is dict:
             return items
         same = copy.copy(data)  # an OrderedDict or defaultdict stays one
-        same.update(items)
+        for key, value in items.items():
+            same[key] = value  # one by one: what a model of transformers gives forbids update()
         return same
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})

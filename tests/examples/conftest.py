@@ -1,0 +1,64 @@
+"""Examples as they are typed, in small; and as modules, to look at their parts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: One thread, so that two ranks do not fight for two cores; nothing is asked of a model hub.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass
+class Ran:
+    """An example that has run."""
+
+    code: int
+    printed: str
+    errors: str
+    output: Path
+
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        assert self.code == 0, self.errors
+        return json.loads((self.output / "summary.json").read_text())["metrics"]
+
+    def flushed(self, name: str) -> list[float]:
+        """Every value that a metric was logged with."""
+        lines = map(json.loads, (self.output / "metrics.jsonl").read_text().splitlines())
+        return [line[name] for line in lines if name in line]
+
+
+@pytest.fixture
+def example(tmp_path_factory):
+    """``example("digits", "--max-epochs", 1)`` runs examples/digits.py as a script, or ``geartrain fit`` of it with ``cli=True``;
+    with ``--output`` in a new folder unless ``option`` is another one that names it."""
+
+    def run(name: str, *arguments: object, cli: bool = False, option: str = "--output") -> Ran:
+        program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else [sys.executable]
+        output = tmp_path_factory.mktemp(name) / "run"
+        command = [*program, f"examples/{name}.py", *map(str, arguments), option, str(output)]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=110)
+        return Ran(done.returncode, done.stdout, done.stderr, output)
+
+    return run
+
+
+@pytest.fixture
+def part():
+    """``part("char_lm")`` is that example as a module."""
+
+    def load(name: str):
+        spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

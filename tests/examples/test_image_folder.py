@@ -1,0 +1,175 @@
+"""A small residual network learns shapes that are drawn here, in a folder as people have them."""
+
+import math
+import random
+
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+
+def draw(path, name, rng):
+    """One image: a shape of some colour, size and turn on a dark ground."""
+    width, height = (rng.randrange(48, 64) for _ in range(2))
+    image = Image.new("RGB", (width, height), tuple(rng.randrange(100) for _ in range(3)))
+    pen, colour, r = ImageDraw.Draw(image), tuple(rng.randrange(150, 256) for _ in range(3)), rng.randrange(11, 17)
+    x, y = rng.randrange(r + 5, width - r - 5), rng.randrange(r + 5, height - r - 5)
+    if name == "circle":
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=colour)
+    elif name == "cross":
+        pen.rectangle((x - r, y - r // 4, x + r, y + r // 4), fill=colour)
+        pen.rectangle((x - r // 4, y - r, x + r // 4, y + r), fill=colour)
+    elif name == "square":
+        pen.regular_polygon((x, y, r), 4, rotation=rng.randrange(90), fill=colour)
+    else:
+        pen.regular_polygon((x, y, r), 3, rotation=rng.randrange(120), fill=colour)
+    image.save(path)
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory):
+    """100 images of each of four shapes, half of them JPEG."""
+    root, rng = tmp_path_factory.mktemp("shapes"), random.Random(0)
+    for name in ("circle", "cross", "square", "triangle"):
+        (root / name).mkdir()
+        for i in range(100):
+            draw(root / name / f"{i:03}.{('png', 'jpg')[i % 2]}", name, rng)
+    (root / "README.txt").write_text("a file beside the classes is no class")
+    return root
+
+
+@pytest.fixture
+def pictures(part):
+    return part("image_folder")
+
+
+SMALL = ["--model.classes", 4, "--data.size", 32, "--seed", 1, "--data.num_workers", 1]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [["--strategy", "single"], ["--strategy", "dp", "--devices", 2], ["--strategy", "ddp", "--devices", 2, "--data.batch_size", 16]],
+    ids=lambda s: s[1],
+)
+def test_shapes_are_told_apart(example, shapes, strategy):
+    ran = example("image_folder", "--data.root", shapes, *SMALL, "--max-epochs", 10, *strategy)
+    assert ran.metrics()["val_acc"] >= 0.7  # 0.25 is a guess
+
+    if strategy[1] == "single":
+        said = example("image_folder", "predict", "--data.root", shapes, *SMALL, "--checkpoint", ran.output / "last.ckpt")
+        assert said.code == 0, said.errors
+        chances = torch.cat(torch.load(said.output / "predictions.pt", weights_only=True))
+        assert chances.shape == (80, 4)
+        torch.testing.assert_close(chances.sum(dim=1), torch.ones(80))
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_fifth_of_each_class_is_held_out_and_the_same_each_time(pictures, shapes):
+    data, again = pictures.ImageFolder(str(shapes)), pictures.ImageFolder(str(shapes))
+    assert data.classes == ["circle", "cross", "square", "triangle"]
+    assert [sum(label == i for _, label in data.held_out) for i in range(4)] == [20] * 4
+    assert not {path for path, _ in data.held_out} & {path for path, _ in data.training}
+    assert len(data.training) == 320
+    assert data.held_out == again.held_out
+    assert data.held_out != pictures.ImageFolder(str(shapes), split_seed=1).held_out
+    assert all(path.parent.name == data.classes[label] for path, label in data.training + data.held_out)
+
+
+def test_without_variation_the_middle_is_read_as_it_is(pictures, tmp_path):
+    image = Image.new("RGB", (12, 8), (255, 0, 0))  # red, and its middle 8 × 8 green on the left half and blue on the right
+    image.paste((0, 255, 0), (2, 0, 6, 8))
+    image.paste((0, 0, 255), (6, 0, 10, 8))
+    image.save(tmp_path / "a.png")
+    pixels, label = pictures.Images([(tmp_path / "a.png", 3)], size=8, vary=False)[0]
+    assert label == 3
+    assert pixels.shape == (3, 8, 8)
+    low, high = -0.5 / 0.25, 0.5 / 0.25
+    expected = torch.full((3, 8, 8), low)
+    expected[1, :, :4] = expected[2, :, 4:] = high
+    torch.testing.assert_close(pixels, expected)
+
+
+def test_variation_mirrors_half_and_cuts_out_parts(pictures, tmp_path):
+    image = Image.new("RGB", (40, 40), (0, 0, 0))
+    image.paste((255, 255, 255), (0, 0, 8, 40))  # a white bar on the left
+    image.save(tmp_path / "a.png")
+    torch.manual_seed(0)
+    images = pictures.Images([(tmp_path / "a.png", 0)], size=40, vary=True)
+    seen = [images[0][0] for _ in range(60)]
+    right = sum(bool(pixels[0, :, -1].max() > pixels[0, :, 0].max()) for pixels in seen)
+    left = sum(bool(pixels[0, :, -1].max() < pixels[0, :, 0].max()) for pixels in seen)
+    assert min(left, right) >= 10
+    assert len({round(float(pixels.sum())) for pixels in seen}) > 20
+    parts = [images.part(60, 40) for _ in range(50)]
+    for left_edge, upper, right_edge, lower in parts:
+        assert 0 <= left_edge < right_edge <= 60
+        assert 0 <= upper < lower <= 40
+        assert right_edge - left_edge == pytest.approx(lower - upper)
+        assert 40 * math.sqrt(0.5) - 1e-6 <= lower - upper <= 40
+
+
+def test_grey_and_transparent_images_are_read(pictures, tmp_path):
+    for mode in ("L", "RGBA", "P", "1"):
+        Image.new(mode, (9, 9)).save(tmp_path / f"{mode}.png")
+    images = pictures.Images([(path, 0) for path in sorted(tmp_path.iterdir())], size=8, vary=True)
+    assert [images[i][0].shape for i in range(4)] == [(3, 8, 8)] * 4
+
+
+# --- what cannot work -----------------------------------------------------------------------------------------------------
+
+
+def folder(root, **classes):
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(root / name / f"{i}.png")
+    return root
+
+
+def refused(example, root, *arguments):
+    ran = example("image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, *arguments)
+    assert ran.code == 2
+    assert "Traceback" not in ran.errors
+    return ran.errors
+
+
+def test_a_folder_that_is_not_there(example, tmp_path):
+    assert "there is no folder" in refused(example, tmp_path / "nothing")
+
+
+def test_an_empty_folder(example, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "has 0 folders of images" in refused(example, tmp_path / "empty")
+
+
+def test_one_class(example, tmp_path):
+    assert "has 1 folders of images" in refused(example, folder(tmp_path / "one", a=3))
+
+
+def test_a_class_without_images(example, tmp_path):
+    root = folder(tmp_path / "bare", a=3, b=0)
+    assert f"{root / 'b'} has 0 images (.jpeg, .jpg, .png)" in refused(example, root)
+
+
+def test_more_classes_than_the_model_has(example, tmp_path):
+    errors = refused(example, folder(tmp_path / "three", a=2, b=2, c=2))
+    assert "the folder has 3 classes, the model 2. Fix: --model.classes 3" in errors
+
+
+def test_a_file_that_is_no_image(example, tmp_path):
+    root = folder(tmp_path / "text", a=3, b=3)
+    (root / "b" / "letter.jpg").write_text("Dear Sir")
+    assert f"{root / 'b' / 'letter.jpg'} is no image that Pillow reads" in refused(example, root)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_is_cut_off(example, tmp_path, workers):
+    root = folder(tmp_path / "cut", a=3, b=3)
+    Image.effect_noise((64, 64), 90).save(root / "b" / "whole.jpg")
+    data = (root / "b" / "whole.jpg").read_bytes()
+    (root / "b" / "whole.jpg").write_bytes(data[: len(data) // 2])
+    ran = example("image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, "--data.num_workers", workers)
+    assert ran.code == 1
+    assert f"{root / 'b' / 'whole.jpg'} cannot be read: image file is truncated" in ran.errors
