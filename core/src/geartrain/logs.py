@@ -142,7 +142,7 @@ class Logs:
         if isinstance(value, nn.Module):
             self._keep(metric, value)
         else:
-            metric.pending.append((_scalar(name, value), self._weight(batch_size)))
+            metric.pending.append((scalar(name, value), self._weight(batch_size)))
 
     def _new(self, name: str, spec: _Spec, reduce_fx: Any) -> _Metric:
         if not isinstance(name, str) or not name:
@@ -156,7 +156,7 @@ class Logs:
         if metric_objects.is_collection(value):
             raise TrainingError(f"self.log({metric.name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
         if not metric_objects.is_metric(value):
-            _scalar(metric.name, value)
+            scalar(metric.name, value)
         if metric.spec.rank_zero_only:
             raise TrainingError(
                 f"self.log({metric.name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
@@ -164,7 +164,7 @@ class Logs:
         if metric.source is not None and metric.source is not value:
             raise TrainingError(f"self.log({metric.name!r}) was given another torchmetrics object before. Fix: a name for each")
         if metric.spec.on_step:
-            metric.pending.append((_scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
+            metric.pending.append((scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
         metric.source = value
 
     def _weight(self, batch_size: int | None) -> int:
@@ -335,7 +335,12 @@ def _with_suffix(name: str, suffix: str) -> str:
     return metric + suffix + index + loader
 
 
-def _scalar(name: str, value: Any) -> Any:
+def scalar(name: str, value: Any) -> Any:
+    """What is logged, checked: a float, or a tensor of one element on its device.
+
+    Raises:
+        TrainingError: neither.
+    """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise TrainingError(

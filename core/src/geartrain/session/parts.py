@@ -1,0 +1,313 @@
+"""What a Session hands back: a model, optimizers and loaders that fire the hooks inside somebody's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from geartrain.data import close_batches, map_tensors
+from geartrain.errors import TrainingError, UsageError
+from geartrain.sharding import is_spare, set_epoch
+
+if TYPE_CHECKING:
+    from geartrain.run import Run
+    from geartrain.session.session import Session
+
+
+class Called(nn.Module):
+    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``, where a Trainer's strategy gets ``Step(module)``.
+
+    The inputs are one argument, so that a strategy which splits a batch splits all of them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        return self.part(method, inputs)
+
+    def part(self, method: str, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Call a method of the module; its ``forward`` with nn.Module's own hooks."""
+        # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
+        module: Any = self._modules["module"]
+        return (module if method == "forward" else getattr(module, method))(*inputs[0], **inputs[1])
+
+    def has_end(self, method: str) -> bool:
+        """There is no ``*_step_end`` here."""
+        return False
+
+
+@dataclass(slots=True)
+class Calls:
+    """What a model knows of its calls; apart from it, because setting an attribute of an nn.Module costs a microsecond."""
+
+    #: How many had gradients that their backward reduces: those outside of ``no_backward_sync``.
+    reducing: int = 0
+    #: Whether ``no_backward_sync`` is open.
+    held: bool = False
+
+
+class SessionModel(nn.Module):
+    """A model in a Session: a call goes through the ``forward`` hook, and so through precision and strategy.
+
+    Everything else of the model's (attributes, parameters, ``state_dict``) is reached as before. A copy or a pickle of it is the model
+    alone.
+    """
+
+    def __init__(self, session: Session, run: Run, module: nn.Module, methods: Iterable[str]) -> None:
+        super().__init__()
+        self._session, self._run = session, run
+        self._methods: set[str] = set()
+        self._calls = Calls()
+        # Under autocast outputs are of 16 bits, and a loss that is computed outside of the model would be too.
+        self._mixed = run.plan.precision.name.endswith("-mixed")
+        self.module = module
+        for method in ("forward", *methods):
+            self.mark_forward_method(method)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let another method of the model's that computes what is trained go through the ``forward`` hook as well.
+
+        Raises:
+            UsageError: the model has no such method.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        run, bare = self._run, self._run.bare
+        if not callable(getattr(bare.module, name, None)):
+            raise UsageError(f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has")
+        self._methods.add(name)
+        run.calls[name] = partial(bare.part if run.model is bare else self._through, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("forward", *args, **kwargs)
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run.model is None:  # the session is closed: the model is as it was before
+            module: Any = self._modules["module"]
+            return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+        if not self._session._begun:
+            self._session._begin()
+        if not self._calls.held and torch.is_grad_enabled():
+            self._calls.reducing += 1
+        output = run.hooks.forward(run=run, method=method, args=((args, kwargs),))
+        return map_tensors(output, _to_32_bits) if self._mixed else output
+
+    def _through(self, method: str, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """The model as the strategy wrapped it; without gradients the bare one: a wrapper's forward may communicate, and ranks need not
+        evaluate alike."""
+        model: Any = self._run.model if torch.is_grad_enabled() else self._run.bare
+        return model(method, inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if name in own.get("_methods", ()):
+            return partial(self._call, name)
+        for store in ("_modules", "_parameters", "_buffers"):
+            if name in own.get(store, ()):
+                return own[store][name]
+        return getattr(own["_modules"]["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and name not in self.__dict__ and name != "module" and hasattr(module, name):
+            setattr(module, name, value)  # the model's own attribute
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # nn.Module's has overloads
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.module,)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _to_32_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------------
+
+
+class Stepper:
+    """What ``optimizer.step()`` does in a Session: reduce, unscale, clip, step, each through its hook.
+
+    Args:
+        run: the session's, with this optimizer alone and its model.
+    """
+
+    def __init__(self, session: Session, run: Run, model: SessionModel) -> None:
+        self._session, self._run, self._model, self._hooks = session, run, model, run.hooks
+        #: The model's count of reducing calls when this optimizer last stepped.
+        self._seen = 0
+        #: How many backwards the session had seen when the gradients were reduced for the step that comes; ``None``: not yet.
+        self._reduced: int | None = None
+        #: Whether the newest step was taken; a gradient scaler skips those that overflowed.
+        self.stepped = True
+
+    def reduce(self) -> None:
+        """Make the gradients those that the step will use: of all ranks, unscaled. Once a step.
+
+        Raises:
+            TrainingError: they are not reduced by this step's backward, or another backward came after they were.
+        """
+        session, run = self._session, self._run
+        if self._reduced is not None:
+            if self._reduced != session._backwards:
+                raise TrainingError("session.backward came between clip_gradients and step: its gradients are not clipped, nor reduced")
+            return
+        if run.world.size > 1:
+            if self._seen == self._model._calls.reducing:
+                raise TrainingError(
+                    f"{type(run.module).__name__} was not called through what session.setup returned, outside of no_backward_sync, since "
+                    "the last step: the ranks' gradients would differ. Fix: call that; for a method other than forward first "
+                    "model.mark_forward_method(NAME)"
+                )
+            self._seen = self._model._calls.reducing
+        if self._hooks.reduce_gradients is not None:
+            self._hooks.reduce_gradients(run=run)
+        self._reduced = session._backwards
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Returns what the closure returned, as torch's optimizers do.
+
+        Raises:
+            UsageError: an optimizer that needs a closure has none.
+        """
+        run, session = self._run, self._session
+        if run.model is None:
+            raise UsageError("the session is closed. Fix: step inside `with Session(...)`, or before session.close()")
+        if not session._begun:
+            session._begin()
+        loss = None
+        if run.closure:
+            loss = self._closure_step(closure)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._gradients()
+            self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=None) is not False
+        self._reduced = None
+        session._stepped(run)
+        return loss
+
+    def _gradients(self) -> None:
+        self.reduce()
+        if self._hooks.clip_gradients is not None:
+            self._hooks.clip_gradients(run=self._run)
+
+    def _closure_step(self, closure: Callable[[], Any] | None) -> Any:
+        """The step of an optimizer that computes the loss itself, several times, as LBFGS does."""
+        run, losses = self._run, []
+        if closure is None:
+            raise UsageError(f"{type(run.optimizers[0]).__name__} needs a closure. Fix: optimizer.step(closure)")
+
+        def whole() -> Any:
+            loss = closure()
+            self._gradients()
+            self._reduced = None
+            if run.world.size > 1 and isinstance(loss, torch.Tensor):
+                # Ranks that see different losses would search along different lines, and wait for each other.
+                loss = torch.stack(list(self._hooks.all_gather(run=run, tensor=loss.detach()))).mean()
+            losses.append(loss)
+            return loss
+
+        self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=whole) is not False
+        return losses[0] if losses else None
+
+
+class Step:
+    """The attribute ``step`` of an optimizer in a Session; a scheduler may put its own around it, and that one is asked then."""
+
+    hooked = True  # torch would else put a profiler's range around it, as if it were a function
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self._around: Any = None
+
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return stepper.step(closure)
+
+        self._function = step  # schedulers look for it in the method
+
+    def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
+        if optimizer is None:
+            return self
+        return MethodType(self._function, optimizer) if self._around is None else self._around
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        self._around = value
+
+
+def session_optimizer(optimizer: Optimizer, stepper: Stepper) -> Any:
+    """The same optimizer, state and parameter groups shared, whose ``step`` is the session's; of its class, for schedulers."""
+    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": Step(stepper)})
+    same: Any = object.__new__(cls)
+    same.__dict__ = optimizer.__dict__
+    return same
+
+
+def stepper_of(optimizer: Any) -> Stepper:
+    """What steps a session's optimizer.
+
+    Raises:
+        UsageError: it is none.
+    """
+    step = type(optimizer).__dict__.get("step")
+    if not isinstance(step, Step):
+        raise UsageError(f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one")
+    return step.stepper
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------------
+
+
+class SessionLoader:
+    """A loader's batches of this rank, on its device; each pass is the next epoch.
+
+    Args:
+        run: the session's, with this loader alone.
+        moves: whether batches go to the device.
+    """
+
+    def __init__(self, session: Session, run: Run, loader: Iterable[Any], moves: bool) -> None:
+        self._session, self._run, self._loader, self._moves = session, run, loader, moves
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        session, run, loader = self._session, self._run, self._loader
+        if not session._begun:
+            session._begin()
+        set_epoch(loader, self._passes)
+        self._passes += 1
+        if is_spare(loader):  # its one sample is another rank's
+            return
+        batches = run.hooks.device_batches(run=run, loader=loader, stage=run.stage) if self._moves else iter(loader)
+        try:
+            yield from batches
+        finally:
+            close_batches(batches, loader)
+
+    def __len__(self) -> int:
+        return 0 if is_spare(self._loader) else len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet, while it is copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
