@@ -1,7 +1,7 @@
 """What the loop costs over the hand-written loop, in µs a step.
 
-MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. Both loops run in this process, in turn, and the
-median round is compared, so that a drift of the machine's speed meets both alike.
+MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. All loops run in this process, in turn, and the
+median round is compared, so that a drift of the machine's speed meets all alike. ``session`` is the hand-written loop with a Session.
 
     python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--log]
 """
@@ -76,6 +76,20 @@ def geartrain_loop(batches, log: bool) -> float:
     return watch.seconds
 
 
+def session_loop(batches) -> float:
+    with gt.Session(accelerator="cpu", devices=1) as session:
+        net = make_net()
+        net, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        loader = session.setup_dataloaders(batches)
+        start = time.perf_counter()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            session.backward(loss)
+            optimizer.step()
+        return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
@@ -84,17 +98,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(options.steps)]
-    raw, ours = [], []
+    raw, ours, session = [], [], []
     for round_ in range(options.rounds + 1):
-        pair = raw_loop(batches), geartrain_loop(batches, options.log)
+        times = raw_loop(batches), geartrain_loop(batches, options.log), session_loop(batches)
         if round_:  # the first warms up
-            raw.append(pair[0] / options.steps * 1e6)
-            ours.append(pair[1] / options.steps * 1e6)
+            for kept, seconds in zip((raw, ours, session), times, strict=True):
+                kept.append(seconds / options.steps * 1e6)
     facts = {
         "raw_us": round(statistics.median(raw), 2),
         "geartrain_us": round(statistics.median(ours), 2),
         "over_raw_us": round(statistics.median(b - a for a, b in zip(raw, ours, strict=True)), 2),
         "ratio": round(statistics.median(b / a for a, b in zip(raw, ours, strict=True)), 3),
+        "session_us": round(statistics.median(session), 2),
+        "session_over_raw_us": round(statistics.median(b - a for a, b in zip(raw, session, strict=True)), 2),
+        "session_ratio": round(statistics.median(b / a for a, b in zip(raw, session, strict=True)), 3),
         "log": options.log,
         "steps": options.steps,
         "rounds": options.rounds,

@@ -104,7 +104,7 @@ class Launched:
         self._stack: ExitStack | None = None
         self._models: list[SessionModel] = []
         self._runs: list[Run] = []
-        self._backwards, self._begun = 0, False
+        self._backwards, self._begun, self._flush_every = 0, False, self.plan.options.log_every_n_steps
 
     def __getstate__(self) -> dict[str, Any]:
         """What a fresh process needs to make this session again."""

@@ -65,7 +65,7 @@ class SessionModel(nn.Module):
     def __init__(self, session: Session, run: Run, module: nn.Module, methods: Iterable[str]) -> None:
         super().__init__()
         self._session, self._run = session, run
-        self._methods: set[str] = set()
+        self._methods: dict[str, Callable[..., Any]] = {}
         self._calls = Calls()
         # Under autocast outputs are of 16 bits, and a loss that is computed outside of the model would be too.
         self._mixed = run.plan.precision.name.endswith("-mixed")
@@ -83,34 +83,50 @@ class SessionModel(nn.Module):
         run, bare = self._run, self._run.bare
         if not callable(getattr(bare.module, name, None)):
             raise UsageError(f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has")
-        self._methods.add(name)
-        run.calls[name] = partial(bare.part if run.model is bare else self._through, name)
+        part: Callable[[Any], Any] = partial(bare.part, name)
+        run.calls[name] = part if run.model is bare else self._through(name, part)
+        self._methods[name] = self._caller(name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("forward", *args, **kwargs)
+    def _caller(self, method: str) -> Callable[..., Any]:
+        """What calling one method comes to; everything that does not change is looked up once."""
+        session, run, calls, forward, mixed = self._session, self._run, self._calls, self._run.hooks.forward, self._mixed
+        module: Any = self._modules["module"]
 
-    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        if run.model is None:  # the session is closed: the model is as it was before
-            module: Any = self._modules["module"]
-            return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
-        if not self._session._begun:
-            self._session._begin()
-        if not self._calls.held and torch.is_grad_enabled():
-            self._calls.reducing += 1
-        output = run.hooks.forward(run=run, method=method, args=((args, kwargs),))
-        return map_tensors(output, _to_32_bits) if self._mixed else output
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if run.model is None:  # the session is closed: the model is as it was before
+                return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+            if not session._begun:
+                session._begin()
+            if not calls.held and torch.is_grad_enabled():
+                calls.reducing += 1
+            output = forward(run=run, method=method, args=((args, kwargs),))
+            return map_tensors(output, _to_32_bits) if mixed else output
 
-    def _through(self, method: str, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        return call
+
+    def _through(self, method: str, part: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The model as the strategy wrapped it; without gradients the bare one: a wrapper's forward may communicate, and ranks need not
         evaluate alike."""
-        model: Any = self._run.model if torch.is_grad_enabled() else self._run.bare
-        return model(method, inputs)
+        run = self._run
+
+        def call(inputs: Any) -> Any:
+            model: Any = run.model
+            return model(method, inputs) if torch.is_grad_enabled() else part(inputs)
+
+        return call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._methods["forward"](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return self._methods["forward"](*args, **kwargs)  # without nn.Module's call machinery, through which the model itself goes
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
         if name in own.get("_methods", ()):
-            return partial(self._call, name)
+            return own["_methods"][name]
         for store in ("_modules", "_parameters", "_buffers"):
             if name in own.get(store, ()):
                 return own[store][name]
@@ -159,6 +175,8 @@ class Stepper:
         self._reduced: int | None = None
         #: Whether the newest step was taken; a gradient scaler skips those that overflowed.
         self.stepped = True
+        #: Whether there is nothing to do before a step.
+        self._plain = run.world.size == 1 and run.hooks.reduce_gradients is None and run.hooks.clip_gradients is None
 
     def reduce(self) -> None:
         """Make the gradients those that the step will use: of all ranks, unscaled. Once a step.
@@ -189,19 +207,19 @@ class Stepper:
         Raises:
             UsageError: an optimizer that needs a closure has none.
         """
-        run, session = self._run, self._session
+        run, session, loss = self._run, self._session, None
         if run.model is None:
             raise UsageError("the session is closed. Fix: step inside `with Session(...)`, or before session.close()")
         if not session._begun:
             session._begin()
-        loss = None
         if run.closure:
             loss = self._closure_step(closure)
         else:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._gradients()
+            if not self._plain or self._reduced is not None:
+                self._gradients()
             self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=None) is not False
         self._reduced = None
         session._stepped(run)

@@ -133,7 +133,7 @@ class Session(Launched):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients: in place of ``loss.backward()``, which would pass a gradient scaler by."""
-        run = self._need("backward")
+        run = self._run or self._need("backward")
         self._backwards += 1
         run.hooks.backward(run=run, loss=loss)
 
@@ -145,13 +145,14 @@ class Session(Launched):
     def _stepped(self, run: Run) -> None:
         main = self._run
         assert main is not None
-        main.step += 1
+        main.step = done = main.step + 1
         for each in self._runs:
-            each.step = main.step
+            each.step = done
         if run.hooks.on_step_end is not None:
             run.hooks.on_step_end(run=run)
-        main.should_stop |= run.should_stop
-        if main.step % main.plan.options.log_every_n_steps == 0:
+        if run.should_stop:
+            main.should_stop = True
+        if done % self._flush_every == 0:
             main.logs.flush()  # the CPU waits for the GPU here, where a plugin has logged a tensor
 
     def clip_gradients(
