@@ -787,3 +787,23 @@ def test_it_has_fabrics_name_and_arguments():
     assert gt.Fabric is gt.Session
     known = inspect.signature(gt.Session).parameters
     assert list(known)[:7] == ["accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "callbacks"]
+
+
+def test_arguments_that_it_does_not_have():
+    with pytest.raises(UsageError, match=r"no argument 'loggers'. Write: plugins="):
+        make(loggers=[])
+    with pytest.raises(UsageError, match="no argument 'max_epochs', which belongs to a Trainer's loop"):
+        make(max_epochs=3)
+    with pytest.raises(UsageError, match=r"no argument 'precison'. Did you mean 'precision'"):
+        make(precison="64-true")
+
+
+def test_16_mixed_refuses_what_passes_its_scaler_by():
+    with make(precision="16-mixed") as session:
+        module = layers()
+        model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        loss_of(model, next(iter(loader()))).backward()
+        with pytest.raises(TrainingError, match=r"no session.backward since the last step.* Fix: session.backward\(loss\)"):
+            optimizer.step()
+        with pytest.raises(UsageError, match="weight is float16, but weights stay in float32"):
+            session.setup(nn.Linear(3, 1).half())

@@ -1,8 +1,8 @@
 """For those who keep their own loop: ``geartrain.Session``.
 
-- ``session``: the loop's side: models, steps, collectives, what is written.
-- ``launched``: planning, processes, teardown.
+- ``session``: models, optimizers, loaders and steps; built on ``together``, which has collectives, logging and checkpoints, and that on
+  ``launched``: planning, processes, teardown.
 - ``working``: what each process does around the loop.
-- ``parts``: the models, optimizers and loaders that a session hands back.
+- ``models``, ``optimizers``: what a session hands back.
 - ``state``: what a checkpoint holds.
 """

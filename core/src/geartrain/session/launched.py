@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Self, cast
 import torch
 
 from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
-from geartrain.errors import UsageError
+from geartrain.errors import UsageError, nearest
 from geartrain.hooks import Hooks, fire
 from geartrain.options import Options
 from geartrain.plan import check_joins
@@ -21,8 +22,9 @@ from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
-from geartrain.session.parts import SessionModel
+from geartrain.session.models import SessionModel
 from geartrain.session.working import Models, Stay, Work, check_hooks, let_go
+from geartrain.trainer import Trainer
 
 
 class Launched:
@@ -49,7 +51,9 @@ class Launched:
         accelerator_options: Mapping[str, Any] | None = None,
         strategy_options: Mapping[str, Any] | None = None,
         plugin_options: Mapping[str, Mapping[str, Any]] | None = None,
+        **unknown: Any,
     ) -> None:
+        _refuse(unknown)
         options = Options(
             max_epochs=-1,
             max_steps=-1,
@@ -270,3 +274,18 @@ class Launched:
     def should_stop(self) -> bool:
         """Whether a plugin wants the loop to end; the same on all ranks, from the flush (``log_every_n_steps``) that follows."""
         return bool(self._run and self._run.logs.stop)
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Answer an argument that Session does not have with what to do.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name in unknown:
+        if name in ("loggers", "logger"):
+            raise UsageError(f"Session has no argument {name!r}. Write: plugins=[...]")
+        if name in inspect.signature(Trainer).parameters:
+            raise UsageError(f"Session has no argument {name!r}, which belongs to a Trainer's loop: write it in your own")
+        known = [known for known in inspect.signature(Launched).parameters if known != "unknown"]
+        raise UsageError(f"Session has no argument {name!r}. {nearest(name, known)}")

@@ -19,7 +19,7 @@ from geartrain.step import ModuleHooks
 from geartrain.worker import always_tear_down, compare_with_rank_0, join_others
 
 if TYPE_CHECKING:
-    from geartrain.session.parts import SessionModel
+    from geartrain.session.models import SessionModel
 
 #: Hooks around what only a Trainer's loop knows: a Session does not fire them.
 NOT_FIRED = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end")
@@ -89,11 +89,17 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
         names = [name for name in dir(Module) if name.startswith(("on_", "transfer_")) and overridden(module, name)]
         if names:
             warnings.warn(f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. Fix: call it in the loop", stacklevel=3)
-    if len(models) > 1:
-        module = Models()
-        for i, model in enumerate(models):
-            module.add_module(f"model{i}", model.module)
-    run.module = module
+    run.module = module if len(models) == 1 else holding(*(model.module for model in models))
+
+
+def holding(*modules: Any) -> Any:
+    """The module that hooks see: a geartrain Module itself, else one that holds them."""
+    if len(modules) == 1 and isinstance(modules[0], Module):
+        return modules[0]
+    whole = Models()
+    for i, module in enumerate(modules):
+        whole.add_module(f"model{i}", module)
+    return whole
 
 
 class Work:
