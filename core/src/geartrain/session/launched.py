@@ -107,7 +107,9 @@ class Launched:
         self._run: Run | None = None
         self._stack: ExitStack | None = None
         self._models: list[SessionModel] = []
+        #: The runs of models and of optimizers, and one that moves batches which no loader brings.
         self._runs: list[Run] = []
+        self._mover: Run | None = None
         self._backwards, self._begun, self._flush_every = 0, False, self.plan.options.log_every_n_steps
 
     def __getstate__(self) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class Session(Together):
         own.model = run.hooks.wrap_model(run=own, model=own.bare)
         model = SessionModel(self, own, module, [name for name in STEPS if isinstance(module, Module) and hasattr(module, name)])
         self._models.append(model)
+        self._runs.append(own)
         attach(run, self._models)
         made = tuple(self._optimizer(model, optimizer) for optimizer in optimizers)
         return (model, *made) if made else model
@@ -92,6 +93,7 @@ class Session(Together):
         run = self._run_of(model.module, model._run)
         run.closure = needs_closure([optimizer])
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
+        self._runs.append(run)
         return session_optimizer(run.optimizers[0], Stepper(self, run, model))
 
     def _run_of(self, module: nn.Module, of: Run | None = None) -> Run:
@@ -99,7 +101,6 @@ class Session(Together):
         run = copy.copy(self._need("setup") if of is None else of)
         run.calls = {} if of is None else of.calls
         run.module = module  # type: ignore[assignment]  # hooks ask it for parameters and submodules, as any nn.Module can tell
-        self._runs.append(run)
         return run
 
     def setup_dataloaders(self, *loaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True, even: bool = True) -> Any:
@@ -208,9 +209,10 @@ class Session(Together):
         run = self._need("to_device")
         if isinstance(batch, nn.Module):
             return batch.to(run.device)
-        own = copy.copy(run)
-        own.module, own.batches = Models(), {"train": [1]}
-        return next(iter(run.hooks.device_batches(run=own, loader=[batch], stage="train")))
+        if self._mover is None:
+            self._mover = self._run_of(Models())
+            self._mover.batches = {"train": [1]}
+        return next(iter(run.hooks.device_batches(run=self._mover, loader=[batch], stage="train")))
 
 
 def _owns(module: nn.Module, optimizer: Optimizer) -> bool:
