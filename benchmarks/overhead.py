@@ -1,7 +1,8 @@
 """What the loop costs over the hand-written loop, in µs a step, and what the bar costs on a terminal.
 
 MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops run in this process, in turn, and the
-median round is compared, so that a drift of the machine's speed meets all alike. ``--width 400`` makes a step of about 1 ms.
+median round is compared, so that a drift of the machine's speed meets all alike. ``session`` is the hand-written loop with a
+Session. ``--width 400`` makes a step of about 1 ms.
 
     python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
 """
@@ -89,6 +90,20 @@ def geartrain_loop(batches, log: bool, bar: bool = False, width: int = 64) -> tu
     return watch.seconds
 
 
+def session_loop(batches, width: int = 64) -> tuple[float, float]:
+    with gt.Session(accelerator="cpu", devices=1) as session:
+        net = make_net(width)
+        net, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+        loader = session.setup_dataloaders(batches)
+        start = now()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), y)
+            session.backward(loss)
+            optimizer.step()
+        return since(start)
+
+
 @contextmanager
 def terminal():
     """A pseudo-terminal as standard output and error, which another process reads."""
@@ -120,21 +135,23 @@ def main() -> None:
     os.environ.update(TERM="xterm-256color", COLUMNS="120")
     torch.set_num_threads(1)
     batches = [(torch.randn(32, 64), torch.randint(0, 10, (32,))) for _ in range(options.steps)]
-    raw, without, with_bar = [], [], []
+    raw, session, without, with_bar = [], [], [], []
     for _ in range(options.rounds + 1):
         raw.append(raw_loop(batches, options.width))
+        session.append(session_loop(batches, options.width))
         without.append(geartrain_loop(batches, options.log, False, options.width))
         if options.bar:
             with terminal():
                 with_bar.append(geartrain_loop(batches, options.log, True, options.width))
     # A step's, in µs; the first round warms up.
-    raw, without, with_bar = (
-        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]] for rounds in (raw, without, with_bar)
+    raw, session, without, with_bar = (
+        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]] for rounds in (raw, session, without, with_bar)
     )
     facts = {
         "raw_us": round(statistics.median(wall for wall, _ in raw), 2),
         "geartrain_us": round(statistics.median(wall for wall, _ in without), 2),
         "over_raw": compare(raw, without, 0),
+        "session_over_raw": compare(raw, session, 0),
     }
     if options.bar:
         facts |= {

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.run import Run, World
     from geartrain.seeding import seed_everything
+    from geartrain.session.session import Session
     from geartrain.trainer import Trainer
 
+    Fabric = Session
     LightningModule = Module
     LightningDataModule = DataModule
 
 # Public name -> the module that has it (and its name there, where users of Lightning know it by another).
 _LAZY = {
     "DataModule": "geartrain.module",
+    "Fabric": "geartrain.session.session:Session",
     "Layout": "geartrain.plan",
     "LightningDataModule": "geartrain.module:DataModule",
     "LightningModule": "geartrain.module:Module",
@@ -34,6 +37,7 @@ _LAZY = {
     "Plan": "geartrain.plan",
     "PlanRequest": "geartrain.plan",
     "Run": "geartrain.run",
+    "Session": "geartrain.session.session",
     "Trainer": "geartrain.trainer",
     "World": "geartrain.run",
     "cli": "geartrain.commands",
@@ -42,6 +46,7 @@ _LAZY = {
 
 __all__ = [
     "DataModule",
+    "Fabric",
     "GeartrainError",
     "Layout",
     "LightningDataModule",
@@ -50,6 +55,7 @@ __all__ = [
     "Plan",
     "PlanRequest",
     "Run",
+    "Session",
     "Trainer",
     "TrainingError",
     "UsageError",

@@ -1,4 +1,4 @@
-"""The parts of a run: core's own and the chosen plugins, and how another process makes the same ones again."""
+"""The parts of a run: core's own and the chosen plugins, the plan they make, and how another process makes the same ones again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,76 @@ from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.folder import RunFolder
 from geartrain.builtin.precision import precision_plugin
+from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.errors import UsageError
+from geartrain.hooks import Hooks
 from geartrain.options import Options
 from geartrain.parts import Choice, Part, state_of
+from geartrain.plan import Plan, make_plan
+from geartrain.process.environment import Place
 from geartrain.registry import Registry, file_plugin, is_file, make
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a Trainer or a Session was asked for, apart from the loop's options."""
+
+    accelerator: Any
+    devices: Any
+    strategy: Any
+    num_nodes: int
+    precision: Any
+    plugins: Any
+    callbacks: Any
+    max_time: Any
+    output: str | Path | None
+    accelerator_options: Mapping[str, Any] | None
+    strategy_options: Mapping[str, Any] | None
+    plugin_options: Mapping[str, Mapping[str, Any]] | None
+    assume: Mapping[str, int]
+
+
+def assemble(registry: Registry, place: Place | None, options: Options, asked: Asked) -> tuple[tuple[Part, ...], Hooks, Plan]:
+    """Choose, and plan: the parts, their hooks, not yet frozen, and the plan.
+
+    Args:
+        place: this process among others, as whoever started it says.
+
+    Raises:
+        UsageError: anything that cannot work.
+    """
+    if isinstance(asked.num_nodes, bool) or not isinstance(asked.num_nodes, int) or asked.num_nodes < 1:
+        raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
+    devices, num_nodes = _as_launched(place, asked.accelerator, asked.devices, asked.num_nodes)
+    chip, passed = choose_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, asked.assume)
+    indices = choose_devices(chip, devices, asked.assume)
+    scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
+    extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
+    dtype = choose_precision(asked.precision, __version__)
+    parts = (*core_parts(options, dtype, asked.output, place is None or place.rank == 0), chip, scheme, *extra)
+    hooks = Hooks(parts)
+    plan = make_plan(
+        hooks,
+        {"accelerator": chip, "strategy": scheme},
+        tuple(part.choice for part in extra),
+        indices,
+        num_nodes=num_nodes,
+        precision=dtype,
+        passed_over=passed | also_passed,
+        options=options,
+        output=Path(asked.output) if asked.output is not None and not options.fast_dev_run else None,
+        assumed=chip.choice.name in asked.assume,
+    )
+    return parts, hooks, plan
+
+
+def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
+    if place is None or place.launcher == "geartrain":
+        return devices, num_nodes
+    if devices == "auto" and accelerator == "cpu":
+        devices = place.local_size
+    return devices, place.nodes if num_nodes == 1 else num_nodes
 
 
 def core_parts(options: Options, precision: Choice, output: str | Path | None, first: bool) -> list[Part]:

@@ -111,7 +111,7 @@ class Logs:
             if isinstance(value, nn.Module):
                 self._keep(metric, value)
                 return
-            value = _scalar(name, value)
+            value = scalar(name, value)
         if batch_size is None:
             batch_size = self._sized[1] if self._sized[0] is batch else self._size(batch)
         if metric.spec.on_epoch:
@@ -166,7 +166,7 @@ class Logs:
         if metric_objects.is_collection(value):
             raise TrainingError(f"self.log({metric.name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
         if not metric_objects.is_metric(value):
-            _scalar(metric.name, value)
+            scalar(metric.name, value)
         if metric.spec.rank_zero_only:
             raise TrainingError(
                 f"self.log({metric.name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
@@ -174,7 +174,7 @@ class Logs:
         if metric.source is not None and metric.source is not value:
             raise TrainingError(f"self.log({metric.name!r}) was given another torchmetrics object before. Fix: a name for each")
         if metric.spec.on_step:
-            metric.pending.append((_scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
+            metric.pending.append((scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
         metric.source = value
 
     def _size(self, batch: Any) -> int:
@@ -275,14 +275,19 @@ def _with_suffix(name: str, suffix: str) -> str:
     return metric + suffix + index + loader
 
 
-def _scalar(name: str, value: Any) -> Any:
+def scalar(name: str, value: Any) -> Any:
+    """What is logged, checked: a float, or a tensor of one element on its device.
+
+    Raises:
+        TrainingError: neither.
+    """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise TrainingError(
                 f"self.log({name!r}): a metric is one number, and this tensor has the shape {list(value.shape)}. Fix: .mean()?"
             )
         if value.is_cpu:
-            return _scalar(name, value.item())
+            return scalar(name, value.item())
         # A copy: the tensor may be changed in place before it is read, as a running total is.
         return value.detach().clone()
     if isinstance(value, Number) and not isinstance(value, complex):

@@ -12,7 +12,8 @@ from torch import nn
 from geartrain.errors import UsageError, nearest
 from geartrain.module import Module, overridden
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: The methods of a module that a Trainer calls with batches.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 #: The module's own hooks that are called inside a training step.
 IN_STEP = (
@@ -55,7 +56,7 @@ class Step(nn.Module):
         super().__init__()
         self.module = module
         # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
-        self._arity = {name: _arity(module, name) for name in _STEPS if hasattr(module, name)}
+        self._arity = {name: _arity(module, name) for name in STEPS if hasattr(module, name)}
         self._ends = {name for name in self._arity if hasattr(module, f"{name}_end")}
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain._version import __version__
-from geartrain.assembly import core_parts, more_parts, plugin_parts, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
 from geartrain.checkpoint import find, model_checkpoints
-from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -24,8 +22,8 @@ from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
 from geartrain.plain import as_module
-from geartrain.plan import Plan, check_joins, complete, make_plan
-from geartrain.process.environment import Place, detect
+from geartrain.plan import Plan, check_joins, complete
+from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
@@ -141,33 +139,27 @@ class Trainer:
             seed=seed,
             deterministic=deterministic,
         )
-        if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-            raise UsageError(f"num_nodes={num_nodes!r} must be a whole number, at least 1.")
         if seed is not None:
             seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
         self._block = list(block)
         self.registry, self._assume, self.place = Registry(block), dict(assume or {}), detect()
-        devices, num_nodes = _as_launched(self.place, accelerator, devices, num_nodes)
-        chip, passed = choose_accelerator(self.registry, accelerator, accelerator_options or {}, self._assume)
-        indices = choose_devices(chip, devices, self._assume)
-        scheme, also_passed = choose_strategy(self.registry, strategy, strategy_options or {}, indices, num_nodes)
-        extra = [*plugin_parts(self.registry, plugins, plugin_options or {}), *more_parts(self.registry, callbacks, max_time)]
-        dtype = choose_precision(precision, __version__)
-        self.output = Path(output) if output is not None and not tries else None
-        self._parts = (*core_parts(options, dtype, output, self.place is None or self.place.rank == 0), chip, scheme, *extra)
-        self.hooks = Hooks(self._parts)
-        self.plan = make_plan(
-            self.hooks,
-            {"accelerator": chip, "strategy": scheme},
-            tuple(part.choice for part in extra),
-            indices,
+        asked = Asked(
+            accelerator=accelerator,
+            devices=devices,
+            strategy=strategy,
             num_nodes=num_nodes,
-            precision=dtype,
-            passed_over=passed | also_passed,
-            options=options,
-            output=self.output,
-            assumed=chip.choice.name in self._assume,
+            precision=precision,
+            plugins=plugins,
+            callbacks=callbacks,
+            max_time=max_time,
+            output=output,
+            accelerator_options=accelerator_options,
+            strategy_options=strategy_options,
+            plugin_options=plugin_options,
+            assume=self._assume,
         )
+        self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
+        self.output = self.plan.output
         self._run: Run | None = None
         self.datamodule: DataModule | None = None
 
@@ -430,12 +422,3 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.should_stop = value
-
-
-def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
-    if place is None or place.launcher == "geartrain":
-        return devices, num_nodes
-    if devices == "auto" and accelerator == "cpu":
-        devices = place.local_size
-    return devices, place.nodes if num_nodes == 1 else num_nodes

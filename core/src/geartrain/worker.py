@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,16 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, for ``fit`` ``None``.
     """
     options = run.plan.options
-    with determinism(options.deterministic), _always_tear_down(run, source) as undo:
+    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [run.module, source.datamodule]
+    with determinism(options.deterministic), always_tear_down(run, owners) as undo:
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
-        _join(run)
+        join_others(run)
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        _compare_with_rank_0(run, checkpoint)
+        compare_with_rank_0(run, checkpoint)
         _set_up_loaders(run, source)
         _set_up_model(run, checkpoint)
         if options.seed is not None and run.world.rank:
@@ -70,7 +71,12 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
     return result
 
 
-def _join(run: Run) -> None:
+def join_others(run: Run) -> None:
+    """Make this process one of the world.
+
+    Raises:
+        TrainingError: the world is not the one that was planned.
+    """
     run.world = run.hooks.setup_process_group(run=run)
     planned = run.plan.processes
     if planned is not None and run.world.size != planned:
@@ -93,7 +99,7 @@ def _attach(run: Run, source: DataSource) -> None:
         owner.setup(run.command)
 
 
-def _compare_with_rank_0(run: Run, checkpoint: Path | None) -> None:
+def compare_with_rank_0(run: Run, checkpoint: Path | None = None) -> None:
     """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
 
     Raises:
@@ -181,8 +187,12 @@ def _set_up_model(run: Run, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..., Any]]]:
-    """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo."""
+def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterator[list[Callable[..., Any]]]:
+    """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo.
+
+    Args:
+        owners: whose ``teardown`` is called, where the module was set up.
+    """
     undo: list[Callable[..., Any]] = []
     failures: list[BaseException] = []
     try:
@@ -192,9 +202,8 @@ def _always_tear_down(run: Run, source: DataSource) -> Iterator[list[Callable[..
         run.hooks.blame(error)
         report(error)
         _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
-    owners: tuple[Module | DataModule | None, ...] = (run.module, source.datamodule)
     for owner in owners:
-        if owner is not None and run.module._run is run:
+        if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
     if run.world.size > 1:
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while

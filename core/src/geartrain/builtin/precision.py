@@ -6,8 +6,10 @@ each operation: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. 32-t
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,14 +46,20 @@ class TruePrecision:
     def device_batches(self, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
         return Through((yield), loader, lambda batch: map_tensors(batch, self._cast))
 
-    @hookimpl(wrapper=True)
-    def forward(self) -> Generator[None, Any, Any]:
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What is around a step method."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # so that torch.zeros(3) in a step is of this dtype too
         try:
-            return (yield)
+            yield
         finally:
             torch.set_default_dtype(before)
+
+    @hookimpl(wrapper=True)
+    def forward(self) -> Generator[None, Any, Any]:
+        with self.computing():
+            return (yield)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -85,6 +93,10 @@ class MixedPrecision:
             why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
             raise UsageError(f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32")
         return device
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """What is around a step method."""
+        return copy.copy(self._autocast)  # one that is entered twice at once would not be left
 
     @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:

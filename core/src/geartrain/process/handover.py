@@ -62,6 +62,7 @@ def belongings(run: Run, worker: Any) -> dict[str, Any]:
         {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
     )
     plugins = {part.choice.label: part.plugin for part in run.trainer._parts if part.source is None and not part.choice.is_core}
+    given |= getattr(worker, "belongings", {})  # of a Session's function
     return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
 
 

@@ -10,9 +10,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,20 +47,22 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         timeout: how long to wait for ranks to come.
 
     Returns:
-        What ``worker`` returned in this process.
+        What ``worker`` returned in this process. Where ``worker`` has a method ``keep``, this process goes on as a rank: ``keep`` gets
+        the ExitStack whose end ends that.
     """
-    place = environment.detect()
-    if place is not None:
-        return _launched(run, worker, place, timeout)
-    before, place = dict(os.environ), start(run, timeout)
-    try:
-        return _launched(run, worker, place, timeout)
-    finally:
-        if place.size == 1:  # what this program starts later is no rank of this run
-            _put_back(before, (*variables(place), "GLOO_SOCKET_IFNAME"))
+    with ExitStack() as around:
+        place = environment.detect()
+        if place is None:
+            before, place = dict(os.environ), start(run, timeout)
+            if place.size == 1:  # what this program starts later is no rank of this run
+                around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
+        result = _launched(run, worker, place, timeout, around)
+        if hasattr(worker, "keep"):
+            worker.keep(around.pop_all())
+        return result
 
 
-def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: timedelta) -> Any:
+def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: timedelta, around: ExitStack[bool | None]) -> Any:
     """Call ``worker`` as one of the ranks, which exist."""
     global _runs, _excepthook
     check(run, place)
@@ -67,11 +70,9 @@ def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: tim
     if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
     _excepthook = sys.excepthook
-    work = partial(_work, run, place, _runs, worker, timeout)
-    if not _workers:
-        with hear_signals():
-            return work()
-    return _workers[0].supervise(work)
+    around.enter_context(_workers[0].supervised() if _workers else hear_signals())
+    around.enter_context(_connected(run, place, _runs, timeout))
+    return worker(place.local_rank)
 
 
 def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
@@ -86,8 +87,8 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
         What ``worker`` returned in this process.
     """
     run.trainer.place, run.handed_over = place, registered_names(run.module)
-    with hear_signals():
-        return _work(run, place, number, worker, timeout)
+    with hear_signals(), _connected(run, place, number, timeout):
+        return worker(place.local_rank)
 
 
 @cache
@@ -121,8 +122,9 @@ def _settle() -> None:
         time.sleep(_SETTLE)
 
 
-def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], timeout: timedelta) -> Any:
-    """Meet the other ranks and do this one's work."""
+@contextmanager
+def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Iterator[None]:
+    """Meet the other ranks; after an error let go of them."""
     _tie_children()
     run.place = place
     before = _sockets()
@@ -131,7 +133,7 @@ def _work(run: Run, place: Place, number: int, worker: Callable[[int], Any], tim
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         run.store = rendezvous.run_store(place, number, timeout)
-        return worker(place.local_rank)
+        yield
     except BaseException as error:
         report(error)
         # Peers may be blocked in a collective with this rank, where they hear nothing. Neither shutdown(), abort() nor

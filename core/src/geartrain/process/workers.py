@@ -20,12 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
@@ -125,8 +124,9 @@ class Workers:
 
     # --- supervision -----------------------------------------------------------------------------------------------------
 
-    def supervise(self, work: Callable[[], Any]) -> Any:
-        """Do this rank's own work while the others are watched.
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """This rank does its own work while the others are watched.
 
         Raises:
             TrainingError: another rank failed first; it names the rank and shows its error and log.
@@ -142,7 +142,7 @@ class Workers:
         watcher.start()
         try:
             with hear_signals():
-                return work()
+                yield
         except BaseException as error:
             self._explain(error, failed_at())
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +39,6 @@ class DDP2Strategy(DDPStrategy):
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
         model = run.model
         assert model is not None
-        if method != "training_step" and isinstance(model, DistributedDataParallel):
+        if not torch.is_grad_enabled() and isinstance(model, DistributedDataParallel):
             model = model.module  # DDP's own forward may communicate, and nodes may have unequal numbers of batches
         return model(method, *args)

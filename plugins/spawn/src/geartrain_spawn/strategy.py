@@ -29,6 +29,8 @@ class DDPSpawnStrategy(DDPStrategy):
         UsageError: an unknown start method, or a timeout that is not above 0.
     """
 
+    #: A session is launched with a function: there is nothing else that its processes could begin with.
+    needs_function = True
     #: How it pickles what goes to a rank, by which ``geartrain doctor --pickle`` looks for what cannot.
     dump = staticmethod(dump)
 

@@ -1,0 +1,62 @@
+"""What a Session's checkpoint holds: the states of models and optimizers, and plain values, so that it can be read as data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geartrain.errors import TrainingError, UsageError
+
+
+def of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of what is to be saved.
+
+    Raises:
+        UsageError: something that has no ``state_dict()`` and is no plain value.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"save: the state is a dict of names, not {type(state).__name__}. Fix: {{'model': model, 'optimizer': optimizer}}")
+    odd = [name for name, value in state.items() if not hasattr(value, "state_dict") and not _is_plain(value)]
+    if odd:
+        raise UsageError(
+            f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and could not be read again as data alone. "
+            "Fix: numbers, strings, tensors, lists and dicts of them"
+        )
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+
+
+def take(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """Give each thing in ``state`` its state from a file; plain values are replaced.
+
+    Returns:
+        What else the file has.
+
+    Raises:
+        TrainingError: it is no checkpoint of names, a name is missing, or a state does not fit.
+    """
+    if not isinstance(found, dict):
+        raise TrainingError(f"{path} is not a checkpoint of a session: it holds {type(found).__name__}, not a dict of names")
+    missing = [name for name in state if name not in found]
+    if missing and strict:
+        raise TrainingError(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}. Fix: strict=False")
+    for name in [name for name in state if name in found]:
+        thing = state[name]
+        if not hasattr(thing, "load_state_dict"):
+            state[name] = found[name]
+            continue
+        try:
+            thing.load_state_dict(found[name])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrainingError(f"{path}: {name!r} does not fit {type(thing).__name__}: {error}") from error
+    return {name: value for name, value in found.items() if name not in state}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) or value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return True
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (list, tuple, set) and all(map(_is_plain, value))

@@ -1,0 +1,138 @@
+"""Session with dp and ddp2: the inputs of each call are split, and the outputs put together."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+
+from ..ddp.launched import launched
+from ..ddp.test_launchers import free_port
+
+
+class Net(nn.Module):
+    """Keeps how many rows each call had."""
+
+    seen: ClassVar[list] = []
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, *, scale):
+        self.seen.append((len(x), len(scale)))
+        return {"y": self.layer(x) * scale}
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, 3, generator=generator), torch.rand(6, 1, generator=generator)) for _ in range(3)]
+
+
+def by_hand():
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for x, scale in batches():
+        optimizer.zero_grad()
+        net(x, scale=scale)["y"].square().mean().backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+def loop(session):
+    net = Net()
+    model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
+    for x, scale in session.setup_dataloaders(batches()):
+        optimizer.zero_grad()
+        session.backward(model(x, scale=scale)["y"].square().mean())
+        optimizer.step()
+    with torch.no_grad():
+        assert model(x, scale=scale)["y"].shape == (6, 2)
+    return net.state_dict()
+
+
+def test_dp_splits_all_inputs_and_trains_as_one_does():
+    expected = by_hand()
+    Net.seen.clear()
+    with gt.Session(accelerator="cpu", strategy="dp", devices=2) as session:
+        trained = loop(session)
+    assert Net.seen == [(3, 3)] * 8
+    for key, value in expected.items():
+        torch.testing.assert_close(trained[key], value, rtol=1e-6, atol=1e-6)
+
+
+def test_dp_refuses_autocast():
+    with pytest.raises(gt.UsageError, match=r"dp.* trains in 32 or 64 bits"):
+        gt.Session(accelerator="cpu", strategy="dp", devices=2, precision="bf16-mixed")
+
+
+def test_inputs_that_cannot_be_split_are_refused():
+    with gt.Session(accelerator="cpu", strategy="dp", devices=2) as session:
+        model = session.setup(Net())
+        with pytest.raises(gt.TrainingError, match="rows where the batch has 6"):
+            model(torch.ones(6, 3), scale=torch.ones(1))
+
+
+# --- ddp2 ----------------------------------------------------------------------------------------------------------------
+
+NODE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import geartrain as gt
+
+
+class Net(nn.Sequential):
+    seen = []
+
+    def forward(self, x):
+        self.seen.append((len(x), torch.is_grad_enabled()))
+        return super().forward(x)
+
+
+torch.manual_seed(0)
+net = Net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+x = torch.linspace(-1, 1, 48).reshape(16, 3)
+with gt.Session(accelerator="cpu", strategy="ddp2", devices=2, num_nodes=2) as session:
+    session.launch()
+    model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
+    for x, y in session.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)):
+        optimizer.zero_grad()
+        session.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    if session.is_global_zero:
+        with torch.no_grad():
+            model(x)
+    torch.save({{"weights": net.state_dict(), "seen": net.seen}}, f"kept-{{session.global_rank}}.pt")
+"""
+
+
+def test_ddp2_reduces_over_nodes_and_splits_on_each(tmp_path):
+    (tmp_path / "node.py").write_text(NODE)
+    with ExitStack() as stack:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        runs = [stack.enter_context(launched("node.py", folder=tmp_path, name=f"node-{i}", NODE_RANK=str(i), **where)) for i in range(2)]
+        for run in runs:
+            assert run.wait(60) == 0, runs[0].err + runs[1].err
+    kept = [torch.load(tmp_path / f"kept-{i}.pt", weights_only=True) for i in range(2)]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 48).reshape(16, 3)
+    for inputs, targets in DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+    for key, value in net.state_dict().items():
+        torch.testing.assert_close(kept[0]["weights"][key], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(kept[0]["weights"][key], kept[1]["weights"][key])
+    assert kept[0]["seen"] == [(2, True)] * 4 + [(2, False)] * 2
+    assert kept[1]["seen"] == [(2, True)] * 4

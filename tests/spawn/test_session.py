@@ -1,0 +1,133 @@
+"""Session with ddp_spawn: the loop is a function that every process runs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import geartrain as gt
+
+from .models import loader
+
+
+def make(method="forkserver", **options):
+    return gt.Session(
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": "ddp_spawn",
+            "strategy_options": {"start_method": method, "timeout": 60.0},
+            **options,
+        }
+    )
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(session, module, epochs=2):
+    model, optimizer = session.setup(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    batches = session.setup_dataloaders(loader())
+    for _ in range(epochs):
+        for x, y in batches:
+            optimizer.zero_grad()
+            session.backward(functional.mse_loss(model(x), y))
+            optimizer.step()
+        session.log("rank", session.global_rank, sync_dist=True)
+    return {
+        "weights": module.state_dict(),
+        "steps": session.global_step,
+        "ranks": session.all_gather(torch.tensor(session.global_rank)).tolist(),
+    }
+
+
+def by_hand(epochs=2):
+    """On whole batches, which are twice as large as those of each rank."""
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for x, y in torch.utils.data.DataLoader(loader().dataset, 8):
+            optimizer.zero_grad()
+            functional.mse_loss(module(x), y).backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_two_ranks_train_as_one_process_does(method, tmp_path):
+    module = net()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    session = make(method, output=tmp_path / "run")
+    brought = session.launch(train, module)
+    assert (brought["steps"], brought["ranks"]) == (12, [0, 1])
+    for key, value in by_hand().items():
+        torch.testing.assert_close(brought["weights"][key], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(module.state_dict()[key], before[key])  # what changed there stays there
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert '"rank": 0.5' in lines[0]
+
+
+def test_it_can_be_launched_again_and_seeds_each_time():
+    session = make(seed=11)
+
+    def draw(session):
+        return torch.rand(2), session.all_gather(torch.rand(2))
+
+    one, two = session.launch(draw), session.launch(draw)
+    assert torch.equal(one[0], two[0])
+    assert torch.equal(one[1][0], one[1][1])  # what is made before the first batch is the same on every rank
+
+
+def test_an_error_of_a_rank_is_raised_here():
+    def work(session):
+        if session.global_rank == 1:
+            raise KeyError("mine")
+        session.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        make().launch(work)
+
+
+def test_what_cannot_travel_is_named():
+    import threading
+
+    module = net()
+    module.lock = threading.Lock()
+    with pytest.raises(gt.UsageError, match=r"argument 1 of launch.lock: _thread.lock cannot be pickled"):
+        make().launch(train, module)
+
+
+def test_it_must_be_launched_with_a_function():
+    session = make()
+    with pytest.raises(
+        gt.UsageError, match=r"geartrain-spawn\[ddp_spawn\] starts its processes on a function. Fix: session.launch\(train\)"
+    ):
+        session.launch()
+    with pytest.raises(gt.UsageError, match=r"setup comes before session.launch\(\)"):
+        session.setup(net())
+
+
+def test_plugins_state_and_a_returned_model_come_back():
+    class Counts:
+        def __init__(self):
+            self.steps = 0
+
+        @gt.hookimpl
+        def on_step_end(self):
+            self.steps += 1
+
+    def work(session):
+        module = net()
+        model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for x, y in session.setup_dataloaders(loader()):
+            session.backward(functional.mse_loss(model(x), y))
+            optimizer.step()
+        return model
+
+    counts = Counts()
+    model = make(plugins=[counts]).launch(work)
+    assert type(model) is nn.Sequential
+    assert counts.steps == 6
