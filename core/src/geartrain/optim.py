@@ -107,14 +107,17 @@ def zero_grad(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def needs_closure(optimizers: Sequence[Optimizer]) -> bool:
+def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
     """Whether the optimizer computes the loss itself, several times a step, as LBFGS does.
 
+    Args:
+        automatic: whether the loop steps all of them; in manual optimisation the module steps each by itself.
+
     Raises:
-        UsageError: it does, and is not the only one: the others would step on gradients of another point.
+        UsageError: it does, and is not the only one that the loop steps: the others would step on gradients of another point.
     """
     needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
-    if needing and len(optimizers) > 1:
+    if automatic and needing and len(optimizers) > 1:
         raise UsageError(f"{type(needing[0]).__name__} needs a closure and must be the only optimizer.")
     return bool(needing)
 

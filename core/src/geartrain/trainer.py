@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from geartrain._version import __version__
-from geartrain.assembly import core_parts, more_parts, plugin_parts, recipes, remake
+from geartrain.assembly import core_parts, more_parts, parts_for, plugin_parts, recipes, remake
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -27,7 +27,7 @@ from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
-from geartrain.step import check_module
+from geartrain.step import check_module, refuse_automatic
 from geartrain.worker import work
 
 
@@ -251,8 +251,12 @@ class Trainer:
         """
         check_module(model, command)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule))
+        self.hooks = Hooks(self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
+        if command == "fit" and not model.automatic_optimization:
+            refuse_automatic(self.plan.options, model)
+            self.hooks = Hooks(parts_for(self._parts, model, command))
         return self.plan
 
     def _start(
@@ -283,7 +287,7 @@ class Trainer:
         if datamodule is not None:
             datamodule.trainer = self
         # Hooks are frozen for one run; the next one gets new callers of the same plugins.
-        hooks = Hooks(self._parts)
+        hooks = Hooks(parts_for(self._parts, model, command))
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
         run = self._run = Run(
             plan=self.plan,
