@@ -80,6 +80,7 @@ class Manual:
             raise
         finally:
             self.options = {}
+            torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
         if self._averages:
             # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
@@ -140,6 +141,7 @@ class Manual:
                 run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=None if closure is None else evaluate)
             finally:
                 self._stepping = before
+                torch.clear_autocast_cache()  # or the next forward in this training_step would use the weights as they were
         self._seen.discard(optimizer)
         self.steps += 1
         return losses[0] if losses else None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -105,6 +106,16 @@ def zero_grad(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def about_to_step(run: Run) -> dict[str, nn.Parameter]:
+    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation those of the
+    optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
+    named = dict(run.module.named_parameters())
+    if run.manual is None:
+        return named
+    stepped = {parameter for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in named.items() if parameter in stepped}
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from geartrain._version import __version__
-from geartrain.assembly import core_parts, more_parts, parts_for, plugin_parts, recipes, remake
+from geartrain.assembly import core_parts, is_manual, more_parts, parts_for, plugin_parts, recipes, remake
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -251,7 +251,8 @@ class Trainer:
         """
         check_module(model, command)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule))
-        self.hooks = Hooks(self._parts)
+        if is_manual(self.hooks):  # of the module before
+            self.hooks = Hooks(self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
         if command == "fit" and not model.automatic_optimization:
