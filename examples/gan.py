@@ -1,9 +1,9 @@
 """A GAN of handwritten digits: two optimizers that take turns, in manual optimisation. The 1,797 real digits of 8 × 8 pixels ship inside
 scikit-learn's wheel.
 
-geartrain fit examples/gan.py --max-epochs 30 --seed 1
-geartrain fit examples/gan.py --max-epochs 30 --seed 1 --strategy ddp --devices 2
-python examples/gan.py --max-epochs 30 --seed 1 --model.noise 32
+geartrain fit examples/gan.py --max-epochs 24 --seed 1
+geartrain fit examples/gan.py --max-epochs 24 --seed 1 --strategy ddp --devices 2
+python examples/gan.py --max-epochs 24 --seed 1 --model.noise 32
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GAN(gt.Module):
         lr: Adam's learning rate.
     """
 
-    def __init__(self, noise: int = 16, hidden: int = 128, lr: float = 1e-3) -> None:
+    def __init__(self, noise: int = 16, hidden: int = 256, lr: float = 2e-3) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.noise, self.lr = noise, lr
@@ -92,7 +92,7 @@ class DigitsData(gt.DataModule):
         batch_size: images in one batch of one process.
     """
 
-    def __init__(self, batch_size: int = 64) -> None:
+    def __init__(self, batch_size: int = 32) -> None:
         self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:

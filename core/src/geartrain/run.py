@@ -67,7 +67,7 @@ class Run:
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
-    #: Optimizer steps done.
+    #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
     #: Epochs done; while one runs, its number from 0.
     epoch: int = 0

@@ -356,7 +356,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Optimizer steps done; in manual optimisation, batches."""
         return self._run.step if self._run else 0
 
     @property
