@@ -70,7 +70,7 @@ class Manual:
         if on.on_before_backward is not None:
             on.on_before_backward(loss)
         parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._averages else []
-        before = [grad_and_version(parameter) for parameter in parameters]
+        before = gradients_now(parameters)
         self.options = options
         try:
             with self._without_autocast():
@@ -84,8 +84,7 @@ class Manual:
         if self._averages:
             # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
-            changed = [grad_and_version(p) != was for p, was in zip(parameters, before, strict=True)]
-            self._averaged.update(parallel.average_gradients(run, parameters, changed))
+            self._averaged.update(parallel.average_gradients(run, parameters, changed_since(parameters, before)))
         self._seen.clear()
         if on.on_after_backward is not None:
             on.on_after_backward()
@@ -242,9 +241,15 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
 
 
-def grad_and_version(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
-    """What tells a gradient from itself after a backward has added to it: which tensor it is, and torch's count of its in-place changes."""
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+def gradients_now(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
+    """Each gradient, itself and not its address, which another could have later, and torch's count of its in-place changes."""
+    return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+
+def changed_since(parameters: Sequence[torch.nn.Parameter], before: Sequence[tuple[torch.Tensor | None, int]]) -> list[bool]:
+    """Which gradients a backward has made or added to since :func:`gradients_now`."""
+    now = gradients_now(parameters)
+    return [grad is not was or version != old for (grad, version), (was, old) in zip(now, before, strict=True)]
 
 
 def _core_averages(run: Run) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from geartrain.builtin.precision import SKIPPED, ScaledPrecision
 from geartrain.errors import TrainingError
 from geartrain.hookspecs import hookimpl
-from geartrain.manual import grad_and_version, parameters_of
+from geartrain.manual import changed_since, gradients_now, parameters_of
 from geartrain.run import Run
 
 
@@ -56,10 +56,10 @@ class ManuallyScaledPrecision(ScaledPrecision):
             self._adjust(run)
         for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:
             self._forget(optimizer)  # cleared past its zero_grad
-        before = {optimizer: list(map(grad_and_version, parameters_of([optimizer]))) for optimizer in self._now}
+        before = {optimizer: gradients_now(parameters_of([optimizer])) for optimizer in self._now}
         (loss * self._scale).backward(**run.manual.options)  # type: ignore[no-untyped-call]
         for optimizer, was in before.items():
-            if list(map(grad_and_version, parameters_of([optimizer]))) != was:
+            if any(changed_since(parameters_of([optimizer]), was)):
                 self._now[optimizer] = _Now.MIXED  # an error only if they are stepped on: another loss may leave its trace here
 
     @hookimpl(wrapper=True)
