@@ -17,7 +17,7 @@ def by_hand_16(module, batches, epochs=1, overflow=None):
     """Two optimizers in turn with torch's own scaler, which is updated after both."""
     module = copy.deepcopy(module)
     optimizers, _ = module.configure_optimizers()
-    scaler, skipped = torch.amp.GradScaler("cpu"), 0
+    scaler, skipped, scaled = torch.amp.GradScaler("cpu"), 0, []
     for _ in range(epochs):
         for batch_idx, batch in enumerate(batches):
             for optimizer in optimizers:
@@ -25,13 +25,14 @@ def by_hand_16(module, batches, epochs=1, overflow=None):
                 with torch.autocast("cpu", torch.float16):
                     loss = module.loss(batch)
                 scaler.scale(loss * (float("inf") if batch_idx == overflow else 1.0)).backward()
+                scaled.append(module.a.weight.grad.clone())
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
                 before = [p.detach().clone() for p in module.parameters()]
                 scaler.step(optimizer)
                 skipped += all(torch.equal(was, p) for was, p in zip(before, module.parameters(), strict=True))
             scaler.update()
-    return module, skipped, scaler.get_scale()
+    return module, skipped, scaled
 
 
 def test_a_forward_after_a_step_uses_the_new_weights_and_not_autocasts_copies_of_the_old_ones():
@@ -51,14 +52,17 @@ def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflo
         for optimizer in module.optimizers():
             module.zero_grad()
             module.manual_backward(module.loss(batch) * (float("inf") if batch_idx == overflow else 1.0))
+            seen.append(module.a.weight.grad.clone())
             module.clip_gradients(optimizer, 1e-3)
             optimizer.step()
 
     module = Two(train)
-    expected, skipped, _ = by_hand_16(module, loader(), overflow=overflow)
+    seen, (expected, skipped, scaled) = [], by_hand_16(module, loader(), overflow=overflow)
     one = fit(module, precision="16-mixed")
     assert_equal(module, expected)
     assert one.callback_metrics["skipped_steps"] == skipped == (0 if overflow is None else 2)
+    for found, same in zip(seen, scaled, strict=True):  # once halved, whatever overflowed in that batch
+        torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
 
 
 def test_one_optimizer_may_step_several_times_a_batch_and_others_wait_for_a_later_one():
