@@ -219,10 +219,6 @@ class NoOptimizers(gt.Module):
         return batch
 
 
-class Manual(Net):
-    automatic_optimization = False
-
-
 def never(method):
     return type("Never", (Net,), {method: lambda self, *args: None})()
 
@@ -233,7 +229,6 @@ def never(method):
         (NoStep(), "NoStep has no training_step"),
         (Misspelt(), "Did you mean 'trainingstep'"),
         (NoOptimizers(), "NoOptimizers has no configure_optimizers"),
-        (Manual(), "automatic_optimization"),
         (torch.nn.Linear(1, 1), r"Linear is a plain nn.Module, and optimizer=None"),
         (None, "NoneType is not a geartrain.Module"),
         *(
@@ -242,6 +237,7 @@ def never(method):
                 "optimizer_step": "optimizer_step hook",
                 "backward": "backward hook",
                 "configure_gradient_clipping": "clip_gradients",
+                "clip_gradients": "clip_gradients",
                 "optimizer_zero_grad": "on_before_zero_grad",
                 "configure_callbacks": "plugins",
                 "predict_epoch_end": "predict",

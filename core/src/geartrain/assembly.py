@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.folder import RunFolder
-from geartrain.builtin.precision import precision_plugin
+from geartrain.builtin.precision import ScaledPrecision, precision_plugin
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -21,6 +21,9 @@ from geartrain.parts import Choice, Part, state_of
 from geartrain.plan import Plan, make_plan
 from geartrain.process.environment import Place
 from geartrain.registry import Registry, file_plugin, is_file, make
+
+#: What manual optimisation is called among the parts.
+_MANUAL = "manual_optimisation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,27 @@ def core_parts(options: Options, precision: Choice, output: str | Path | None, f
 
         parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
     return parts
+
+
+def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, ...]:
+    """A run's parts: the trainer's, and in a ``fit`` of a module with ``automatic_optimization = False`` those of manual optimisation."""
+    if command != "fit" or module.automatic_optimization:
+        return tuple(parts)
+    from geartrain.builtin.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
+    from geartrain.builtin.scaling import ManuallyScaledPrecision
+
+    same = [
+        Part(part.choice, ManuallyScaledPrecision(part.choice.name, part.plugin._dtype)) if type(part.plugin) is ScaledPrecision else part
+        for part in parts
+    ]
+    choice = Choice(_MANUAL, "core", "geartrain", __version__, "automatic_optimization = False")
+    return (*same, Part(choice, ManualOptimisation()))  # last: then ``run.manual`` is there in everyone's on_run_start
+
+
+def is_manual(hooks: Hooks) -> bool:
+    """Whether these hooks are those of manual optimisation."""
+    owner = hooks.owner("step")
+    return owner is not None and owner.is_core and owner.name == _MANUAL
 
 
 def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:

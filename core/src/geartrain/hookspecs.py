@@ -164,7 +164,7 @@ def step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     Fired: once for each window of ``accumulate_grad_batches`` batches; the last window of an epoch may be shorter.
     Arguments: ``micro_batches`` on the device, as many as the window holds.
-    Default: ``geartrain.loop.train_step``.
+    Default: ``geartrain.loop.train_step``; in manual optimisation one call of ``training_step``, which does the rest itself.
     """
 
 
@@ -188,7 +188,7 @@ def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
         ``(batch, batch_idx)``, and ``dataloader_idx`` where there are several loaders.
     Returns: what the method returned.
     Default: ``run.model(method, *args)`` in training; in evaluation the bare module, because a wrapper's forward may communicate
-        and ranks may have unequal numbers of batches.
+        and ranks may have unequal numbers of batches; in manual optimisation always the bare module.
     """
 
 
@@ -196,7 +196,7 @@ def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
 def backward(run: Run, loss: torch.Tensor) -> None:
     """Compute gradients.
 
-    Fired: once a micro-batch.
+    Fired: once a micro-batch; in manual optimisation, in each ``manual_backward``.
     Arguments: ``loss``, 0-d, already divided by the number of micro-batches in this window.
     Default: ``loss.backward()``.
     """
@@ -206,7 +206,10 @@ def backward(run: Run, loss: torch.Tensor) -> None:
 def reduce_gradients(run: Run) -> None:
     """Make every rank's gradients the mean over ranks.
 
-    Fired: once a step, after the last micro-batch's backward; a strategy that reduced during backward only finishes here.
+    Fired: once a step, after the last micro-batch's backward; a strategy that reduced during backward only finishes here. In manual
+        optimisation before each optimizer's step, with that one alone in ``run.optimizers``. Where there is a torch.distributed process
+        group, core has then averaged after each backward already: leave means as they are. A strategy that communicates from hooks
+        on parameters would get in its way, and refuses manual optimisation in ``check_plan``.
     Default: nothing, which is right for one process.
     """
 
@@ -215,7 +218,7 @@ def reduce_gradients(run: Run) -> None:
 def clip_gradients(run: Run) -> torch.Tensor | None:
     """Clip the gradients as the plan's ``gradient_clip_val`` and ``gradient_clip_algorithm`` say.
 
-    Fired: once a step, after reduction and unscaling.
+    Fired: once a step, after reduction and unscaling; in manual optimisation as ``reduce_gradients``.
     Returns: the total norm before clipping (0-d, on the device), or ``None`` where none was computed.
     Default: nothing; core's clipping owns it where ``gradient_clip_val`` is set: ``torch.nn.utils.clip_grad_norm_`` or
         ``clip_grad_value_``.
@@ -226,7 +229,7 @@ def clip_gradients(run: Run) -> torch.Tensor | None:
 def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool | None:
     """Step one optimizer.
 
-    Fired: once a step for each optimizer.
+    Fired: once a step for each optimizer; in manual optimisation, in each ``optimizer.step()``.
     Arguments: ``optimizer`` as ``wrap_optimizer`` returned it; ``closure`` computes loss and gradients anew, for LBFGS and the
         like; ``None`` for the others.
     Returns: ``False`` if the step was skipped; schedulers then wait.
@@ -332,7 +335,7 @@ def on_epoch_start(run: Run) -> None:
 
 @every
 def on_step_end(run: Run) -> None:
-    """An optimizer step is done; ``run.step`` counts it.
+    """An optimizer step is done; ``run.step`` counts it. In manual optimisation it counts batches.
 
     Fired: once a step. This is the hot path: with no implementation it costs a ``None`` check.
     """

@@ -107,7 +107,7 @@ def _forward_backward(run: Run, on: ModuleHooks | None, batch: Any, batch_idx: i
         try:
             run.hooks.backward(run=run, loss=loss)
         except RuntimeError:
-            _explain(run, loss)  # not checked before: the check would cost every step
+            explain_backward(run, loss)  # not checked before: the check would cost every step
             raise
     # Kept until the next one is there: freeing the graph early makes the next forward's allocations slower (1 µs of 165).
     run.step_output = output
@@ -173,7 +173,8 @@ def fit(run: Run) -> None:
             on.training_epoch_end(run.outputs)
         _call(on.on_train_epoch_end)
         run.logs.end_epoch()
-        step_schedules(run, "epoch", run.epoch + 1)
+        if run.manual is None:
+            step_schedules(run, "epoch", run.epoch + 1)
         with torch.no_grad():
             same_buffers(run)
         fire(hooks.on_epoch_end, run=run)
@@ -206,7 +207,7 @@ def _loss_in(run: Run, output: Any) -> torch.Tensor | None:
     return None
 
 
-def _explain(run: Run, loss: torch.Tensor) -> None:
+def explain_backward(run: Run, loss: torch.Tensor) -> None:
     """Say what is wrong with a loss that has no backward.
 
     Raises:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from geartrain.hparams import MadeWith
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from geartrain.manual import Manual
     from geartrain.run import Run
     from geartrain.trainer import Trainer
 
@@ -35,6 +37,7 @@ class Module(MadeWith, nn.Module):
 
     _run: Run | None = None
     _trainer: Trainer | None = None
+    #: ``False``, on the class or set in ``__init__``: ``training_step`` does backward and steps itself. See docs/manual-optimisation.md.
     automatic_optimization = True
 
     # --- where the module is ---------------------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ class Module(MadeWith, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Optimizer steps done; in manual optimisation, batches."""
         return self._run.step if self._run else 0
 
     @property
@@ -162,7 +165,8 @@ class Module(MadeWith, nn.Module):
         return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
-        """The optimizer, or the list of them where there are several."""
+        """The optimizer, or the list of them where there are several. In manual optimisation their ``step()`` and ``zero_grad()`` go
+        through the hooks."""
         found = self._run.optimizers if self._run else []
         return found[0] if len(found) == 1 else found
 
@@ -170,6 +174,73 @@ class Module(MadeWith, nn.Module):
         """The learning-rate scheduler, the list of them where there are several, or ``None``."""
         found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
         return found[0] if len(found) == 1 else found or None
+
+    # --- manual optimisation: automatic_optimization = False -------------------------------------------------------------
+
+    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """``loss.backward(**options)`` through the hooks: scaled where the precision scales, and with gradients averaged over ranks.
+
+        Every rank must call it equally often. A parameter that got a gradient on some ranks only gets the mean on all.
+
+        Args:
+            loss: 0-d, or of any shape with ``gradient=``.
+            options: as ``torch.Tensor.backward`` has them: ``retain_graph``, ``create_graph``, ``gradient``, ``inputs``.
+
+        Raises:
+            TrainingError: optimisation is automatic, the loss has no backward, or the backward of a strategy takes no options.
+        """
+        self._manual("manual_backward").backward(loss, options)
+
+    def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip the gradients of one optimizer, averaged and unscaled; called after the last ``manual_backward`` before its ``step()``.
+
+        Args:
+            gradient_clip_val: the largest norm or value, above 0.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            The total norm before clipping (0-d, on the device), or ``None`` where values were clipped.
+
+        Raises:
+            TrainingError: optimisation is automatic, or a wrong argument.
+        """
+        return self._manual("clip_gradients").clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`.
+
+        Raises:
+            TrainingError: optimisation is automatic, or one is toggled already.
+        """
+        self._manual("toggle_optimizer").toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Give every parameter the ``requires_grad`` that it had before :meth:`toggle_optimizer`.
+
+        Raises:
+            TrainingError: optimisation is automatic, or this optimizer is not toggled.
+        """
+        self._manual("untoggle_optimizer").untoggle(optimizer)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """``with self.toggled_optimizer(optimizer):`` toggles it, and untoggles it whatever happens."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def _manual(self, method: str) -> Manual:
+        run, name = self._run, type(self).__name__
+        if run is not None and run.manual is not None:
+            return run.manual
+        if self.automatic_optimization:
+            raise TrainingError(
+                f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
+                "Fix: automatic_optimization = False in __init__, or return the loss from training_step"
+            )
+        raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` on rank 0 only."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -107,14 +108,27 @@ def zero_grad(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def needs_closure(optimizers: Sequence[Optimizer]) -> bool:
+def about_to_step(run: Run) -> dict[str, nn.Parameter]:
+    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation those of the
+    optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
+    named = dict(run.module.named_parameters())
+    if run.manual is None:
+        return named
+    stepped = {parameter for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in named.items() if parameter in stepped}
+
+
+def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
     """Whether the optimizer computes the loss itself, several times a step, as LBFGS does.
 
+    Args:
+        automatic: whether the loop steps all of them; in manual optimisation the module steps each by itself.
+
     Raises:
-        UsageError: it does, and is not the only one: the others would step on gradients of another point.
+        UsageError: it does, and is not the only one that the loop steps: the others would step on gradients of another point.
     """
     needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
-    if needing and len(optimizers) > 1:
+    if automatic and needing and len(optimizers) > 1:
         raise UsageError(f"{type(needing[0]).__name__} needs a closure and must be the only optimizer.")
     return bool(needing)
 

@@ -4,7 +4,8 @@
   rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
   ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
-- ``shard``, ``gather_uneven``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on torch.distributed.
+- ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
+  torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Place",
+    "average_gradients",
     "belongings",
     "broadcast_weights",
     "detect",
@@ -53,6 +55,10 @@ __all__ = [
     "threads",
     "variables",
 ]
+
+
+#: Bytes of gradients that one all-reduce carries, as DDP's buckets do.
+_BUCKET = 25 * 2**20
 
 
 def group(run: Run) -> None:
@@ -99,6 +105,45 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
             dist.broadcast(same, src=0)
             if same.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(same)
+
+
+@torch.no_grad()
+def average_gradients(run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
+    """Make gradients the mean over ranks, in place. A rank without a gradient that another has takes part with zeros, and gets the mean.
+
+    The CPU waits for the device here: ranks agree first on whose gradients they average, since unequal collectives would hang.
+
+    Args:
+        parameters: the same ones on every rank, in the same order.
+        changed: which of them have a gradient to average on this rank; averaged are those that any rank names.
+
+    Returns:
+        Whose gradients were averaged.
+
+    Raises:
+        TrainingError: a gradient is sparse.
+    """
+    group(run)
+    named = torch.tensor(changed, dtype=torch.int32, device=run.device)
+    dist.all_reduce(named, op=dist.ReduceOp.MAX)
+    averaged = [parameter for parameter, by_any in zip(parameters, named.tolist(), strict=True) if by_any]
+    buckets: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in averaged:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.layout is not torch.strided:
+            raise TrainingError("sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding")
+        kind = (grad.dtype, grad.device)
+        buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
+        filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()
+    for grads in buckets.values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(run.world.size)  # first, as DDP does: 16 bits could not hold the sum
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+    return averaged
 
 
 def wait_for_all(run: Run) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from geartrain.hooks import Hooks
     from geartrain.logs import Logs
+    from geartrain.manual import Manual
     from geartrain.module import Module
     from geartrain.optim import Schedule
     from geartrain.plan import Plan
@@ -66,7 +67,7 @@ class Run:
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
-    #: Optimizer steps done.
+    #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
     #: Epochs done; while one runs, its number from 0.
     epoch: int = 0
@@ -84,6 +85,8 @@ class Run:
     outputs: list[Any] = field(default_factory=list)
     #: Whether the optimizer computes the loss itself, as LBFGS does.
     closure: bool = False
+    #: Manual optimisation, from ``on_run_start`` of a ``fit`` on; ``None`` where optimisation is automatic.
+    manual: Manual | None = None
     #: The newest value of every logged metric.
     metrics: dict[str, float] = field(default_factory=dict)
     logs: Logs = field(init=False)
@@ -116,10 +119,11 @@ class Run:
         return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from geartrain.assembly import parts_for
         from geartrain.hooks import Hooks
 
         trainer = state["trainer"]
-        Run.__init__(self, hooks=Hooks(trainer._parts), **state)
+        Run.__init__(self, hooks=Hooks(parts_for(trainer._parts, state["module"], state["command"])), **state)
         trainer._run = self
 
     def log(self, name: str, value: Any, **options: Any) -> None:

@@ -12,6 +12,9 @@ from torch import nn
 from geartrain.errors import UsageError, nearest
 from geartrain.module import Module, overridden
 
+if TYPE_CHECKING:
+    from geartrain.options import Options
+
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -37,7 +40,6 @@ _NOT_CALLED = {
     "configure_callbacks": "Trainer(plugins=[...])",
     "configure_sharded_model": "__init__",
     "configure_model": "__init__",
-    "manual_backward": "one loss returned from training_step",
     "on_train_dataloader": "train_dataloader",
     "tbptt_split_batch": "splitting the sequence in training_step",
     "predict_step_end": "predict_step",
@@ -137,7 +139,24 @@ def check_module(module: Any, command: str) -> None:
     if command == "fit" and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers:
         raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
     for method, instead in _NOT_CALLED.items():
-        if hasattr(cls, method):
+        # What Module has itself is for manual optimisation: there a subclass may change what it calls.
+        if hasattr(cls, method) and not (hasattr(Module, method) and (not module.automatic_optimization or not overridden(module, method))):
             raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
-    if not module.automatic_optimization:
-        raise UsageError(f"{cls.__name__}.automatic_optimization is False: this version of geartrain has automatic optimisation only.")
+
+
+def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
+    """Refuse options of the trainer that only automatic optimisation follows.
+
+    Raises:
+        UsageError: accumulation or clipping by the loop.
+    """
+    false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
+    if (every := options.accumulate_grad_batches) != 1:
+        raise UsageError(
+            f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: step and zero_grad in every {every}. training_step only"
+        )
+    if (limit := options.gradient_clip_val) is not None:
+        raise UsageError(
+            f"{false}, so gradient_clip_val={limit} would do nothing. "
+            f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
+        )

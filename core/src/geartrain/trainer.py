@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, is_manual, parts_for, recipes, remake
 from geartrain.checkpoint import find, model_checkpoints
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -27,7 +27,7 @@ from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
-from geartrain.step import check_module
+from geartrain.step import check_module, refuse_automatic
 from geartrain.worker import work
 
 if TYPE_CHECKING:
@@ -254,8 +254,13 @@ class Trainer:
         """
         check_module(model, command)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule))
+        if is_manual(self.hooks):  # of the module before
+            self.hooks = Hooks(self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
+        if command == "fit" and not model.automatic_optimization:
+            refuse_automatic(self.plan.options, model)
+            self.hooks = Hooks(parts_for(self._parts, model, command))
         return self.plan
 
     def _start(
@@ -287,7 +292,7 @@ class Trainer:
         if datamodule is not None:
             datamodule.trainer = self
         # Hooks are frozen for one run; the next one gets new callers of the same plugins.
-        hooks = Hooks(self._parts)
+        hooks = Hooks(parts_for(self._parts, model, command))
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
         run = self._run = Run(
             plan=self.plan,
@@ -367,7 +372,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Optimizer steps done; in manual optimisation, batches."""
         return self._run.step if self._run else 0
 
     @property

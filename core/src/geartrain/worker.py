@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from geartrain import loop
+from geartrain.assembly import is_manual
 from geartrain.checkpoint import load_weights
 from geartrain.data import DataSource, count_batches, describe
 from geartrain.errors import TrainingError, UsageError
@@ -178,7 +179,12 @@ def _set_up_model(run: Run, checkpoint: Path | None) -> None:
     run.calls = run.bare.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
-        run.closure = needs_closure(optimizers)
+        automatic = run.module.automatic_optimization
+        if automatic == is_manual(run.hooks):
+            raise UsageError(
+                f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
+            )
+        run.closure = needs_closure(optimizers, automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)

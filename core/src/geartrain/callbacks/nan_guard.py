@@ -12,6 +12,7 @@ from geartrain.callbacks.norms import norms_of
 from geartrain.callbacks.stopping import say, stop_together
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.optim import about_to_step
 from geartrain.plan import Plan
 from geartrain.run import Run
 
@@ -79,7 +80,7 @@ class NaNGuard:
     @hookimpl(wrapper=True)
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
         if self.check == "gradients":
-            found = [(name, p.grad) for name, p in run.module.named_parameters() if p.grad is not None]
+            found = [(name, p.grad) for name, p in about_to_step(run).items() if p.grad is not None]
             if found:  # by their largest element: a sum of squares of finite ones may overflow
                 self._note(run, tuple(name for name, _ in found), norms_of([grad for _, grad in found], float("inf")))
         self._drop = self.action == "skip" and self._is_bad_anywhere(run)

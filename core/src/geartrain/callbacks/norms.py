@@ -9,6 +9,7 @@ import torch
 
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.optim import about_to_step
 from geartrain.run import Run
 
 
@@ -44,7 +45,7 @@ class Norms:
         return (yield)
 
     def _measure(self, run: Run) -> None:
-        trained = {name: p for name, p in run.module.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in about_to_step(run).items() if p.requires_grad}
         if self.gradients:
             self._log(run, "grad_norm", {name: p.grad for name, p in trained.items() if p.grad is not None})
         if self.parameters:

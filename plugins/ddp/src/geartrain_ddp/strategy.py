@@ -85,6 +85,18 @@ class DDPStrategy:
         """The device to which DDP moves what its forward is given; ``None`` where nothing is to be moved."""
         return None if run.device.type == "cpu" else [run.device]
 
+    def refuse_buckets(self, run: Run) -> None:
+        """Refuse a plugin that reduces buckets where there are none.
+
+        Raises:
+            UsageError: manual optimisation.
+        """
+        if not run.module.automatic_optimization and (by := run.hooks.implementers("reduce_bucket")):
+            raise UsageError(
+                f"{by[0].label}: its reduce_bucket would never be called: {type(run.module).__name__}.automatic_optimization is False, "
+                "and manual_backward averages without DDP's buckets. Fix: one without the other"
+            )
+
     # --- hooks -----------------------------------------------------------------------------------------------------------
 
     @hookimpl
@@ -99,6 +111,7 @@ class DDPStrategy:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        self.refuse_buckets(run)
         return launch(run, worker, self.timeout)
 
     @hookimpl
@@ -113,7 +126,10 @@ class DDPStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
-        trains = run.command == "fit" and any(parameter.requires_grad for parameter in model.parameters())
+        # Manual optimisation calls the bare module, and core averages its gradients: DDP would only keep buckets of their size.
+        trains = (
+            run.command == "fit" and run.module.automatic_optimization and any(parameter.requires_grad for parameter in model.parameters())
+        )
         if trains:
             return self.configure_ddp(run, model)
         if run.world.size > 1:
