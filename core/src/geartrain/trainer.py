@@ -27,7 +27,7 @@ from geartrain.process.environment import Place, detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
-from geartrain.step import check_module
+from geartrain.step import check_data, check_module
 from geartrain.worker import work
 
 
@@ -271,8 +271,8 @@ class Trainer:
                 if datamodule is not None:
                     raise UsageError("two DataModules are given. Fix: give one")
                 given[stage], datamodule = None, loaders
-        if datamodule is not None and not isinstance(datamodule, DataModule):
-            raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+        if datamodule is not None:
+            check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
         if checkpoint is not None and not Path(checkpoint).is_file():
