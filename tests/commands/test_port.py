@@ -73,8 +73,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
         "def transfer_batch_to_device(self, batch, device, dataloader_idx):": ["the same method of the module"],
         "def on_epoch_end(self, trainer, pl_module):": ["on_train_epoch_end"],
         "print(trainer.log_dir)": ["trainer.output"],
-        "trainer = Trainer(": ["gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "min_epochs", "logger=True"]
-        + ["overfit_batches", "checkpoint=PATH", "invented", "**"],
+        "trainer = Trainer(": "gpus=args.gpus tpu_cores deepspeed 16-true min_epochs logger=True overfit_batches checkpoint=PATH invented **".split(),
         "trainer.tune(net)": ["geartrain tune"],
         "trainer.test()": ["trainer.test(model"],
         "pl.utilities.model_summary.summarize(net)": ["docs/from-lightning.md"],
@@ -88,7 +87,8 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
     after = (folder / "script.py").read_text()
     for kept in ("import pytorch_lightning as pl\n", "rank_zero_only\n", "pl.utilities.model_summary", "tpu_cores=8", "import Timer\n"):
         assert kept in after
-    assert "class Net(gt.Module)" in after and "devices=args.gpus" in after
+    assert "class Net(gt.Module)" in after
+    assert "devices=args.gpus" in after
 
 
 # --- single lines --------------------------------------------------------------------------------------------------------
@@ -137,10 +137,12 @@ def test_arguments_of_the_trainer_are_geartrains(installed):
     for _, after in TRAINERS:
         if after is None or "accelerator" in after:  # what needs a GPU is tested with one that is assumed, in tests/seeds
             continue
+        refused = ""
         try:
             eval(f"gt.Trainer({after})", {"gt": gt, **names})
         except gt.UsageError as error:
-            assert "has no argument" not in str(error), after
+            refused = str(error)
+        assert "has no argument" not in refused
 
 
 OTHERS = {
@@ -246,7 +248,8 @@ def test_several_files(folder, command, write):
     write("a.py", SHORT)
     write("b.py", SHORT)
     assert command("port a.py b.py --write").code == 0
-    assert "geartrain" in (folder / "a.py").read_text() and "geartrain" in (folder / "b.py").read_text()
+    assert "geartrain" in (folder / "a.py").read_text()
+    assert "geartrain" in (folder / "b.py").read_text()
 
 
 def test_line_ends_stay(folder, command):
@@ -261,7 +264,8 @@ def test_a_file_that_is_no_python_changes_nothing(folder, command, write):
     write("b.py", "def f(:\n")
     done = command("port a.py b.py --write")
     assert done.code == 2
-    assert "b.py, line 1" in done.err and "no Python" in done.err
+    assert "b.py, line 1" in done.err
+    assert "no Python" in done.err
     assert (folder / "a.py").read_text() == SHORT
 
 

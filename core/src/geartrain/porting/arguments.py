@@ -100,7 +100,8 @@ class Arguments:
         return self._call.with_changes(args=self._args)
 
 
-_EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+_NONE = cst.SimpleWhitespace("")
+_EQUAL = cst.AssignEqual(whitespace_before=_NONE, whitespace_after=_NONE)
 
 
 def code(node: cst.CSTNode) -> str:
