@@ -73,9 +73,11 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
         "def transfer_batch_to_device(self, batch, device, dataloader_idx):": ["the same method of the module"],
         "def on_epoch_end(self, trainer, pl_module):": ["on_train_epoch_end"],
         "print(trainer.log_dir)": ["trainer.output"],
-        "trainer = Trainer(": "gpus=args.gpus tpu_cores deepspeed 16-true min_epochs logger=True overfit_batches checkpoint=PATH invented **".split(),
+        "trainer = Trainer(": [
+            *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "min_epochs"),
+            *("logger=True", "overfit_batches", "checkpoint=PATH", "invented", "**"),
+        ],
         "trainer.tune(net)": ["geartrain tune"],
-        "trainer.test()": ["trainer.test(model"],
         "pl.utilities.model_summary.summarize(net)": ["docs/from-lightning.md"],
         'Net.load_from_checkpoint("last.ckpt")': ["ckpt_path=FILE"],
     }
@@ -184,8 +186,12 @@ OTHERS = {
     "from pytorch_lightning.callbacks import EMAWeightAveraging\nEMAWeightAveraging(decay=0.9, update_every_n_steps=2)": (
         "from geartrain.callbacks import EMA\nEMA(decay=0.9, every=2)"
     ),
-    "import lightning as L\nt = L.Trainer()\nt.fit(net, datamodule=data)\nt.test(ckpt_path='best')": (
-        "import geartrain as gt\nt = gt.Trainer()\nt.fit(net, datamodule=data)\nt.test(net, ckpt_path='best', datamodule=data)"
+    "import lightning as L\nt = L.Trainer()\nt.test(ckpt_path='best')": "import geartrain as gt\nt = gt.Trainer()\nt.test(ckpt_path='best')",
+    "from lightning.pytorch.callbacks import ModelCheckpoint\nModelCheckpoint('ckpt', 'x', monitor='a', enable_version_counter=True)": (
+        "from geartrain.callbacks import ModelCheckpoint\nModelCheckpoint(dirpath='ckpt', filename='x', monitor='a')"
+    ),
+    "from pytorch_lightning.callbacks import EarlyStopping\nEarlyStopping('a', 0.1, 3, True, 'max')": (
+        "from geartrain.callbacks import EarlyStopping\nEarlyStopping('a', min_delta=0.1, patience=3, verbose=True, mode='max')"
     ),
     "import lightning as L\nt = L.Trainer()\nt.test(net, test_dataloaders=d, verbose=False)": (
         "import geartrain as gt\nt = gt.Trainer()\nt.test(net, dataloaders=d)"
@@ -208,11 +214,6 @@ def test_an_import_stays_as_long_as_something_needs_it():
     for before in ("import lightning.pytorch as pl", "from lightning import pytorch as pl"):
         assert port(f"{before}\npl.tuner.Tuner\n").text == f"{before}\npl.tuner.Tuner\n"
         assert port(f"{before}\npl.tuner.Tuner(pl.Trainer())\n").text == f"{before}\nimport geartrain as gt\npl.tuner.Tuner(gt.Trainer())\n"
-
-
-def test_a_module_that_was_fitted_by_a_call_is_asked_for():
-    done = port("import lightning as L\nt = L.Trainer()\nt.fit(Net(), d)\nt.test()\n")
-    assert [left.line for left in done.left] == [4]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------

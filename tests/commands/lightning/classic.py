@@ -71,6 +71,6 @@ if __name__ == "__main__":
     )
     trainer.fit(model, datamodule=data)
     loss = trainer.callback_metrics["train_loss"]
-    results = trainer.test(verbose=False)  # the same module and data
+    results = trainer.test(model, datamodule=data, verbose=False)  # the same module and data
     print("learns", results[0]["test_loss"] < loss)
     print("epochs", counter.epochs, os.path.basename(sys.argv[0]))

@@ -43,6 +43,5 @@ trainer = Trainer(
     **options,
 )
 trainer.tune(net)
-trainer.test()
 pl.utilities.model_summary.summarize(net)
 Net.load_from_checkpoint("last.ckpt")

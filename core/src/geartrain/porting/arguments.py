@@ -52,12 +52,6 @@ class Arguments:
             self.comments += comments(last.comma) if not comments(comma) else []
             self._args[-1] = last.with_changes(comma=comma, whitespace_after_arg=_bare(arg.whitespace_after_arg))
 
-    def first(self, value: str) -> None:
-        """Give another positional argument before all others."""
-        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if self._args else cst.MaybeSentinel.DEFAULT
-        self._args.insert(0, cst.Arg(cst.parse_expression(value), comma=comma))
-        self._names.insert(0, "")
-
     def rename(self, old: str, new: str, value: str | None = None) -> None:
         """Call an argument by another name, with another value where one is given."""
         place = self._names.index(old)

@@ -223,12 +223,16 @@ _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         dict.fromkeys(("memory_utilization", "gpu_utilization", "intra_step_time", "inter_step_time", "fan_speed", "temperature"), ""),
     ),
     "RichModelSummary": (("max_depth",), {}),
+    "ModelCheckpoint": (("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"), {"enable_version_counter": ""}),
     "WandbLogger": (("name", "save_dir"), {"dir": "folder", "save_dir": "folder", "anonymous": ""}),
     "MLFlowLogger": (("experiment_name", "run_name", "tracking_uri", "tags"), {"experiment_name": "experiment", "synchronous": ""}),
 }
+#: Classes whose first argument is another one here.
+_REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
 #: Class -> arguments that no name here stands for.
 _LEFT = {
     "EMAWeightAveraging": ("use_buffers", "update_starting_at_epoch"),
+    "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
     "WandbLogger": ("version", "id", "experiment", "prefix", "checkpoint_name"),
     "MLFlowLogger": ("save_dir", "prefix", "artifact_location", "run_id"),
     "TensorBoardLogger": ("default_hp_metric", "prefix", "sub_dir"),
@@ -247,8 +251,8 @@ def plain(cls: str, arguments: Arguments) -> list[Todo]:
             arguments.drop(name)
         elif new is not None:
             arguments.rename(name, new)
-        elif name in order and name == order[0] and cls in ("WandbLogger", "MLFlowLogger"):
-            arguments.rename(name, name)  # positional there, another position here
+        elif name in order and (name != order[0] or cls in _REORDERED):
+            arguments.rename(name, name)  # positional there perhaps, and in another place here
     for special in (_offline, _upload):
         special(cls, arguments)
     return [(f"{cls}({name}=...)", "nothing: leave it out") for name in arguments.names if name in _LEFT.get(cls, ())]

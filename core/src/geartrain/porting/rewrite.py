@@ -53,8 +53,6 @@ class _Rewrite(cst.CSTTransformer):
         self._roots = {root(node) for node in survey.references if isinstance(node, cst.Attribute)}
         self._comments: list[cst.Comment] = []
         self._trainers = {"trainer"}
-        #: Trainer -> the module and the data module that its fit was given, where they have names.
-        self._fitted: dict[str, tuple[str, str | None]] = {}
 
     def _choose_names(self) -> dict[str, str]:
         """A bare name -> what stands for it: ``LightningModule`` is ``Module``, where the file has no other use for that."""
@@ -235,42 +233,20 @@ class _Rewrite(cst.CSTTransformer):
             return self._done(original_node, arguments, todo)
         return updated_node
 
-    def visit_Call(self, node: cst.Call) -> None:
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "fit":
-            given = Arguments(node, ("model",))
-            model, trainer = given.source("model"), dotted(node.func.value)
-            if model is not None and model.isidentifier() and trainer not in self._fitted:
-                self._fitted[trainer] = (model, given.source("datamodule"))
-            else:
-                self._fitted[trainer] = ("", None)  # no name, or several models
-
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         more = [cst.EmptyLine(comment=comment) for comment in self._comments]
         return updated_node.with_changes(footer=[*updated_node.footer, *more])
 
     def _method(self, call: cst.Call, arguments: Arguments, method: str) -> cst.Call:
-        todo: list[calls.Todo] = []
-        trainer = dotted(cst.ensure_type(call.func, cst.Attribute).value)
         if method == "tune":
-            return self._done(call, arguments, [("trainer.tune()", "the command geartrain tune")])
+            return self._done(call, arguments, [("trainer.tune()", "geartrain.tuning.Tuner, or the command geartrain tune")])
         for old, new in _METHODS[method].items():
             if old in arguments.names:
                 arguments.rename(old, new)
         for name in ("verbose", "return_predictions", "weights_only"):
             if name in arguments.names:
                 arguments.drop(name)
-        if not {"", "model", "*", "**"} & set(arguments.names):
-            model, data = self._fitted.get(trainer, ("", None))
-            if model:
-                if data is not None and not {"datamodule", "dataloaders"} & set(arguments.names):
-                    if data.isidentifier():
-                        arguments.put("datamodule", data)
-                    else:
-                        todo.append((f"{trainer}.{method}() without data", f"datamodule={data}, as for fit"))
-                arguments.first(model)
-            else:
-                todo.append((f"{trainer}.{method}() without the module", f"{trainer}.{method}(model, ...), and its data"))
-        return self._done(call, arguments, todo)
+        return self._done(call, arguments, [])
 
     def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todo]) -> cst.Call:
         for what, instead in todo:
