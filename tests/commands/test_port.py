@@ -186,7 +186,9 @@ OTHERS = {
     "from pytorch_lightning.callbacks import EMAWeightAveraging\nEMAWeightAveraging(decay=0.9, update_every_n_steps=2)": (
         "from geartrain.callbacks import EMA\nEMA(decay=0.9, every=2)"
     ),
-    "import lightning as L\nt = L.Trainer()\nt.test(ckpt_path='best')": "import geartrain as gt\nt = gt.Trainer()\nt.test(ckpt_path='best')",
+    "import lightning as L\nt = L.Trainer()\nt.test(ckpt_path='best')": (
+        "import geartrain as gt\nt = gt.Trainer()\nt.test(ckpt_path='best')"
+    ),
     "from lightning.pytorch.callbacks import ModelCheckpoint\nModelCheckpoint('ckpt', 'x', monitor='a', enable_version_counter=True)": (
         "from geartrain.callbacks import ModelCheckpoint\nModelCheckpoint(dirpath='ckpt', filename='x', monitor='a')"
     ),

@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = {
     "devices.md",
     "doctor.md",
+    "from-lightning.md",
     "start.md",
     "write-a-plugin.md",
     "write-a-strategy.md",

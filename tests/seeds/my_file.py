@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import completion
+
 import geartrain as gt
 
 

@@ -151,7 +151,7 @@ OF_TRAINER = {
     "early_stopping_callbacks": "the objects in callbacks=[...]",
     "checkpoint_callbacks": "the objects in callbacks=[...]",
     "progress_bar_callback": "nothing: the progress bar has no methods",
-    "save_checkpoint": "torch.save(model.state_dict(), FILE), which ckpt_path=FILE reads",
+    "save_checkpoint": 'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads',
     "is_last_batch": "batch_idx + 1 == trainer.num_training_batches",
     "enable_validation": "limit_val_batches=0 turns validation off",
     "scaler": "nothing: precision='16-mixed' scales by itself",
