@@ -100,7 +100,7 @@ TRAINERS = [
     ("gpus=-1, max_epochs=1", 'devices=-1, accelerator="gpu", max_epochs=1'),
     ("gpus=[0, 1]", 'devices=[0, 1], accelerator="gpu"'),
     ("gpus='0, 1'", "devices='0, 1', accelerator=\"gpu\""),
-    ("gpus=None", 'accelerator="cpu"'),
+    ("gpus=None, max_epochs=1", 'accelerator="cpu", max_epochs=1'),
     ("gpus=2, accelerator='ddp'", "devices=2, accelerator=\"gpu\", strategy='ddp'"),
     ("gpus=2, distributed_backend='dp'", "devices=2, accelerator=\"gpu\", strategy='dp'"),
     ("accelerator='gpu', devices=8, strategy='ddp2'", "accelerator='gpu', devices=8, strategy='ddp2'"),
@@ -164,6 +164,18 @@ OTHERS = {
         "from geartrain.strategies import DDPStrategy\nDDPStrategy()"
     ),
     "from pytorch_lightning import LightningModule\nclass A(LightningModule): ...": "from geartrain import Module\nclass A(Module): ...",
+    "from lightning import LightningModule\nclass A(LightningModule): ...\n__all__ = ['LightningModule']": (
+        "from geartrain import Module as LightningModule\nclass A(LightningModule): ...\n__all__ = ['LightningModule']"
+    ),
+    "from lightning import LightningModule; import os\nclass A(LightningModule): ...": (
+        "from geartrain import Module\nimport os\nclass A(Module): ..."
+    ),
+    "try:\n    import lightning.pytorch as pl\nexcept ImportError:\n    import pytorch_lightning as pl\npl.Trainer()": (
+        "try:\n    import geartrain as gt\nexcept ImportError:\n    import geartrain as gt\ngt.Trainer()"
+    ),
+    "import lightning as L\ndef f(x: 'list[L.LightningModule]') -> 'L.Trainer | None': ...": (
+        "import geartrain as gt\ndef f(x: 'list[gt.Module]') -> 'gt.Trainer | None': ..."
+    ),
     "def f():\n    import pytorch_lightning as pl\n    return pl.Trainer()": (
         "def f():\n    import geartrain as gt\n    return gt.Trainer()"
     ),

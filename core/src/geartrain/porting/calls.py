@@ -109,8 +109,11 @@ def _devices(arguments: Arguments) -> list[Todo]:
             continue
         value = arguments.literal(old)
         if value in (0, None, "0", []) and value is not False:
-            arguments.drop(old)
-            arguments.put("accelerator", '"cpu"')
+            if "accelerator" in arguments.names:
+                arguments.drop(old)
+                arguments.put("accelerator", '"cpu"')
+            else:
+                arguments.rename(old, "accelerator", '"cpu"')
             continue
         arguments.rename(old, "devices")
         if "accelerator" not in arguments.names:

@@ -60,7 +60,8 @@ class _Rewrite(cst.CSTTransformer):
         for node, path in self._survey.references.items():
             if isinstance(node, cst.Name):
                 name = _target(path)[1]
-                if node.value == names.key(path)[1] != name and name not in self._survey.words:
+                free = name not in self._survey.words and node.value not in self._survey.strings
+                if node.value == names.key(path)[1] != name and free:
                     new[node.value] = name
         return new
 

@@ -33,6 +33,8 @@ class Survey(cst.CSTVisitor):
         self.needed: set[str] = set()
         #: Every name in the file.
         self.words: set[str] = set()
+        #: Strings that may be names, as those of ``__all__`` are.
+        self.strings: set[str] = set()
         self.left: list[Left] = []
         #: What the file imports by name: (module, name) here.
         self.brought: set[tuple[str, str]] = set()
@@ -85,6 +87,9 @@ class Survey(cst.CSTVisitor):
             elif not _dotted(node.module).startswith("geartrain"):
                 self.say(node, f"{_dotted(node.module)}.{alias.evaluated_name}", names.instead(path))
         return False
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        self.strings.add(str(node.evaluated_value))
 
     def visit_Name(self, node: cst.Name) -> None:
         self.words.add(node.value)
