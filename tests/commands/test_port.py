@@ -104,6 +104,7 @@ TRAINERS = [
     ("gpus=2, accelerator='ddp'", "devices=2, accelerator=\"gpu\", strategy='ddp'"),
     ("gpus=2, distributed_backend='dp'", "devices=2, accelerator=\"gpu\", strategy='dp'"),
     ("accelerator='gpu', devices=8, strategy='ddp2'", "accelerator='gpu', devices=8, strategy='ddp2'"),
+    ("num_processes=2, accelerator='ddp_cpu'", 'devices=2, strategy="ddp_spawn", accelerator="cpu"'),
     ("num_processes=2", 'devices=2, accelerator="cpu"'),
     ("strategy='ddp_find_unused_parameters_true'", 'strategy="ddp", strategy_options={"find_unused_parameters": True}'),
     ("strategy='ddp_notebook'", 'strategy="ddp_spawn", strategy_options={"start_method": "fork"}'),

@@ -42,6 +42,6 @@ class Says(Callback):
 
 seed_everything(1)
 loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=8)
-trainer = Runner(accelerator="ddp_cpu", num_processes=1, max_epochs=4, logger=None, checkpoint_callback=Says(), callbacks=[EarlyStopping("loss")])
+trainer = Runner(num_processes=1, max_epochs=4, logger=None, checkpoint_callback=Says(), callbacks=[EarlyStopping("loss")])
 trainer.fit(Net(), train_dataloader=loader)
 print("base", issubclass(Net, Base))
