@@ -21,6 +21,7 @@ SLOW = {
     "devices.md",
     "doctor.md",
     "examples.md",
+    "from-lightning.md",
     "start.md",
     "tune.md",
     "write-a-plugin.md",

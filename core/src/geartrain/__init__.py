@@ -44,6 +44,9 @@ _LAZY = {
     "seed_everything": "geartrain.seeding",
 }
 
+#: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
+_MODULES = ("accelerators", "callbacks", "loggers", "strategies")
+
 __all__ = [
     "DataModule",
     "Fabric",
@@ -69,6 +72,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"geartrain.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}")
     module, _, attribute = _LAZY[name].partition(":")

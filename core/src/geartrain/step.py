@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from geartrain.errors import UsageError, nearest
-from geartrain.module import Module, overridden
+from geartrain.module import DataModule, Module, overridden
 
 if TYPE_CHECKING:
     from geartrain.options import Options
@@ -41,9 +41,40 @@ _NOT_CALLED = {
     "configure_sharded_model": "__init__",
     "configure_model": "__init__",
     "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_post_move_to_device": "on_fit_start, or tensors that share one Parameter from __init__ on",
+    "on_validation_model_zero_grad": "on_validation_start",
+    "on_validation_model_eval": "on_validation_start",
+    "on_validation_model_train": "on_validation_end",
+    "on_test_model_eval": "on_test_start",
+    "on_test_model_train": "on_test_end",
+    "on_predict_model_eval": "on_predict_start",
+    "log_grad_norm": "Trainer(plugins=['norms'])",
     "tbptt_split_batch": "splitting the sequence in training_step",
     "predict_step_end": "predict_step",
     "predict_epoch_end": "what Trainer.predict returns",
+}
+
+#: Methods of Lightning's data module that geartrain would never call -> what to do instead.
+_NOT_CALLED_OF_DATA = {
+    "transfer_batch_to_device": "the same method of the module",
+    "on_before_batch_transfer": "the same method of the module",
+    "on_after_batch_transfer": "the same method of the module",
+    "state_dict": "on_save_checkpoint of the module, or state_dict of a callback",
+    "load_state_dict": "on_load_checkpoint of the module, or load_state_dict of a callback",
+    "on_save_checkpoint": "on_save_checkpoint of the module",
+    "on_load_checkpoint": "on_load_checkpoint of the module",
+    "on_exception": "on_exception of a callback",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
 }
 
 
@@ -160,3 +191,16 @@ def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
             f"{false}, so gradient_clip_val={limit} would do nothing. "
             f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
         )
+
+
+def check_data(data: Any) -> None:
+    """Refuse a data module that cannot be used, before anything starts.
+
+    Raises:
+        UsageError: no DataModule, or a method that geartrain would never call.
+    """
+    if not isinstance(data, DataModule):
+        raise UsageError(f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+    for method, instead in _NOT_CALLED_OF_DATA.items():
+        if hasattr(type(data), method):
+            raise UsageError(f"{type(data).__name__}.{method} would never be called. Use instead: {instead}")

@@ -27,7 +27,7 @@ from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
-from geartrain.step import check_module, refuse_automatic
+from geartrain.step import check_data, check_module, refuse_automatic
 from geartrain.worker import work
 
 if TYPE_CHECKING:
@@ -281,8 +281,8 @@ class Trainer:
                 if datamodule is not None:
                     raise UsageError("two DataModules are given. Fix: give one")
                 given[stage], datamodule = None, loaders
-        if datamodule is not None and not isinstance(datamodule, DataModule):
-            raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+        if datamodule is not None:
+            check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
         path = None if checkpoint is None else find(checkpoint, self._parts, self.output)

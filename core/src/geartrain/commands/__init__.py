@@ -1,4 +1,4 @@
-"""The command line: ``geartrain fit|validate|test|predict|tune|explain|plugins|doctor|conformance|new``; ``geartrain.cli`` for a script.
+"""The command line: ``geartrain fit|validate|test|predict|tune|explain|plugins|doctor|conformance|new|port``; ``geartrain.cli`` of scripts.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
@@ -28,17 +28,18 @@ _COMMANDS = {
     "doctor": ("doctor", "examine this machine; ends with what to fix"),
     "conformance": ("conformance", "test whether an installed strategy does what every strategy must"),
     "new": ("new", "write a package with a strategy, an accelerator or a plugin of your own"),
+    "port": ("port", "rewrite a script that was written for PyTorch Lightning"),
 }
 
 #: Commands that take no target.
-_NO_TARGET = ("plugins", "doctor", "conformance", "new")
+_NO_TARGET = ("plugins", "doctor", "conformance", "new", "port")
 
 _USAGE = """\
 usage: geartrain COMMAND TARGET [options]
 
 {commands}
 
-conformance takes a strategy's name, new a kind and a name, plugins and doctor nothing. TARGET is file.py, file.py:Class or
+conformance takes a strategy's name, new a kind and a name, port a file, plugins and doctor nothing. TARGET is file.py, file.py:Class or
 package.module:Class.
 geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
 """

@@ -1,0 +1,80 @@
+"""``geartrain port FILE``: a script written for PyTorch Lightning, as one for geartrain; a diff, unless it is told to write."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+
+from geartrain.errors import GeartrainError, UsageError
+from geartrain.porting import Ported, port
+
+
+def command(name: str, argv: list[str]) -> None:
+    """Print the diff, or write the files; then list what is left to do by hand.
+
+    Raises:
+        UsageError: no such file, no Python, or nowhere to write.
+        GeartrainError: something is left to do by hand.
+    """
+    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="a Python file; several are ported one by one")
+    parser.add_argument("--write", action="store_true", help="change the files, instead of printing a diff")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the ported file there")
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from error
+    if unknown:
+        raise UsageError(f"there is no option {unknown[0]}. Known: --write, -o FILE")
+    if not given.files:
+        raise UsageError(f"which file? Fix: geartrain {name} train.py")
+    if given.output is not None and (given.write or len(given.files) > 1):
+        raise UsageError("-o writes one file to one place. Fix: without --write, one FILE at a time")
+    sources = {path: _read(path) for path in given.files}
+    ported = {path: port(source, str(path)) for path, source in sources.items()}  # all of them, before one is written
+    for path, result in ported.items():
+        if given.write or given.output is not None:
+            _write(given.output or path, sources[path], result.text)
+        else:
+            sys.stdout.write(_diff(path, sources[path], result.text))
+    _say(name, ported)
+
+
+def _read(path: Path) -> str:
+    try:
+        # newline="": the file keeps its line ends.
+        with path.open(encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}. Fix: the path of a Python file") from error
+
+
+def _write(path: Path, before: str, text: str) -> None:
+    if text == before and path.exists():
+        return
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+
+
+def _diff(path: Path, before: str, after: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _say(name: str, ported: dict[Path, Ported]) -> None:
+    """List what is left, on standard error: the diff may go into a file.
+
+    Raises:
+        GeartrainError: something is.
+    """
+    for path, result in ported.items():
+        for left in result.left:
+            print(f"{path}:{left.line}: {left.what}. Write: {left.instead}", file=sys.stderr)
+    count = sum(len(result.left) for result in ported.values())
+    if count:
+        raise GeartrainError(f"{count} thing{'s are' if count > 1 else ' is'} left to do by hand; the lines are those of the file before")

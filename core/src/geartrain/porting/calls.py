@@ -1,0 +1,308 @@
+"""Calls of Lightning's classes: their arguments under geartrain's names, and what none stands for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from geartrain.options import RENAMED
+from geartrain.porting.arguments import Arguments
+from geartrain.trainer import Trainer
+
+#: Something that is left to do: what, and what to write.
+Todo = tuple[str, str]
+
+_KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
+#: Values of accelerator= and distributed_backend= that were strategies.
+_STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
+#: Strategies of Lightning's registry -> the strategy here and its options.
+_SPELT = {
+    "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),
+    "ddp_find_unused_parameters_false": ("ddp", ""),
+    "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
+    "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
+    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
+    "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
+}
+#: What strategies begin with that no distribution provides.
+_NO_STRATEGY = ("fsdp", "deepspeed", "ddp_sharded", "ddp_fully_sharded", "xla", "tpu", "colossalai", "hpu", "ipu")
+#: Arguments that ask for a plugin -> the plugin.
+_PLUGINS = {
+    "enable_model_summary": "model_summary",
+    "weights_summary": "model_summary",
+    "log_gpu_memory": "device_stats",
+    "track_grad_norm": "norms",
+    "terminate_on_nan": "nan_guard",
+}
+#: Values with which an argument asks for nothing, or for what geartrain does anyway.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "enable_checkpointing": (True, False, None),
+    "checkpoint_callback": (True, False, None),
+    "enable_model_summary": (False, None),
+    "weights_summary": (None,),
+    "track_grad_norm": (-1, None),
+    "terminate_on_nan": (False, None),
+    "log_gpu_memory": (None,),
+    "stochastic_weight_avg": (False,),
+    "logger": (False, None),
+    "profiler": (None,),
+    "detect_anomaly": (False,),
+    "benchmark": (False, None),
+    "sync_batchnorm": (False,),
+    "barebones": (False,),
+    "overfit_batches": (0, 0.0),
+    "min_epochs": (None,),
+    "min_steps": (None,),
+    "reload_dataloaders_every_n_epochs": (0,),
+    "inference_mode": (True, False),
+    "auto_select_gpus": (False,),
+    "auto_lr_find": (False,),
+    "auto_scale_batch_size": (False, None),
+    "prepare_data_per_node": (True,),
+    "amp_backend": ("native",),
+    "move_metrics_to_cpu": (True, False),
+    "tpu_cores": (None,),
+    "ipus": (None,),
+    "num_processes": (None,),
+    "resume_from_checkpoint": (None,),
+    "default_root_dir": (None,),
+    "weights_save_path": (None,),
+    "plugins": (None,),
+    "callbacks": (None,),
+    "strategy": (None,),
+    "accelerator": (None,),
+    "enable_autolog_hparams": (True, False),
+    "model_registry": (None,),
+}
+
+
+def trainer(arguments: Arguments) -> list[Todo]:
+    """Port the arguments of ``Trainer(...)``; returns what is left."""
+    todo: list[Todo] = []
+    for name in list(arguments.names):
+        if name in _NOTHING and arguments.literal(name) in _NOTHING[name]:
+            arguments.drop(name)
+    for step in (_devices, _strategy, _loggers, _checkpoints, _plugins, _others):
+        todo += step(arguments)
+    for name in arguments.names:
+        if name in RENAMED:
+            todo.append((f"Trainer({name}=...)", RENAMED[name]))
+        elif name == "**":
+            todo.append(("Trainer(**...)", "look at its names: geartrain refuses those that it does not have"))
+        elif name in ("", "*"):
+            todo.append(("Trainer's positional arguments", "name them: accelerator=..., devices=..."))
+        elif name not in _KNOWN:
+            todo.append((f"Trainer({name}=...)", "nothing: see docs/from-lightning.md"))
+    return todo
+
+
+def _devices(arguments: Arguments) -> list[Todo]:
+    todo: list[Todo] = []
+    for old in ("distributed_backend", "accelerator"):
+        if arguments.literal(old) in (*_STRATEGIES, "ddp_cpu"):
+            _as_strategy(arguments, old)
+    for old in ("gpus", "num_gpus"):
+        if old not in arguments.names:
+            continue
+        value = arguments.literal(old)
+        if value in (0, None, "0", []) and value is not False:
+            if "accelerator" in arguments.names:
+                arguments.drop(old)
+                arguments.put("accelerator", '"cpu"')
+            else:
+                arguments.rename(old, "accelerator", '"cpu"')
+            continue
+        arguments.rename(old, "devices")
+        if "accelerator" not in arguments.names:
+            arguments.put("accelerator", '"gpu"', after="devices")
+        if value is ...:
+            todo.append((f"Trainer({old}={arguments.source('devices')})", "accelerator='cpu' and no devices, where it is 0 or None"))
+    if "num_processes" in arguments.names and "devices" not in arguments.names:
+        arguments.rename("num_processes", "devices")
+        if "accelerator" not in arguments.names:
+            arguments.put("accelerator", '"cpu"', after="devices")
+    if arguments.literal("auto_select_gpus") is True:
+        arguments.rename("auto_select_gpus", "accelerator_options", "{'auto_select': True}".replace("'", '"'))
+        if arguments.literal("accelerator") == "gpu":
+            arguments.put("accelerator", '"cuda"')
+    return todo
+
+
+def _as_strategy(arguments: Arguments, old: str) -> None:
+    """``accelerator="ddp"`` is a strategy."""
+    name = str(arguments.literal(old))
+    if "strategy" in arguments.names:
+        arguments.drop(old)
+    else:
+        arguments.rename(old, "strategy", '"ddp_spawn"' if name == "ddp_cpu" else None)
+    if name == "ddp_cpu":
+        arguments.put("accelerator", '"cpu"', after="strategy")
+
+
+def _strategy(arguments: Arguments) -> list[Todo]:
+    name = arguments.literal("strategy")
+    if isinstance(name, str) and name in _SPELT:
+        new, options = _SPELT[name]
+        arguments.put("strategy", f'"{new}"')
+        if options:
+            arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
+    elif isinstance(name, str) and name.startswith(_NO_STRATEGY):
+        return [(f"Trainer(strategy={name!r})", "a strategy that is installed: geartrain plugins lists them")]
+    return []
+
+
+def _loggers(arguments: Arguments) -> list[Todo]:
+    value = arguments.source("logger")
+    if value is None:
+        return []
+    if arguments.literal("logger") is True:
+        return [("Trainer(logger=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
+    if "plugins" in arguments.names:
+        return [("Trainer(plugins=..., logger=...)", "one list: the loggers go into plugins=[...]")]
+    arguments.rename("logger", "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
+    return []
+
+
+def _checkpoints(arguments: Arguments) -> list[Todo]:
+    if "checkpoint_callback" in arguments.names:
+        value = arguments.source("checkpoint_callback")
+        assert value is not None
+        arguments.drop("checkpoint_callback")
+        arguments.extend("callbacks", value)
+    return []
+
+
+def _plugins(arguments: Arguments) -> list[Todo]:
+    if "plugins" in arguments.names and not any(name in _PLUGINS for name in arguments.names):
+        return []
+    for old, plugin in _PLUGINS.items():
+        if old in arguments.names and arguments.literal(old) is not ...:
+            arguments.drop(old)
+            arguments.extend("plugins", f'"{plugin}"')
+    return []
+
+
+def _others(arguments: Arguments) -> list[Todo]:
+    for old, new in {"replace_sampler_ddp": "use_distributed_sampler", "default_root_dir": "output", "weights_save_path": "output"}.items():
+        if old in arguments.names and new not in arguments.names:
+            arguments.rename(old, new)
+    rate = arguments.literal("progress_bar_refresh_rate")
+    if "progress_bar_refresh_rate" in arguments.names and rate is not ...:
+        arguments.drop("progress_bar_refresh_rate")
+        if rate == 0:
+            arguments.put("enable_progress_bar", "False")
+    for old in ("process_position", "flush_logs_every_n_steps"):
+        if old in arguments.names:
+            arguments.drop(old)
+    on_cuda = arguments.literal("accelerator") in ("gpu", "cuda") and "accelerator_options" not in arguments.names
+    if arguments.literal("benchmark") is True and on_cuda:
+        arguments.rename("benchmark", "accelerator_options", '{"cudnn_benchmark": True}')
+        arguments.put("accelerator", '"cuda"')
+    if arguments.literal("precision") in ("16-true", "transformer-engine", "transformer-engine-float16"):
+        return [(f"Trainer(precision={arguments.source('precision')})", "'16-mixed' or 'bf16-true': see docs/precision.md")]
+    if isinstance(arguments.literal("accumulate_grad_batches"), dict):
+        return [("Trainer(accumulate_grad_batches={...})", "one number, or a plugin that wraps the step hook")]
+    return []
+
+
+# --- other calls -------------------------------------------------------------------------------------------------------
+
+#: Class -> the order of its positional arguments, and each argument's name here; "" drops it.
+_CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "EarlyStopping": (("monitor", "min_delta", "patience", "verbose", "mode"), {"log_rank_zero_only": ""}),
+    "seed_everything": (("seed", "workers"), {"workers": "", "verbose": ""}),
+    "Timer": (("duration", "interval", "verbose"), {"verbose": ""}),
+    "EMAWeightAveraging": (
+        ("device", "use_buffers", "decay"),
+        {"device": "", "update_every_n_steps": "every", "update_starting_at_step": "start_step"},
+    ),
+    "ThroughputMonitor": (("batch_size_fn", "length_fn"), {"batch_size_fn": "", "length_fn": "tokens"}),
+    "DeviceStatsMonitor": (("cpu_stats",), {"cpu_stats": ""}),
+    "GPUStatsMonitor": (
+        ("memory_utilization", "gpu_utilization"),
+        dict.fromkeys(("memory_utilization", "gpu_utilization", "intra_step_time", "inter_step_time", "fan_speed", "temperature"), ""),
+    ),
+    "RichModelSummary": (("max_depth",), {}),
+    "ModelCheckpoint": (("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"), {"enable_version_counter": ""}),
+    "WandbLogger": (("name", "save_dir"), {"dir": "folder", "save_dir": "folder", "anonymous": ""}),
+    "MLFlowLogger": (("experiment_name", "run_name", "tracking_uri", "tags"), {"experiment_name": "experiment", "synchronous": ""}),
+}
+#: Classes whose first argument is another one here.
+_REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
+#: Class -> arguments that no name here stands for.
+_LEFT = {
+    "EMAWeightAveraging": ("use_buffers", "update_starting_at_epoch"),
+    "ModelCheckpoint": ("save_on_exception", "save_weights_only", "train_time_interval"),
+    "WandbLogger": ("version", "id", "experiment", "prefix", "checkpoint_name"),
+    "MLFlowLogger": ("save_dir", "prefix", "artifact_location", "run_id"),
+    "TensorBoardLogger": ("default_hp_metric", "prefix", "sub_dir"),
+    "CSVLogger": ("prefix",),
+}
+
+
+def plain(cls: str, arguments: Arguments) -> list[Todo]:
+    """Port the arguments of a callback, a logger or another name of Lightning's; returns what is left."""
+    if cls in ("TensorBoardLogger", "CSVLogger"):
+        _place(cls, arguments)
+    order, renamed = _CLASSES.get(cls, ((), {}))
+    for name in list(arguments.names):
+        new = renamed.get(name)
+        if new == "":
+            arguments.drop(name)
+        elif new is not None:
+            arguments.rename(name, new)
+        elif name in order and (name != order[0] or cls in _REORDERED):
+            arguments.rename(name, name)  # positional there perhaps, and in another place here
+    for special in (_offline, _upload):
+        special(cls, arguments)
+    return [(f"{cls}({name}=...)", "nothing: leave it out") for name in arguments.names if name in _LEFT.get(cls, ())]
+
+
+def _place(cls: str, arguments: Arguments) -> None:
+    """One folder or file for ``save_dir``, ``name`` and ``version``."""
+    parts = []
+    for name in ("save_dir", "name", "version"):
+        if name in arguments.names:
+            parts.append((arguments.literal(name), arguments.source(name)))
+    if "save_dir" in arguments.names:
+        literal = [value for value, _ in parts if value not in (None, "")]
+        if all(isinstance(value, str | int) for value in literal):
+            path = '"' + "/".join(f"version_{v}" if isinstance(v, int) else v for v in literal) + '"'
+        else:
+            path = "f" + repr("/".join("{" + str(source) + "}" if value is ... else str(value) for value, source in parts))
+        for name in ("name", "version"):
+            if name in arguments.names:
+                arguments.drop(name)
+        single = len(parts) == 1 and parts[0][0] is ...
+        if cls == "TensorBoardLogger":
+            arguments.rename("save_dir", "folder", parts[0][1] if single else path)
+        else:
+            arguments.rename("save_dir", "path", path[:-1] + "/metrics.csv" + path[-1])
+    if cls == "TensorBoardLogger" and "log_graph" in arguments.names:
+        arguments.rename("log_graph", "graph")
+    if "flush_logs_every_n_steps" in arguments.names:
+        arguments.drop("flush_logs_every_n_steps")
+
+
+def _offline(cls: str, arguments: Arguments) -> None:
+    if cls == "WandbLogger" and "offline" in arguments.names:
+        if arguments.literal("offline") is False:
+            arguments.drop("offline")
+        else:
+            sure = arguments.literal("offline") is True
+            arguments.rename("offline", "mode", '"offline"' if sure else f'"offline" if {arguments.source("offline")} else None')
+
+
+def _upload(cls: str, arguments: Arguments) -> None:
+    if cls in ("WandbLogger", "MLFlowLogger") and "log_model" in arguments.names:
+        arguments.rename("log_model", "checkpoints", None if arguments.literal("log_model") in (True, False) else "True")
+
+
+#: Class -> names of its positional arguments.
+POSITIONAL: Mapping[str, tuple[str, ...]] = {name: order for name, (order, _) in _CLASSES.items()} | {
+    "TensorBoardLogger": ("save_dir", "name", "version", "log_graph"),
+    "CSVLogger": ("save_dir", "name", "version"),
+}

@@ -1,0 +1,202 @@
+"""What ``geartrain port`` knows of PyTorch Lightning's names: what stands for each, and what to do where nothing does."""
+
+from __future__ import annotations
+
+#: Lightning's packages. Names are looked up by what follows one of these, longest first.
+ROOTS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning", "geartrain")
+
+#: (first part of the path behind the root, name) -> module and name here. A class may be imported from deeper down.
+TARGETS = {
+    ("", "LightningModule"): "geartrain:Module",
+    ("", "LightningDataModule"): "geartrain:DataModule",
+    ("", "Module"): "geartrain:Module",  # as it is once it was ported
+    ("", "DataModule"): "geartrain:DataModule",
+    ("", "Trainer"): "geartrain:Trainer",
+    ("", "seed_everything"): "geartrain:seed_everything",
+    ("", "__version__"): "geartrain:__version__",
+    ("", "Callback"): "geartrain.callbacks:Callback",
+    ("", "Fabric"): "geartrain:Fabric",
+    ("core", "LightningModule"): "geartrain:Module",
+    ("core", "LightningDataModule"): "geartrain:DataModule",
+    ("trainer", "Trainer"): "geartrain:Trainer",
+    ("fabric", "Fabric"): "geartrain:Fabric",
+    ("utilities", "seed_everything"): "geartrain:seed_everything",
+    ("accelerators", "find_usable_cuda_devices"): "geartrain.accelerators:find_usable_cuda_devices",
+    ("callbacks", "Callback"): "geartrain.callbacks:Callback",
+    ("callbacks", "EarlyStopping"): "geartrain.callbacks:EarlyStopping",
+    ("callbacks", "ModelCheckpoint"): "geartrain.callbacks:ModelCheckpoint",
+    ("callbacks", "LearningRateMonitor"): "geartrain.callbacks:LearningRateMonitor",
+    ("callbacks", "ModelSummary"): "geartrain.callbacks:ModelSummary",
+    ("callbacks", "RichModelSummary"): "geartrain.callbacks:ModelSummary",
+    ("callbacks", "Timer"): "geartrain.callbacks:Timer",
+    ("callbacks", "EMAWeightAveraging"): "geartrain.callbacks:EMA",
+    ("callbacks", "ThroughputMonitor"): "geartrain.callbacks:Throughput",
+    ("callbacks", "DeviceStatsMonitor"): "geartrain_device_stats:DeviceStats",
+    ("callbacks", "GPUStatsMonitor"): "geartrain_device_stats:DeviceStats",
+    ("loggers", "CSVLogger"): "geartrain.loggers:CSVLogger",
+    ("loggers", "TensorBoardLogger"): "geartrain.loggers:TensorBoard",
+    ("loggers", "WandbLogger"): "geartrain.loggers:WandB",
+    ("loggers", "MLFlowLogger"): "geartrain.loggers:MLflow",
+    ("strategies", "DDPStrategy"): "geartrain.strategies:DDPStrategy",
+    ("strategies", "DDPSpawnStrategy"): "geartrain.strategies:DDPSpawnStrategy",
+    ("strategies", "DDP2Strategy"): "geartrain.strategies:DDP2Strategy",
+    ("strategies", "DataParallelStrategy"): "geartrain.strategies:DataParallelStrategy",
+    ("strategies", "HorovodStrategy"): "geartrain.strategies:HorovodStrategy",
+    ("strategies", "BaguaStrategy"): "geartrain.strategies:BaguaStrategy",
+    ("plugins", "DDPPlugin"): "geartrain.strategies:DDPStrategy",
+    ("plugins", "DDPSpawnPlugin"): "geartrain.strategies:DDPSpawnStrategy",
+    ("plugins", "DDP2Plugin"): "geartrain.strategies:DDP2Strategy",
+}
+
+#: Lightning's modules that have a counterpart of the same name, for ``pl.callbacks.X`` and ``from lightning.pytorch import callbacks``.
+MODULES = ("accelerators", "callbacks", "loggers", "strategies")
+
+_CLI = "gt.cli(MyModule, MyDataModule) as the script's last line"
+#: Names without a counterpart, or groups of them -> what to do.
+INSTEAD = {
+    "rank_zero_only": "if self.global_rank == 0, or trainer.is_global_zero",
+    "rank_zero_info": "self.print(...), or logging on trainer.is_global_zero",
+    "rank_zero_warn": "warnings.warn on trainer.is_global_zero",
+    "STEP_OUTPUT": "typing.Any, or torch.Tensor",
+    "LightningCLI": _CLI,
+    "MisconfigurationException": "geartrain.UsageError",
+    "Tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
+    "LearningRateFinder": "geartrain tune lr",
+    "BatchSizeFinder": "geartrain tune batch-size",
+    "StochasticWeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
+    "WeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
+    "RichProgressBar": "nothing: there is a progress bar without it; enable_progress_bar=False turns it off",
+    "TQDMProgressBar": "nothing: there is a progress bar without it; enable_progress_bar=False turns it off",
+    "OnExceptionCheckpoint": "ModelCheckpoint, or a Callback of your own with on_exception",
+    "LambdaCallback": "a subclass of geartrain.callbacks.Callback",
+    "metrics": "the package torchmetrics, whose objects self.log takes",
+    "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
+    "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
+    "strategies": "a strategy that is installed (geartrain plugins), or one of your own, see docs/write-a-strategy.md",
+    "profilers": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
+    "cli": _CLI,
+}
+
+#: What a module has in Lightning and not here -> what to write.
+MEMBERS = {
+    "logger": "self.log(...), or a plugin with a log_metrics hook",
+    "loggers": "self.log(...), or a plugin with a log_metrics hook",
+    "freeze": "self.requires_grad_(False); self.eval()",
+    "unfreeze": "self.requires_grad_(True); self.train()",
+    "to_onnx": "torch.onnx.export(self, ...)",
+    "to_torchscript": "torch.jit.script(self)",
+    "to_tensorrt": "torch_tensorrt.compile(self, ...)",
+    "load_from_checkpoint": "Trainer.validate, test or predict(..., ckpt_path=FILE), which reads the weights",
+    "on_gpu": "self.device.type == 'cuda'",
+    "fabric": "nothing: a module is trained by a Trainer, a loop of your own by gt.Session",
+    "device_mesh": "nothing: no geartrain strategy shards a model",
+    "strict_loading": "nothing: weights are read strictly",
+    "hparams_initial": "self.hparams",
+    "example_input_array": "",
+    "dtype": "next(self.parameters()).dtype",
+    "truncated_bptt_steps": "splitting the sequence in training_step",
+    "use_amp": "self.trainer.precision",
+    "model_size": "sum(p.numel() * p.element_size() for p in self.parameters())",
+    "summarize": "plugins=['model_summary']",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+    "add_to_queue": "nothing: metrics and weights come back from ddp_spawn by themselves",
+    "get_from_queue": "nothing: metrics and weights come back from ddp_spawn by themselves",
+}
+
+#: Class methods of Lightning's classes -> what to write.
+OF_CLASSES = {
+    "load_from_checkpoint": MEMBERS["load_from_checkpoint"],
+    "from_argparse_args": _CLI,
+    "add_argparse_args": _CLI,
+    "parse_argparser": _CLI,
+    "from_datasets": "a subclass of gt.DataModule",
+}
+
+#: What a trainer has in Lightning and not here -> what to write.
+OF_TRAINER = {
+    "accelerator": "trainer.plan.accelerator.name",
+    "strategy": "trainer.plan.strategy.name",
+    "node_rank": "trainer.run.world.node_rank",
+    "num_nodes": "trainer.plan.num_nodes",
+    "device_ids": "trainer.plan.devices",
+    "num_devices": "len(trainer.plan.devices)",
+    "lightning_module": "trainer.run.module",
+    "model": "trainer.run.model",
+    "optimizers": "trainer.run.optimizers",
+    "lr_scheduler_configs": "trainer.run.schedulers",
+    "log_dir": "trainer.output",
+    "default_root_dir": "trainer.output",
+    "logger": "self.log(...), or a plugin with a log_metrics hook",
+    "loggers": "self.log(...), or a plugin with a log_metrics hook",
+    "training": "trainer.run.stage == 'train'",
+    "validating": "trainer.run.command == 'validate'",
+    "testing": "trainer.run.command == 'test'",
+    "predicting": "trainer.run.command == 'predict'",
+    "evaluating": "trainer.run.command in ('validate', 'test')",
+    "sanity_checking": "trainer.run.stage == 'sanity_check'",
+    "max_steps": "trainer.plan.options.max_steps",
+    "num_val_batches": "trainer.run.batches['validate']",
+    "num_test_batches": "trainer.run.batches['test']",
+    "num_predict_batches": "trainer.run.batches['predict']",
+    "num_sanity_val_batches": "trainer.plan.options.num_sanity_val_steps",
+    "progress_bar_metrics": "trainer.callback_metrics",
+    "print": "if trainer.is_global_zero: print(...)",
+    "train_dataloader": "the loader that fit was given",
+    "val_dataloaders": "the loaders that fit was given",
+    "test_dataloaders": "the loaders that test was given",
+    "predict_dataloaders": "the loaders that predict was given",
+    "early_stopping_callback": "the object in callbacks=[...]",
+    "early_stopping_callbacks": "the objects in callbacks=[...]",
+    "checkpoint_callbacks": "the objects in callbacks=[...]",
+    "progress_bar_callback": "nothing: the progress bar has no methods",
+    "save_checkpoint": 'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads',
+    "is_last_batch": "batch_idx + 1 == trainer.num_training_batches",
+    "enable_validation": "limit_val_batches=0 turns validation off",
+    "scaler": "nothing: precision='16-mixed' scales by itself",
+    "precision_plugin": "nothing: trainer.precision is its name",
+    "distributed_sampler_kwargs": "use_distributed_sampler=False, and a sampler of your own",
+    "init_module": "nothing: a module is made on the CPU and moved once",
+    "interrupted": "except KeyboardInterrupt around fit",
+    "received_sigterm": "on_exception of a callback",
+    "ckpt_path": "the path that you gave",
+    "min_epochs": "nothing: there is no such argument",
+    "min_steps": "nothing: there is no such argument",
+}
+
+#: Options of self.log that are not here -> what to write.
+LOG = {
+    "enable_graph": "nothing: a logged tensor is detached",
+    "sync_dist_group": "nothing: sync_dist=True reduces over all ranks",
+    "metric_attribute": "nothing: the metric object itself is found",
+}
+
+
+def tail(qualified: str) -> str | None:
+    """What follows Lightning's package in a qualified name; ``None`` where it is no name of Lightning's."""
+    for root in ROOTS:
+        if qualified == root:
+            return "fabric" if root.endswith("fabric") else ""
+        if qualified.startswith(f"{root}."):
+            rest = qualified[len(root) + 1 :]
+            return f"fabric.{rest}" if root.endswith("fabric") else rest
+    return None
+
+
+def key(path: str) -> tuple[str, str]:
+    """(first part, name) of a path behind the root: ``callbacks.early_stopping.EarlyStopping`` is ``("callbacks", "EarlyStopping")``."""
+    first, _, rest = path.removeprefix("fabric.").partition(".")
+    return ("", first) if not rest else (first, rest.rpartition(".")[2])
+
+
+def target(path: str) -> tuple[str, str] | None:
+    """Module and name here for a path behind the root, if there is one."""
+    found = TARGETS.get(key(path))
+    return (found.partition(":")[0], found.partition(":")[2]) if found else None
+
+
+def instead(path: str) -> str:
+    """What to do about a name that has no counterpart."""
+    group, name = key(path)
+    return INSTEAD.get(name) or INSTEAD.get(group) or "nothing of this name: see docs/from-lightning.md"

@@ -1,0 +1,223 @@
+"""docs/from-lightning.md has every name of Lightning's, and what it says of each is so.
+
+``lightning_names.json`` was taken once from the sources of the versions that it names: names only.
+"""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain import accelerators, callbacks, loggers, strategies
+from geartrain.callbacks.callback import Adapter, Callback
+from geartrain.options import RENAMED
+from geartrain.porting import names
+from geartrain.step import check_data, check_module
+
+HERE = Path(__file__).parent
+PAGE = (HERE.parents[1] / "docs" / "from-lightning.md").read_text(encoding="utf-8")
+LIGHTNING = json.loads((HERE / "lightning_names.json").read_text(encoding="utf-8"))
+KINDS = {"same", "renamed", "plugin", "left out", "refused"}
+
+#: What the page says as if it were there, and other branches bring; empty it where they have been merged.
+NOT_YET = {
+    *("enable_checkpointing", "checkpoint_callback", "auto_scale_batch_size", "ModelCheckpoint", "auto_lr_find"),
+    *("manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "clip_gradients"),
+    *("Fabric", "Session", "tuning"),
+}
+
+
+def section(title):
+    """(names, kind, text) of each row of the table under a heading."""
+    text = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("|")][2:]
+    return [(re.findall(r"`([^`]+)`", row[-3]), row[-2], row[-1], row[0]) for row in rows]
+
+
+def cases(title, group):
+    """Each name under a heading with its kind, as pytest's parameters; those of other branches are left out."""
+    return [pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found if name not in NOT_YET]
+
+
+TABLES = {
+    "Trainer's arguments": "trainer",
+    "Trainer's properties": "trainer_members",
+    "LightningModule": "module",
+    "LightningDataModule": "datamodule",
+    "Callback's hooks": "callback",
+    "Callbacks": "callbacks",
+    "Loggers": "loggers",
+    "Strategies": "strategies",
+}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_every_name_stands_in_the_table_once(title):
+    found = [name for row in section(title) for name in row[0]]
+    assert len(found) == len(set(found))
+    assert set(found) >= set(LIGHTNING[TABLES[title]])
+    assert {row[1] for row in section(title)} <= KINDS
+
+
+def test_what_other_branches_bring_is_not_here_yet():
+    """Fails where something of NOT_YET has come: take it out there."""
+    here = {*dir(gt.Trainer), *RENAMED, *dir(callbacks), *dir(gt), *dir(gt.Module)} - {"auto_lr_find"}
+    assert not NOT_YET & here
+
+
+# --- the trainer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("Trainer's arguments", "trainer"))
+def test_argument_of_the_trainer(name, kind):
+    if kind == "same":
+        assert name in inspect.signature(gt.Trainer).parameters
+        return
+    with pytest.raises(gt.UsageError, match=f"Trainer has no argument '{name}'. Write: ") as refused:
+        gt.Trainer(**{name: object()})
+    assert str(refused.value).partition("Write: ")[2].startswith("nothing") == (kind == "left out")
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_arguments_of_methods(method):
+    rows = [row for row in section("Trainer's methods") if row[3] == f"`trainer.{method}`"]
+    assert [name for row in rows for name in row[0]] != []
+    assert {name for row in rows for name in row[0]} == set(LIGHTNING[method])
+    parameters = inspect.signature(getattr(gt.Trainer, method)).parameters
+    for found, kind, _, _ in rows:
+        for name in found:
+            assert (name in parameters) == (kind == "same")
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("Trainer's properties", "trainer_members"))
+def test_property_of_the_trainer(name, kind):
+    assert hasattr(gt.Trainer, name) == (kind == "same")
+
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watch(Callback):
+    """Evaluates what the page says to write, where a trainer runs."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for text in self.texts:
+            eval(text, {"trainer": trainer, "batch_idx": batch_idx, "self": pl_module, "torch": torch})
+
+
+def test_what_stands_for_a_property_can_be_evaluated():
+    texts = [text[1:-1] for _, kind, text, _ in section("Trainer's properties") if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)]
+    texts = [text for text in texts if text.startswith(("trainer.", "len(", "batch_idx"))]
+    assert len(texts) > 15
+    evaluates = [text for text in texts if "run.batches" not in text]
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, callbacks=[Watch(evaluates)])
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
+
+
+def test_weights_that_are_saved_as_the_page_says_are_read(tmp_path):
+    assert [text for found, _, text, _ in section("Trainer's properties") if found == ["save_checkpoint"]] == [
+        '`torch.save({"model": model.state_dict()}, FILE)`, which `ckpt_path=FILE` reads'
+    ]
+    model, other = Net(), Net()
+    torch.save({"model": model.state_dict()}, tmp_path / "weights.ckpt")
+    other.predict_step = lambda batch: other.layer(batch)
+    trainer = gt.Trainer(accelerator="cpu", devices=1, enable_progress_bar=False)
+    trainer.predict(other, torch.utils.data.DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "weights.ckpt")
+    assert torch.equal(other.layer.weight, model.layer.weight)
+
+
+# --- module, data, callbacks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("LightningModule", "module"))
+def test_name_of_the_module(name, kind):
+    if kind == "same":
+        assert hasattr(gt.Module, name) or re.search(rf"``{name}[`(]", inspect.getdoc(gt.Module))
+    elif kind == "refused":
+        with pytest.raises(gt.UsageError, match=f"{name} would never be called. Use instead: "):
+            check_module(type("Mine", (Net,), {name: lambda self, *arguments: None}), "fit")
+    else:
+        with pytest.raises(AttributeError, match=name):
+            getattr(Net(), name)
+
+
+def test_what_the_module_has_instead_can_be_evaluated():
+    texts = [text[1:-1] for _, kind, text, _ in section("LightningModule") if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)]
+    texts = [t for text in texts if text.startswith(("self.", "sum(", "next(")) and "..." not in text for t in text.split("; ")]
+    assert len(texts) > 5
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, callbacks=[Watch(texts)])
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("LightningDataModule", "datamodule"))
+def test_name_of_the_data_module(name, kind):
+    if kind == "same":
+        assert hasattr(gt.DataModule, name)
+    elif kind == "refused":
+        with pytest.raises(gt.UsageError, match=f"{name} would never be called. Use instead: "):
+            check_data(type("Mine", (gt.DataModule,), {name: lambda self, *arguments: None})())
+    else:
+        with pytest.raises(AttributeError, match=name):
+            getattr(gt.DataModule(), name)
+
+
+def test_a_data_modules_method_that_is_never_called_is_refused_before_the_run():
+    class Data(gt.DataModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False)
+    with pytest.raises(
+        gt.UsageError, match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same method of the module"
+    ):
+        trainer.fit(Net(), datamodule=Data())
+
+
+@pytest.mark.parametrize(("name", "kind"), cases("Callback's hooks", "callback"))
+def test_hook_of_a_callback(name, kind):
+    members = {"on_fit_start": lambda self, trainer, pl_module: None, name: lambda self, *arguments: None}
+    if kind == "refused":
+        with pytest.raises(gt.UsageError, match=f"{name} would never be called. Use instead: "):
+            Adapter(type("Mine", (Callback,), members)())
+    elif kind == "same":
+        states = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+        adapter = Adapter(type("Mine", (Callback,), {**states, **members})())
+        assert name in adapter._methods or hasattr(adapter, name)
+
+
+# --- classes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("title", ["Callbacks", "Loggers", "Strategies"])
+def test_classes_are_where_the_page_says(title):
+    homes = {"Callbacks": callbacks, "Loggers": loggers, "Strategies": strategies}
+    for found, kind, text, _ in section(title):
+        for name in found:
+            target = names.target(f"{title.lower()}.{name}")
+            assert (target is None) == (kind == "left out"), name
+            if target is None or name in NOT_YET:
+                continue
+            assert f"`{target[0]}.{target[1]}`" in text
+            assert (target[1] == name) == (kind == "same") or kind == "plugin"
+            if target[0] == homes[title].__name__ and "Horovod" not in name and "Bagua" not in name:
+                assert inspect.isclass(getattr(homes[title], target[1]))
+
+
+def test_find_usable_cuda_devices_is_where_it_was():
+    assert callable(accelerators.find_usable_cuda_devices)
