@@ -179,8 +179,9 @@ def test_by_steps_a_metric_that_is_not_there_yet_is_warned_of_once(tmp_path):
     assert steps_of(tmp_path) == {"last.ckpt": 12, "step=10.ckpt": 10, "step=12.ckpt": 12, "step=8.ckpt": 8}
 
 
-def test_only_fit_saves(tmp_path):
-    one = trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)])
+@pytest.mark.parametrize("when", [None, False])
+def test_only_fit_saves(tmp_path, when):
+    one = trainer(plugins=[ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=when)])
     one.validate(EvalNet(), loader())
     one.test(EvalNet(), loader())
     assert not list(tmp_path.iterdir())
@@ -324,7 +325,11 @@ def test_its_state_travels(tmp_path):
     other.load_state_dict(one.state_dict())
     names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "kth_best_model_path")
     assert [getattr(other, name) for name in names] == [getattr(one, name) for name in names]
+    state = one.state_dict()
+    other.load_state_dict(state)
     other.best_k_models.clear()
+    assert len(state["best_k_models"]) == 2
+    state["best_k_models"].clear()
     assert len(one.best_k_models) == 2
 
 
