@@ -64,6 +64,10 @@ with session:
     session.print("printed by", rank)
     net = Net(norm=True)
     model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
+    found["drawn before"] = torch.rand(1)
+    with torch.no_grad():
+        model(samples()[:4][0])  # the first batch
+    found["drawn"] = torch.rand(1)
     loader = session.setup_dataloaders(DataLoader(samples(25), 4, shuffle=True))
     found["passes"] = [torch.cat([x[:, 0] for x, _ in loader]) for _ in range(2)]
     even = session.setup_dataloaders(DataLoader(samples(25), 4), even=False)
@@ -80,7 +84,6 @@ with session:
     session.log("rank", rank)
     session.log("mean", rank, sync_dist=True)
     found["metrics"] = dict(session.run.metrics)
-    found["drawn"] = torch.rand(1)
     session.save("state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step})
     other = Net(norm=True)
     other = session.setup(other)
@@ -139,6 +142,7 @@ def test_what_is_logged_and_saved(one_session):
         assert kept["rest"] == 6
         assert kept["loaded"]
     assert first["alone"] == (4, 1)
+    assert torch.equal(first["drawn before"], second["drawn before"])
     assert not torch.equal(first["drawn"], second["drawn"])  # not the same dropout
     assert "printed by 1" not in (folder / "out" / "logs" / "rank-1.log").read_text()
 
@@ -240,3 +244,33 @@ def test_a_notebook_is_told_before_anything_starts(tmp_path):
     assert done.returncode == 1
     assert "a notebook has none. Fix:" in done.printed
     assert not list(tmp_path.glob("kept-*"))
+
+
+def test_gradients_that_are_held_back_are_not_reduced(tmp_path):
+    body = (
+        IMPORTS
+        + """
+import torch.distributed as dist
+
+
+class Counting:
+    calls = 0
+
+    @hookimpl
+    def reduce_bucket(self, bucket):
+        self.calls += 1
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+counting = Counting()
+with gt.Session(accelerator="cpu", devices=2, strategy="ddp", plugins=[counting]) as session:
+    session.launch()
+    trained = own.loop(session, "accumulating")
+    keep(session, calls=counting.calls, steps=session.global_step, trained=trained)
+"""
+    )
+    for kept in results(tmp_path, body):
+        assert kept["calls"] == kept["steps"] == 3
+        for key, value in session_cases.by_hand("accumulating").items():
+            torch.testing.assert_close(kept["trained"][key], value, rtol=1e-5, atol=1e-6)
