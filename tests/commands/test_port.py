@@ -183,6 +183,7 @@ OTHERS = {
     "import pytorch_lightning as pl\npl.callbacks.DeviceStatsMonitor()": (
         "import geartrain as gt\nfrom geartrain_device_stats import DeviceStats\nDeviceStats()"
     ),
+    "import lightning as L\nL.Trainer.fit(t, net)": "import geartrain as gt\ngt.Trainer.fit(t, net)",
     # calls
     "from pytorch_lightning.loggers import TensorBoardLogger as T\nT('tb', name='x', version=3, log_graph=True)": (
         'from geartrain.loggers import TensorBoard as T\nT(folder="tb/x/version_3", graph=True)'
