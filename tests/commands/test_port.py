@@ -98,6 +98,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
 TRAINERS = [
     ("gpus=2", 'devices=2, accelerator="gpu"'),
     ("gpus=-1, max_epochs=1", 'devices=-1, accelerator="gpu", max_epochs=1'),
+    ("gpus=2, accelerator='cuda'", "devices=2, accelerator='cuda'"),
     ("gpus=[0, 1]", 'devices=[0, 1], accelerator="gpu"'),
     ("gpus='0, 1'", "devices='0, 1', accelerator=\"gpu\""),
     ("gpus=None, max_epochs=1", 'accelerator="cpu", max_epochs=1'),
