@@ -98,6 +98,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
 TRAINERS = [
     ("gpus=2", 'devices=2, accelerator="gpu"'),
     ("gpus=-1, max_epochs=1", 'devices=-1, accelerator="gpu", max_epochs=1'),
+    ("gpus=2, accelerator='cuda'", "devices=2, accelerator='cuda'"),
     ("gpus=[0, 1]", 'devices=[0, 1], accelerator="gpu"'),
     ("gpus='0, 1'", "devices='0, 1', accelerator=\"gpu\""),
     ("gpus=None, max_epochs=1", 'accelerator="cpu", max_epochs=1'),
@@ -183,6 +184,7 @@ OTHERS = {
     "import pytorch_lightning as pl\npl.callbacks.DeviceStatsMonitor()": (
         "import geartrain as gt\nfrom geartrain_device_stats import DeviceStats\nDeviceStats()"
     ),
+    "import lightning as L\nL.Trainer.fit(t, net)": "import geartrain as gt\ngt.Trainer.fit(t, net)",
     # calls
     "from pytorch_lightning.loggers import TensorBoardLogger as T\nT('tb', name='x', version=3, log_graph=True)": (
         'from geartrain.loggers import TensorBoard as T\nT(folder="tb/x/version_3", graph=True)'

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from geartrain.porting import Left, Ported, calls, names
+from geartrain.porting import Left, Ported, calls, classes, names
 from geartrain.porting.arguments import Arguments, comments
 from geartrain.porting.survey import Survey, dotted, root
 
@@ -219,8 +219,8 @@ class _Rewrite(cst.CSTTransformer):
         path = self._survey.references.get(original_node.func)
         if path is not None:
             cls = names.key(path)[1]
-            arguments = Arguments(updated_node, calls.POSITIONAL.get(cls, ()))
-            todo = calls.trainer(arguments) if cls == "Trainer" else calls.plain(cls, arguments)
+            arguments = Arguments(updated_node, classes.POSITIONAL.get(cls, ()))
+            todo = calls.trainer(arguments) if cls == "Trainer" else classes.plain(cls, arguments)
             return self._done(original_node, arguments, todo)
         func = original_node.func
         if not isinstance(func, cst.Attribute):
