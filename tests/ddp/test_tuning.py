@@ -128,7 +128,7 @@ gt.cli(Net, Data)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lr.json", "lr.csv"}
 
 
-def test_an_error_in_a_finder_fails_both_ranks(tmp_path):
+def test_an_error_on_one_rank_ends_the_finder_on_both_and_is_undone(tmp_path):
     body = """
 from geartrain.tuning import Tuner
 
@@ -140,9 +140,15 @@ class Bad(Net):
         return super().training_step(batch, batch_idx)
 
 
-Tuner(ddp()).lr_find(Bad(), DataLoader(samples(), batch_size=4), update_attr=False)
+module, trainer = Bad(), ddp()
+before = {name: value.clone() for name, value in module.state_dict().items()}
+try:
+    Tuner(trainer).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False)
+finally:
+    keep(trainer, same=all(torch.equal(value, before[name]) for name, value in module.state_dict().items()))
 """
-    assert "in the finder" in failure(tmp_path, body)
+    failure(tmp_path, body)
+    assert torch.load(tmp_path / "kept-0.pt", weights_only=False) == {"same": True}
 
 
 def test_a_batch_size_is_found_in_one_process_only():
