@@ -27,7 +27,7 @@ class Wraps(Joins):
 
     @hookimpl
     def wrap_model(self, run, model):
-        return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     @hookimpl
     def reduce_gradients(self): ...
