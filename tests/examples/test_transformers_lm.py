@@ -13,6 +13,8 @@ import geartrain as gt
 pytest.importorskip("transformers", reason="it is large: only the tox environment examples installs it")
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel
 
+pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+
 STRATEGIES = pytest.mark.parametrize(
     "strategy", [["--strategy", "single"], ["--strategy", "ddp", "--devices", 2]], ids=lambda strategy: strategy[1]
 )
