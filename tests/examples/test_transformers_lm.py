@@ -62,6 +62,7 @@ def test_a_fresh_model_is_no_better_than_a_guess(gpt2):
     [batch] = DataLoader(gpt2.HelpTopics().train, batch_size=8, sampler=range(8))
     assert set(batch) == {"input_ids", "labels"}
     assert batch["input_ids"].shape == (8, 128)
+    assert torch.equal(batch["labels"], batch["input_ids"])
     assert gpt2.small_gpt2().eval()(**batch).loss.item() == pytest.approx(math.log(256), abs=0.3)
 
 
