@@ -45,7 +45,7 @@ def example(tmp_path_factory):
         program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else [sys.executable]
         output = tmp_path_factory.mktemp(name) / "run"
         command = [*program, f"examples/{name}.py", *map(str, arguments), option, str(output)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=220)
         return Ran(done.returncode, done.stdout, done.stderr, output)
 
     return run

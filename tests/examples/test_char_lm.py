@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+
 SMALL = ["--model.width", 64, "--model.heads", 2, "--model.layers", 2, "--max-steps", 160, "--seed", 1, "--limit-val-batches", 4]
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+
 
 def draw(path, name, rng):
     """One image: a shape of some colour, size and turn on a dark ground."""

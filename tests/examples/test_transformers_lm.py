@@ -13,6 +13,8 @@ import geartrain as gt
 pytest.importorskip("transformers", reason="it is large: only the tox environment examples installs it")
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel
 
+pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+
 STRATEGIES = pytest.mark.parametrize(
     "strategy", [["--strategy", "single"], ["--strategy", "ddp", "--devices", 2]], ids=lambda strategy: strategy[1]
 )
@@ -60,6 +62,7 @@ def test_a_fresh_model_is_no_better_than_a_guess(gpt2):
     [batch] = DataLoader(gpt2.HelpTopics().train, batch_size=8, sampler=range(8))
     assert set(batch) == {"input_ids", "labels"}
     assert batch["input_ids"].shape == (8, 128)
+    assert torch.equal(batch["labels"], batch["input_ids"])
     assert gpt2.small_gpt2().eval()(**batch).loss.item() == pytest.approx(math.log(256), abs=0.3)
 
 
