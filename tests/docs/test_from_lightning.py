@@ -14,7 +14,6 @@ import torch
 import geartrain as gt
 from geartrain import accelerators, callbacks, loggers, strategies
 from geartrain.callbacks.callback import Adapter, Callback
-from geartrain.options import RENAMED
 from geartrain.porting import names
 from geartrain.step import check_data, check_module
 
@@ -22,13 +21,6 @@ HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "from-lightning.md").read_text(encoding="utf-8")
 LIGHTNING = json.loads((HERE / "lightning_names.json").read_text(encoding="utf-8"))
 KINDS = {"same", "renamed", "plugin", "left out", "refused"}
-
-#: What the page says as if it were there, and other branches bring; empty it where they have been merged.
-NOT_YET = {
-    *("enable_checkpointing", "checkpoint_callback", "auto_scale_batch_size", "ModelCheckpoint", "auto_lr_find"),
-    *("manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "clip_gradients"),
-    *("Fabric", "Session", "tuning"),
-}
 
 
 def section(title):
@@ -39,8 +31,8 @@ def section(title):
 
 
 def cases(title, group):
-    """Each name under a heading with its kind, as pytest's parameters; those of other branches are left out."""
-    return [pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found if name not in NOT_YET]
+    """Each name under a heading with its kind, as pytest's parameters."""
+    return [pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found]
 
 
 TABLES = {
@@ -61,12 +53,6 @@ def test_every_name_stands_in_the_table_once(title):
     assert len(found) == len(set(found))
     assert set(found) >= set(LIGHTNING[TABLES[title]])
     assert {row[1] for row in section(title)} <= KINDS
-
-
-def test_what_other_branches_bring_is_not_here_yet():
-    """Fails where something of NOT_YET has come: take it out there."""
-    here = {*dir(gt.Trainer), *RENAMED, *dir(callbacks), *dir(gt), *dir(gt.Module)} - {"auto_lr_find"}
-    assert not NOT_YET & here
 
 
 # --- the trainer ---------------------------------------------------------------------------------------------------------
@@ -211,7 +197,7 @@ def test_classes_are_where_the_page_says(title):
         for name in found:
             target = names.target(f"{title.lower()}.{name}")
             assert (target is None) == (kind == "left out"), name
-            if target is None or name in NOT_YET:
+            if target is None:
                 continue
             assert f"`{target[0]}.{target[1]}`" in text
             assert (target[1] == name) == (kind == "same") or kind == "plugin"

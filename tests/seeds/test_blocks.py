@@ -19,8 +19,6 @@ from ..cuda.fake_pynvml import FakeGPU, FakeNVML
 
 HERE = Path(__file__).parent
 GUIDE = (HERE.parents[1] / "docs" / "from-lightning.md").read_text(encoding="utf-8")
-#: Blocks that need what another branch brings; empty it where that has been merged.
-NOT_YET = {"000:126": "geartrain.Fabric"}
 #: Seconds for a block that trains.
 DEADLINE = 100
 
@@ -47,7 +45,7 @@ class Block:
 def read():
     pattern = r"^### (?P<name>\d{3}:\d+)\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P<lines>.*?)^```$"
     for found in re.finditer(pattern, (HERE / "blocks.md").read_text(encoding="utf-8"), re.M | re.S):
-        separator = "; " if found["kind"] in ("plan", "fabric") else " | "
+        separator = "; " if found["kind"] == "plan" else " | "
         yield Block(found["name"], found["kind"], tuple(found["expected"].split(separator)), tuple(found["lines"].splitlines()))
 
 
@@ -74,12 +72,17 @@ class Net(gt.Module):
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Run a block; the plan of each Trainer in it, on eight CUDA devices that are assumed. NVML is that of such a machine."""
+    """Run a block; the plan of each Trainer and Fabric in it, on eight CUDA devices that are assumed. NVML is that of such a machine."""
     plans = []
 
     def trainer(**options):
         made = gt.Trainer(**options, assume={"cuda": 8})
         plans.append(made.check(Net, batch_size=7))
+        return made
+
+    def fabric(**options):
+        made = gt.Session(**options, assume={"cuda": 8})
+        plans.append(made.plan)
         return made
 
     def run(block):
@@ -90,6 +93,7 @@ def plan(monkeypatch):
 
     from geartrain_cuda import agree
 
+    monkeypatch.setattr(gt, "Fabric", fabric, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(*(FakeGPU(f"GPU-{letter * 8}-0000") for letter in "abcdefgh")))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -126,15 +130,6 @@ def test_block_is_planned(block, plan):
 def test_block_is_refused_with_what_to_install(block, plan):
     with pytest.raises((gt.UsageError, ImportError), match=re.escape(block.expected[0])):
         plan(block)
-
-
-@pytest.mark.parametrize("block", of("fabric"))
-def test_block_of_fabric(block):
-    if block.name in NOT_YET:
-        assert not hasattr(gt, "Fabric"), f"{NOT_YET[block.name]} is there: take {block.name} out of NOT_YET"
-        return
-    assert "from geartrain import Fabric" in port(block.text).text
-    assert callable(gt.Fabric)
 
 
 @pytest.mark.parametrize("block", of("absent"))

@@ -51,6 +51,7 @@ class Launched:
         accelerator_options: Mapping[str, Any] | None = None,
         strategy_options: Mapping[str, Any] | None = None,
         plugin_options: Mapping[str, Mapping[str, Any]] | None = None,
+        assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
         _refuse(unknown)
@@ -76,6 +77,7 @@ class Launched:
         )
         if seed is not None:
             seed_everything(seed)
+        self._assume = dict(assume or {})
         self._block, self.registry, self.place = list(block), Registry(block), detect()
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         own = [one for one in given if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))]
@@ -94,7 +96,7 @@ class Launched:
             accelerator_options=accelerator_options,
             strategy_options=strategy_options,
             plugin_options=plugin_options,
-            assume={},
+            assume=self._assume,
         )
         self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
         check_hooks(self.hooks, self._parts)
@@ -114,7 +116,7 @@ class Launched:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a fresh process needs to make this session again."""
-        kept = ("_block", "plan", "_callbacks")
+        kept = ("_block", "_assume", "plan", "_callbacks")
         return {name: getattr(self, name) for name in kept} | {"recipes": recipes(self._parts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,6 +142,8 @@ class Launched:
         Raises:
             UsageError: launched already, or a strategy that starts its processes on a function is given none.
         """
+        if self._assume:
+            raise UsageError(f"this session assumes hardware that is not here ({self._assume}): session.plan explains it, it cannot run.")
         if self._run is not None:
             raise UsageError("this session is launched already. Fix: launch once; session.close() comes before another launch")
         if function is not None and not callable(function):

@@ -37,6 +37,7 @@ class Session(Together):
         gradient_clip_val: the largest gradient norm or value of an optimizer's parameters; ``None`` for no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         log_every_n_steps: steps between flushes of what plugins log.
+        assume: accelerator -> device count, to plan for hardware that is not here; such a session cannot be launched.
 
     Raises:
         UsageError: anything that cannot work, and plugins that need a Trainer's loop.
