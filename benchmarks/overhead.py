@@ -2,7 +2,7 @@
 
 MLP 64-64-10, batch 32, cross-entropy, SGD, pre-batched data, one thread, CPU. The loops run in this process, in turn, and the
 median round is compared, so that a drift of the machine's speed meets all alike. ``session`` is the hand-written loop with a
-Session. ``--width 400`` makes a step of about 1 ms.
+Session. ``--width 4000`` makes a step of about 1 ms.
 
     python benchmarks/overhead.py [--steps 1000] [--rounds 15] [--width 64] [--log] [--bar]
 """
