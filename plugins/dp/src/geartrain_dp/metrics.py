@@ -119,7 +119,7 @@ def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
                 raise TrainingError(f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp")
             if nodes and module.dist_sync_on_step:
                 raise TrainingError(
-                    f"{what} has dist_sync_on_step=True, but nodes may have different numbers of parts. Fix: leave it out, or --strategy ddp"
+                    f"{what} has dist_sync_on_step=True, but nodes may have unlike numbers of parts. Fix: leave it out, or --strategy ddp"
                 )
 
 
