@@ -35,7 +35,7 @@ def save(run: Run, state: dict[str, Any], path: Path) -> None:
     """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path."""
     if run.world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-    run.hooks.save_checkpoint(run=run, state=dict(state), path=path)  # a wrapper may change it, and there may be two paths
+    run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
     if run.hooks.on_checkpoint_saved is not None:

@@ -129,6 +129,7 @@ class Tied(EvalNet):
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 1))
         self.layers[2].weight = self.layers[0].weight
 
+
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("kind", [EvalNet, Tied])
 def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(tmp_path, kind, validate):
