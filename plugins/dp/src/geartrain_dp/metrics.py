@@ -16,6 +16,10 @@ from geartrain.data import map_tensors, move
 from geartrain.metric_objects import is_metric, places, put
 
 
+#: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
+_WINDOW = ("torchmetrics.wrappers.running", "Running")
+
+
 class Seen(NamedTuple):
     """A metric that a part logged."""
 
@@ -115,7 +119,7 @@ def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
     for path, metric in places(network):
         for module in filter(is_metric, metric.modules()):
             what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
-            if any(cls.__name__ == "Running" for cls in type(module).__mro__):
+            if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):
                 raise TrainingError(f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp")
             if nodes and module.dist_sync_on_step:
                 raise TrainingError(
