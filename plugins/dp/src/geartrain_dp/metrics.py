@@ -15,7 +15,6 @@ from geartrain import TrainingError
 from geartrain.data import map_tensors, move
 from geartrain.metric_objects import is_metric, places, put
 
-
 #: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")
 
