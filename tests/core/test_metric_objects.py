@@ -10,6 +10,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
+from geartrain.metric_objects import places, standing_in
 
 from .models import EvalNet, Loggers, fit, loader, trainer
 
@@ -81,6 +82,20 @@ def test_the_module_pickles_before_and_after():
     fit(pickle.loads(pickle.dumps(net)), loader(), loader())
     fit(net, loader(), loader())
     assert pickle.loads(pickle.dumps(net)).mse.update_count == 0
+
+
+def test_copies_stand_in_wherever_a_module_has_a_metric():
+    net = Collected()
+    net.inner, net.again = torch.nn.ModuleList([MeanMetric()]), net.scores
+    own, member, mean = net.scores, net.scores["BinaryAccuracy"], net.inner[0]
+    assert [path for path, _ in places(net)] == ["scores", "again", "inner.0"]
+    with standing_in(net):
+        assert net.again is net.scores is not own
+        assert net.inner[0] is not mean
+        assert own["BinaryAccuracy"] is member
+        net.inner[0].update(3.0)
+    assert (net.scores, net.again, net.inner[0]) == (own, own, mean)
+    assert mean.update_count == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ def kept(tmp_path_factory):
     """What each of two ranks kept of fits whose metric is not the same on both."""
     body = """
 from pathlib import Path
-from geartrain.callbacks import ModelCheckpoint
+from geartrain.callbacks import EMA, ModelCheckpoint
 
 
 class Own(Net):
@@ -68,6 +68,10 @@ found["steps"] = by_steps.state_dict()
 folder = ModelCheckpoint("val_loss")
 fit(Net(), folder, epochs=1, output="run")
 found["folder"] = folder.best_model_path
+averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
+trainer = fit(Net(norm=True), averaged, EMA(0.7))  # BatchNorm's statistics are not the same on both ranks
+found["scores"] = averaged.best_k_models
+found["again"] = {path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"] for path in averaged.best_k_models}
 keep(trainer, **found)
 """
     folder = tmp_path_factory.mktemp("kept")
@@ -125,6 +129,15 @@ def test_a_synced_metric_within_an_epoch(kept):
         assert rank["within"]["best_k_models"]["within/step=4.ckpt"] == rank["val_loss"]
         assert list(rank["steps"]["best_k_models"]) == ["steps/step=2.ckpt", "steps/step=4.ckpt"]
         assert rank["folder"] == "run/checkpoints/epoch=0-step=4.ckpt"
+
+
+def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(kept):
+    folder, ranks = kept
+    for rank in ranks:
+        assert len(set(rank["scores"].values())) == 3
+        assert rank["again"] == rank["scores"] == ranks[0]["scores"]
+    state = torch.load(folder / next(iter(ranks[0]["scores"])), weights_only=True)
+    assert not equal(state["model"], state["trained"])
 
 
 def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):

@@ -4,7 +4,9 @@ import os
 
 import torch
 from cases import CASES, Contrastive, Curve, Net, one_trainer, samples, train, weights
+from measures import Measures
 from torch.utils.data import DataLoader
+from torchmetrics.regression import MeanSquaredError
 
 import geartrain as gt
 
@@ -26,6 +28,16 @@ class Uneven(Net):
 class Gathering(Net):
     def training_step(self, batch, batch_idx):
         self.all_gather(batch[0])
+
+
+class Measured(Measures, Net):
+    pass
+
+
+class OnStep(Net):
+    def __init__(self):
+        super().__init__()
+        self.mse = MeanSquaredError(dist_sync_on_step=True)
 
 
 found, parts, rows, reductions, through_ddp = {"cases": {}}, [], [], [], set()
@@ -71,6 +83,14 @@ module, curve = Contrastive(), Curve("loss_step")
 trainer = one_trainer(devices=2, plugins=[curve], **nodes)
 trainer.fit(module, DataLoader(samples(), batch_size=6), DataLoader(samples(20), batch_size=5))
 found["contrastive"] = (curve.values, weights(module), dict(trainer.callback_metrics))
+
+trainer = one_trainer(devices=2, **nodes)
+trainer.fit(Measured(), DataLoader(samples(), batch_size=3), DataLoader(samples(25), batch_size=3))
+found["measured"] = dict(trainer.callback_metrics)
+try:
+    one_trainer(devices=2, **nodes).fit(OnStep(), DataLoader(samples(), batch_size=4))
+except gt.TrainingError as error:
+    found["on step"] = str(error)
 
 try:
     one_trainer(devices=2, **nodes).fit(Gathering(), DataLoader(samples(), batch_size=4))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from ..ddp.launched import launched
 from ..ddp.test_launchers import free_port
 from .cases import CASES, Contrastive, Net, one_trainer, samples, train, weights
+from .measures import Measures
 
 NODE = str(Path(__file__).with_name("node.py"))
 EVEN = [name for name, case in CASES.items() if case[2] % 2 == 0]
@@ -26,6 +27,10 @@ def nodes(tmp_path_factory):
         for run in runs:
             assert run.wait(90) == 0, runs[0].err + runs[1].err
     return [torch.load(folder / f"kept-{i}.pt", weights_only=False) for i in range(2)]
+
+
+class Measured(Measures, Net):
+    pass
 
 
 @cache
@@ -95,6 +100,23 @@ def test_a_loss_over_a_nodes_batch_is_the_mean_over_nodes(nodes):
 def test_gathering_inside_a_part_is_an_error_with_the_fix(nodes):
     for node in nodes:
         assert node["gathering"].startswith("geartrain-dp[ddp2]: self.all_gather inside a step sees a part of the batch only")
+
+
+@pytest.mark.filterwarnings("ignore:Metric `Spearman")
+def test_metrics_of_an_epoch_are_of_all_parts_on_all_nodes(nodes):
+    trainer = one_trainer(strategy="single")
+    trainer.fit(Measured(), DataLoader(samples(), batch_size=6), DataLoader(samples(25), batch_size=6))
+    # A step's value is of the node's own batch.
+    whole = {name: value for name, value in trainer.callback_metrics.items() if name + "_step" not in trainer.callback_metrics}
+    whole = {name: value for name, value in whole.items() if not name.endswith(("_step", "loss"))}
+    assert {"fit_mse_epoch", "fit_each/f1_epoch", "val_accuracy_epoch", "val_pearson", "val_rank", "val_updated/f1"} <= set(whole)
+    for node in nodes:
+        assert {name: node["measured"][name] for name in whole} == pytest.approx(whole, rel=1e-4)
+
+
+def test_a_metric_that_syncs_on_each_step_is_refused(nodes):
+    for node in nodes:
+        assert node["on step"].startswith("geartrain-dp[ddp2]: mse (MeanSquaredError) has dist_sync_on_step=True")
 
 
 def test_one_node_is_dp(tmp_path):

@@ -168,7 +168,8 @@ def test_a_batch_that_cannot_be_split_names_the_tensor():
 def test_parts_in_threads_log_as_those_one_after_another_do(monkeypatch):
     """torch's parallel_apply gives each replica a thread; here they are on the CPU."""
 
-    def in_threads(replicas, inputs, devices):
+    def in_threads(replicas, inputs, devices, side_by_side):
+        assert side_by_side
         together = threading.Barrier(len(replicas))
 
         def one(replica, arguments):

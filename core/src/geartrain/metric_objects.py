@@ -123,23 +123,37 @@ def last_value(name: str, metric: Any) -> torch.Tensor:
     return value
 
 
+def places(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Where a module has metrics and collections, as ``get_submodule`` takes it, and each; not those that are inside another."""
+    found: list[tuple[str, nn.Module]] = []
+    if "torchmetrics" in sys.modules:
+        inside: set[int] = set()
+        for path, parent in module.named_modules():
+            if id(parent) in inside:
+                continue
+            for name, child in parent._modules.items():
+                if is_metric(child) or is_collection(child):
+                    assert child is not None
+                    inside.update(map(id, child.modules()))
+                    found.append((f"{path}.{name}" if path else name, child))
+    return found
+
+
+def put(module: nn.Module, path: str, metric: nn.Module) -> None:
+    """Put a metric where :func:`places` found one."""
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._modules[name] = metric
+
+
 @contextmanager
 def standing_in(module: nn.Module) -> Iterator[None]:
     """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
-    before: list[tuple[nn.Module, str, nn.Module]] = []
-    if "torchmetrics" in sys.modules:
-        inside: set[int] = set()
-        for parent in list(module.modules()):
-            if id(parent) in inside:
-                continue
-            for name, child in list(parent.named_children()):
-                if is_metric(child) or is_collection(child):
-                    inside.update(map(id, child.modules()))
-                    before.append((parent, name, child))
-        for parent, name, child in before:
-            parent._modules[name] = copy.deepcopy(child)
+    before = places(module)
+    copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
+    for path, metric in before:
+        put(module, path, copies[id(metric)])
     try:
         yield
     finally:
-        for parent, name, child in before:
-            parent._modules[name] = child
+        for path, metric in before:
+            put(module, path, metric)

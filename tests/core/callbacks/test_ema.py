@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from geartrain import UsageError, hookimpl
-from geartrain.callbacks import EMA
+from geartrain.callbacks import EMA, ModelCheckpoint
+from geartrain.checkpoint import checkpoint_state, save
 
 from ..models import SGD, EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
 
@@ -120,15 +121,115 @@ def test_validation_is_of_the_average_and_training_goes_on_with_the_weights(vali
         assert_equal(first, follows.weights[5])
 
 
-def test_last_ckpt_has_the_trained_weights_and_what_is_tested_is_the_average(tmp_path):
-    watches, follows, module = Watches(), Follows(), EvalNet()
-    one = trainer(plugins=[watches, follows, EMA(0.9)], output=tmp_path / "run")
+class Tied(EvalNet):
+    """One weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 1))
+        self.layers[2].weight = self.layers[0].weight
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("kind", [EvalNet, Tied])
+def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(tmp_path, kind, validate):
+    follows, module, ema = Follows(), kind(), EMA(0.9, validate=validate)
+    best = ModelCheckpoint(save_last=True)
+    trainer(plugins=[best, follows, ema], output=tmp_path / "run").fit(module, loader(), loader(8))
+    average, trained = weights(module), follows.weights[-1]
+    assert differ(module, trained)
+    for path in (tmp_path / "run" / "last.ckpt", best.best_model_path, best.last_model_path):
+        state = torch.load(path, weights_only=True)
+        assert set(state) == {"geartrain", "step", "epoch", "model", "trained" if validate else "average"}
+        assert_equal(state["model"], average if validate else trained)
+        assert_equal(state["trained"] if validate else state["average"], trained if validate else average)
+
+
+def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
+    follows = Follows()
+    trainer(plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run").fit(EvalNet(), loader(), loader(4))
+    state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    assert set(state) == {"geartrain", "step", "epoch", "model"}
+    assert_equal(state["model"], follows.weights[-1])
+
+
+def test_what_the_module_makes_of_its_checkpoint_stays(tmp_path):
+    class Changes(EvalNet):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["model"] = {"own": torch.ones(1), **{k: t for k, t in checkpoint["model"].items() if not k.endswith("bias")}}
+            checkpoint["labels"] = ["cat"]
+
+    module = Changes()
+    trainer(plugins=[EMA(0.9)], output=tmp_path / "run").fit(module, loader())
+    state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
+    assert state["labels"] == ["cat"]
+    expected = {"own": torch.ones(1), **{name: t for name, t in weights(module).items() if not name.endswith("bias")}}
+    assert state["model"].keys() == state["trained"].keys() == expected.keys()
+    assert_equal(state["model"], expected)
+
+
+class SavesWithin:
+    """A plugin of one's own that saves while the average is in the module."""
+
+    @hookimpl
+    def on_validation_start(self, run):
+        if run.stage == "validate":
+            save(run, checkpoint_state(run, run.epoch), run.output / "within.ckpt")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_from_within_a_validation_has_both_too(tmp_path, first):
+    follows, module, watches = Follows(), EvalNet(), Watches()
+    plugins = [EMA(0.9), SavesWithin()]
+    trainer(plugins=[follows, watches, *plugins[:: 1 if first else -1]], output=tmp_path / "run").fit(module, loader(), loader(4))
+    state = torch.load(tmp_path / "run" / "within.ckpt", weights_only=True)
+    assert_equal(state["trained"], follows.weights[-1])
+    assert_equal(state["model"], module)
+    assert_equal(watches.seen[-1][1], module)
+
+
+class Bumpy(Tied):
+    """Gets better and worse; its state has an entry that is no tensor."""
+
+    def get_extra_state(self):
+        return "extra"
+
+    def set_extra_state(self, state):
+        assert state == "extra"
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"precision": "bf16-true"}])
+@pytest.mark.parametrize("ema", [None, {}, {"validate": False}])
+def test_the_best_is_tested_with_exactly_the_metric_that_made_it_the_best(tmp_path, ema, options):
+    torch.manual_seed(2)
+    best = ModelCheckpoint(monitor="val", save_top_k=-1)
+    one = trainer(plugins=[best, *([] if ema is None else [EMA(0.5, **ema)])], output=tmp_path / "run", max_epochs=4, **options)
+    one.fit(Bumpy(), loader(24, 4), loader(12, 5))
+    assert len(set(best.best_k_models.values())) > 3
+    for path, score in best.best_k_models.items():
+        assert one.test(dataloaders=loader(12, 5), ckpt_path=path) == [{"test": score}]
+    assert one.test(dataloaders=loader(12, 5), ckpt_path="best") == [{"test": best.best_model_score}]
+
+
+def test_what_is_tested_after_fit_is_the_average_and_the_last_checkpoint_has_it(tmp_path):
+    watches, module = Watches(), EvalNet()
+    one = trainer(plugins=[watches, EMA(0.9)], output=tmp_path / "run")
     one.fit(module, loader())
-    assert_equal(torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["model"], follows.weights[-1])
     average = weights(module)
     one.validate(module, loader(4))
     assert_equal(watches.seen[0][1], average)
     assert_equal(module, average)
+    one.validate(EvalNet(), loader(4), ckpt_path=tmp_path / "run" / "last.ckpt")
+    assert_equal(watches.seen[1][1], average)
 
 
 def test_a_validation_that_fails_leaves_the_trained_weights():

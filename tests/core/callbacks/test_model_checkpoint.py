@@ -111,17 +111,18 @@ def test_a_checkpoint_holds_the_weights_of_its_moment(tmp_path):
         assert (state["epoch"], state["mine"]) == (epoch + 1, epoch)
 
 
-def test_with_averaged_weights_it_saves_those_that_are_trained(tmp_path):
+def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that_are_trained(tmp_path):
     for order in (0, 1):
         for when in (True, False):
             own = ModelCheckpoint("val_loss", dirpath=tmp_path / f"{order}-{when}", filename="one", save_on_train_epoch_end=when)
             plugins = [EMA(0.9), own]
             torch.manual_seed(0)
             one = fit(EvalNet(), val=loader(), plugins=plugins[::-1] if order else plugins)
-            trained = torch.load(own.best_model_path, weights_only=True)["model"]
+            state = torch.load(own.best_model_path, weights_only=True)
+            assert_equal(state["model"], one.run.module)
             torch.manual_seed(0)
-            assert_equal(trained, fit(EvalNet()).run.module)
-            assert any(not torch.equal(trained[name], value) for name, value in one.run.module.state_dict().items())
+            assert_equal(state["trained"], fit(EvalNet()).run.module)
+            assert any(not torch.equal(state["trained"][name], value) for name, value in state["model"].items())
 
 
 # --- when it looks -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ class EMA:
     rank has the same weights; buffers are rank 0's.
 
     The module holds the average while it is validated during ``fit``, and from the end of ``fit`` on: what you test, predict with
-    and save afterwards is the average. In between it holds the weights that are trained, which ``last.ckpt`` holds too.
-    A ``fit`` that fails leaves the weights as they were trained.
+    and save afterwards is the average. In between it holds the weights that are trained. A ``fit`` that fails leaves those.
+
+    A checkpoint's ``model`` is what is validated: the average, with the weights as they are trained beside it as ``trained``; with
+    ``validate=False`` the other way round, with the average as ``average``. Before the first update there is nothing beside it.
 
     Args:
         decay: how much of the average stays at an update, between 0 and 1.
         every: steps from one update to the next; ``decay`` is not adjusted to it.
         start_step: the step from which it averages; before, the average is the weights as they are.
-        validate: whether to validate the average during ``fit``; otherwise the weights as they are trained.
+        validate: whether to validate the average during ``fit``, and have it in checkpoints; otherwise the weights as they are trained.
 
     Raises:
         UsageError: a decay, ``every`` or ``start_step`` that cannot be; or a state that does not fit the module.
@@ -86,6 +89,13 @@ class EMA:
     def on_validation_end(self) -> None:
         self._back()
 
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
+        if run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
+            trained, average = self._states(run, state["model"])
+            state |= {"model": average, "trained": trained} if self.validate else {"model": trained, "average": average}
+        return (yield)
+
     @hookimpl
     def on_exception(self) -> None:
         self._back()
@@ -108,6 +118,21 @@ class EMA:
     def _into_module(self, run: Run) -> None:
         torch._foreach_copy_(self._weights, self._average)
         same_buffers(run)
+
+    @torch.no_grad()
+    def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+        """The module's state with the weights as they are trained, and with the average: what it calls its own, and ties, is its affair.
+
+        Args:
+            wanted: what the checkpoint would have; what the module's ``on_save_checkpoint`` took out or added stays so.
+        """
+        now, states = [weight.clone() for weight in self._weights], []
+        for weights in (now if self._trained is None else self._trained, self._average):
+            torch._foreach_copy_(self._weights, weights)
+            found = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in run.module.state_dict().items()}
+            states.append({name: found.get(name, value) for name, value in wanted.items()})
+        torch._foreach_copy_(self._weights, now)
+        return states
 
     @torch.no_grad()
     def _back(self) -> None:

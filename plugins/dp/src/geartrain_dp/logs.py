@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from geartrain import Run
+from geartrain import Run, TrainingError
+from geartrain.metric_objects import is_metric
+from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
 
 
 @dataclass(slots=True)
@@ -30,10 +32,12 @@ class PartLogs:
 
     Args:
         sizes: the samples in each part.
+        metrics: the module's torchmetrics objects.
+        copies: what is kept of them from batch to batch.
     """
 
-    def __init__(self, run: Run, sizes: list[int]) -> None:
-        self._run, self._logs, self._sizes = run, run.logs, sizes
+    def __init__(self, run: Run, sizes: list[int], metrics: PartMetrics, copies: dict[str, tuple[Any, Any]]) -> None:
+        self._run, self._logs, self._sizes, self._metrics, self._copies = run, run.logs, sizes, metrics, copies
         #: (name, how often the part had logged it before) -> part -> the call.
         self._calls: dict[tuple[str, int], dict[int, _Call]] = {}
         self._counts: dict[tuple[str, int], int] = {}
@@ -58,6 +62,7 @@ class PartLogs:
     def part(self, index: int) -> Iterator[None]:
         """Whatever this thread logs inside is logged by this part."""
         self._here.index = index
+        self._metrics.begin(index)
         try:
             yield
         finally:
@@ -66,6 +71,8 @@ class PartLogs:
     def log(self, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         index = getattr(self._here, "index", None)
         one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number) and not isinstance(value, complex)
+        if index is not None and is_metric(value):
+            value, one = self._metrics.seen(name, value), True
         if index is None or not one or not isinstance(name, str):
             # Not logged by a part; or wrong, and core's own error should show the line that did it.
             self._logs.log(name, value, batch_size=batch_size, **options)
@@ -85,12 +92,26 @@ class PartLogs:
             if odd is not None:  # core's own error says which option differs
                 self._log(name, calls[0].value, calls[0].batch_size, calls[0].options)
                 self._log(name, odd.value, odd.batch_size, odd.options)
+            if any(isinstance(call.value, Seen) for call in calls):
+                self._replay_metric(name, calls)
+                continue
             whole = len(calls) == len(self._sizes) and all(call.batch_size is None for call in calls)
             # Without a batch_size core weighs the whole batch, as it does in one process.
             self._log(name, self._combined(calls), None if whole else sum(call.weight for call in calls), calls[0].options)
 
+    def _replay_metric(self, name: str, calls: list[_Call]) -> None:
+        """Log a torchmetrics object, which has seen all parts by now, once."""
+        first, options = calls[0].value, calls[0].options
+        seen = [call.value for call in calls if isinstance(call.value, Seen) and call.value.metric is getattr(first, "metric", None)]
+        if len(seen) < len(calls):
+            raise TrainingError(f"self.log({name!r}): parts of one batch gave it different things. Fix: a name for each metric")
+        on_step = options.get("on_step")
+        if self._run.stage == "train" if on_step is None else on_step:
+            whole_batch(seen, self._run.device, self._copies, name)
+        self._log(name, first, calls[0].batch_size, options)
+
     def _log(self, name: str, value: Any, batch_size: int | None, options: dict[str, Any]) -> None:
-        self._logs.log(name, value, batch_size=batch_size, **options)
+        self._logs.log(name, value.metric if isinstance(value, Seen) else value, batch_size=batch_size, **options)
 
     def _combined(self, calls: list[_Call]) -> Any:
         """The parts' values as one, in float64; a tensor stays on the first device, and nothing waits for it."""

@@ -1,5 +1,7 @@
 """The model on k devices: a replica for each, one after another on the CPU, side by side on CUDA.
 
+With torchmetrics objects they are started one after another there too, because all of them update the module's own.
+
 Replicas share the parameters, so that gradients come together in the module's own, as torch.nn.DataParallel's do:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
@@ -19,6 +21,7 @@ from geartrain.data import map_tensors, move
 from geartrain.step import Step
 from geartrain_dp.combine import combine
 from geartrain_dp.logs import PartLogs
+from geartrain_dp.metrics import PartMetrics, refuse_metrics
 from geartrain_dp.split import split
 from geartrain_dp.watch import Watch
 
@@ -57,21 +60,28 @@ class Replicas(nn.Module):
         self.part = Part(step)
         self._run, self._label = run, label
         self._warned: set[str] = set()
+        self._copies: dict[str, tuple[Any, Any]] = {}
         count, first = run.plan.layout.devices_per_process, run.device
         self.devices = [first, *(torch.device(first.type, i) if first.type != "cpu" else first for i in run.plan.devices[1:count])]
         if count > 1:
             _check(step, first, label)
+            refuse_metrics(step, label, nodes=run.world.size > 1)
 
     def forward(self, method: str, *args: Any) -> Any:
         if len(self.devices) == 1:
             return self.part.step(method, *args)
         batch, *rest = args
         parts, sizes = split(batch, len(self.devices))
-        devices, logs = self.devices[: len(parts)], PartLogs(self._run, sizes)
+        devices = self.devices[: len(parts)]
+        metrics = PartMetrics(self.part, devices)
+        logs = PartLogs(self._run, sizes, metrics, self._copies)
         with logs.standing_in():
             replicas = self._replicate(devices, logs)
-            watch = Watch(replicas)
-            outputs = _apply(replicas, [(method, part, *rest) for part in parts], devices)
+            for replica in replicas:
+                metrics.put_into(replica)
+            watch = Watch(replicas, metrics.modules)
+            with metrics.watched():
+                outputs = _apply(replicas, [(method, part, *rest) for part in parts], devices, side_by_side=not metrics.modules)
         watch.warn(method, self._label, self._warned)
         if self.part.step.has_end(method):
             return self.part.step.end(method, outputs)
@@ -122,12 +132,16 @@ def _check(step: Step, first: torch.device, label: str) -> None:
             )
 
 
-def _apply(replicas: Sequence[Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device]) -> list[Any]:
+def _apply(replicas: Sequence[Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device], side_by_side: bool) -> list[Any]:
     """Each replica's output, all on the first device."""
     if devices[0].type == "cpu":
         return [replica(*arguments) for replica, arguments in zip(replicas, inputs, strict=True)]
     there = [tuple(move(argument, device) for argument in arguments) for arguments, device in zip(inputs, devices, strict=True)]
-    outputs = parallel_apply(replicas, there, None, devices)
+    if side_by_side:
+        outputs = parallel_apply(replicas, there, None, devices)
+    else:  # started one after another, in this thread, so that metrics see the parts in their order
+        each = zip(replicas, there, devices, strict=True)
+        outputs = [parallel_apply([replica], [arguments], None, [device])[0] for replica, arguments, device in each]
     return [map_tensors(output, lambda tensor: tensor.to(devices[0])) for output in outputs]
 
 

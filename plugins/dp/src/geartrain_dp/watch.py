@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,23 @@ class Watch:
     """Remembers what replicas hold, and says afterwards what was set on them and which of their buffers were changed in place.
 
     Nothing is read from a device: attributes are compared by identity, buffers by torch's count of their in-place changes.
+
+    Args:
+        replicas: one a part.
+        kept: by id, modules that are no replica's own; what happens to them stays.
     """
 
-    def __init__(self, replicas: Sequence[nn.Module]) -> None:
-        self._modules = [[(name, module, _held(module)) for name, module in replica.named_modules()] for replica in replicas]
+    def __init__(self, replicas: Sequence[nn.Module], kept: Container[int] = ()) -> None:
+        own = [[(name, module) for name, module in replica.named_modules() if id(module) not in kept] for replica in replicas]
+        self._modules = [[(name, module, _held(module)) for name, module in modules] for modules in own]
         # The first replica's buffers are the module's own: what happens to them in place stays.
-        self._buffers = [(name, buffer, buffer._version) for replica in replicas[1:] for name, buffer in replica.named_buffers()]
+        self._buffers = [
+            (f"{path}.{name}" if path else name, buffer, buffer._version)
+            for modules in own[1:]
+            for path, module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
     def warn(self, method: str, label: str, warned: set[str]) -> None:
         """Warn of each name once.

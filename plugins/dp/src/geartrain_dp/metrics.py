@@ -1,0 +1,130 @@
+"""torchmetrics objects on the replicas: every part's samples go into the module's own, part after part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from geartrain import TrainingError
+from geartrain.data import map_tensors, move
+from geartrain.metric_objects import is_metric, places, put
+
+#: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
+_WINDOW = ("torchmetrics.wrappers.running", "Running")
+
+
+class Seen(NamedTuple):
+    """A metric that a part logged."""
+
+    metric: Any
+    #: The arguments and keyword arguments that the part called it with last; ``None`` where it only updated it.
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+class PartMetrics:
+    """The module's metrics while the parts of one batch run, one after another.
+
+    Args:
+        network: what is replicated.
+        devices: of each part; the metrics are on the first.
+    """
+
+    def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._places, self._devices = places(network), devices
+        #: They and all inside them, by id: a metric's hash changes with its state.
+        self.modules = {id(module): module for _, metric in self._places for module in metric.modules()}
+        #: (part, id of the metric) -> what it was called with last.
+        self._calls: dict[tuple[int, int], Any] = {}
+        self._part = 0
+
+    def put_into(self, replica: nn.Module) -> None:
+        """Give a replica the module's own metrics, in the place of its copies."""
+        for path, metric in self._places:
+            put(replica, path, metric)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the metrics are called with, and bring it to their device."""
+        with ExitStack() as stack:
+            for metric in filter(is_metric, self.modules.values()):
+                stack.callback(metric.register_forward_hook(self._called, with_kwargs=True).remove)
+                if self._devices[0].type != "cpu":
+                    own = metric.update
+                    stack.callback(setattr, metric, "update", own)
+                    metric.update = partial(_update, own, self._devices[0])  # type: ignore[assignment]
+            yield
+
+    def begin(self, part: int) -> None:
+        """This part runs next."""
+        self._part = part
+
+    def seen(self, name: str, metric: nn.Module) -> Seen:
+        """What the running part logs when it logs a metric.
+
+        Raises:
+            TrainingError: the metric is not the module's.
+        """
+        if id(metric) not in self.modules:
+            raise TrainingError(f"self.log({name!r}): parts of a batch share only what the module has. Fix: an attribute of the module")
+        return Seen(metric, self._calls.get((self._part, id(metric))))
+
+    def _called(self, metric: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        self._calls[self._part, id(metric)] = args, kwargs
+        device = self._devices[self._part]
+        return map_tensors(output, lambda tensor: tensor.to(device))
+
+
+def whole_batch(seen: Sequence[Seen], device: torch.device, copies: dict[str, tuple[Any, Any]], name: str) -> None:
+    """Let a metric's newest ``forward`` be that of the whole batch, where each part left its own.
+
+    A reset copy is updated with what the parts called it with: a mean of the parts' values would be right for few metrics.
+
+    Args:
+        seen: what each part logged.
+        device: the metric's.
+        copies: by name, each metric and its copy, from earlier batches: a metric may keep all samples of the epoch, and should not be
+            copied with them for each batch.
+    """
+    metric, calls = seen[0].metric, [one.call for one in seen if one.call is not None]
+    if len(calls) < len(seen):
+        metric._forward_cache = None  # core says that it was not called
+        return
+    kept, same = copies.get(name, (None, None))
+    if kept is not metric:
+        same = copy.deepcopy(metric)
+        same.sync_on_compute = False
+        copies[name] = metric, same
+    same.reset()
+    for args, kwargs in calls:
+        _update(same.update, device, *args, **kwargs)
+    metric._forward_cache = same.compute()
+
+
+def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
+    """Refuse metrics that would be something else than in one process.
+
+    Args:
+        nodes: whether there are several ranks.
+
+    Raises:
+        TrainingError: the first that would.
+    """
+    for path, metric in places(network):
+        for module in filter(is_metric, metric.modules()):
+            what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
+            if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):
+                raise TrainingError(f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp")
+            if nodes and module.dist_sync_on_step:
+                raise TrainingError(
+                    f"{what} has dist_sync_on_step=True, but nodes may have unlike numbers of parts. Fix: leave it out, or --strategy ddp"
+                )
+
+
+def _update(update: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+    update(*move(args, device), **move(kwargs, device))
