@@ -187,6 +187,21 @@ def test_a_trainers_module_is_called_through_its_own_step():
     assert ours._run is None
 
 
+@pytest.mark.parametrize("method", ["optimizers", "manual_backward", "toggle_optimizer"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_module_that_would_step_itself_is_told_whose_loop_it_is(automatic, method):
+    class Manual(Net):
+        automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            getattr(self, method)(*([] if method == "optimizers" else [None]))
+
+    with make() as session:
+        model = session.setup(Manual())
+        with pytest.raises(TrainingError, match=rf"Manual calls self.{method}, and in a Session .* your loop's. Fix: session.backward"):
+            model.training_step(samples(), 0)
+
+
 def test_hooks_of_a_module_that_a_session_never_calls_are_named():
     class Hooked(Net):
         def on_train_start(self): ...
@@ -277,6 +292,21 @@ def test_what_a_plugin_logs_in_a_step_comes_to_the_loggers():
     with make(plugins=[Watcher(), lines], log_every_n_steps=1) as session:
         train(session, module, loader(8))
     assert [(step, set(metrics)) for step, metrics in lines.lines] == [(1, {"grad"}), (2, {"grad"})]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_norms_are_of_the_optimizer_that_steps_and_unscaled(precision):
+    module, lines, expected = layers(), Loggers(), []
+    made = [torch.optim.SGD(module[i].parameters(), lr=0.0) for i in (0, 2)]
+    loss_of(module, next(iter(loader()))).backward()
+    expected = [torch.nn.utils.get_total_norm([p.grad for p in module[i].parameters()]).item() for i in (0, 2)]
+    module.zero_grad()
+    with make(precision=precision, plugins=["norms", lines], log_every_n_steps=1) as session:
+        model, *steppers = session.setup(module, *made)
+        session.backward(loss_of(model, next(iter(loader()))))
+        for stepper in steppers:
+            stepper.step()
+    assert [metrics["grad_norm"] for _, metrics in lines.lines] == pytest.approx(expected, rel=1e-2)
 
 
 def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
@@ -676,6 +706,33 @@ def test_the_folder_has_what_was_logged(tmp_path):
     assert (summary["status"], summary["steps"], summary["metrics"]["loss"]) == ("done", 2, 2.5)
     with pytest.raises(UsageError, match="holds a run already"):
         make(output=tmp_path / "run")
+
+
+class Made(gt.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = nn.Linear(3, width)
+
+
+@pytest.mark.parametrize(("widths", "expected"), [([5], {"width": 5}), ([5, 6], {"model0.width": 5, "model2.width": 6})])
+def test_hyperparameters_of_its_modules_are_in_the_plan(tmp_path, widths, expected):
+    seen = []
+
+    class Looks:
+        @hookimpl
+        def on_run_start(self, run):
+            seen.append(run.plan.hyperparameters)
+
+    session = make(output=tmp_path / "run", plugins=[Looks()])
+    with session:
+        for i, width in enumerate(widths):
+            if i:
+                session.setup(nn.Linear(1, 1))
+            session.setup(Made(width))
+        session.log("x", 1)
+        assert session.plan.hyperparameters == session.run.plan.hyperparameters == expected
+    assert seen == [expected]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["hyperparameters"] == expected
 
 
 def test_a_checkpoint_is_read_in_place(tmp_path):

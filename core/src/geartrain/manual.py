@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from geartrain import parallel
 from geartrain.errors import TrainingError
 from geartrain.loop import explain_backward
+from geartrain.optim import mean_over_ranks
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -129,7 +130,7 @@ class Manual:
             with again:
                 loss = closure()
             ready()
-            losses.append(_mean_over_ranks(run, loss))
+            losses.append(mean_over_ranks(run, loss))
             return losses[-1]
 
         with self._without_autocast():
@@ -267,11 +268,3 @@ def _core_averages(run: Run) -> bool:
             "manual optimisation nobody would average gradients. Fix: make a group in setup_process_group, or implement reduce_gradients"
         )
     return False
-
-
-def _mean_over_ranks(run: Run, loss: Any) -> Any:
-    """A closure's loss: ranks that see different ones would search along different lines, and wait for each other."""
-    if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
-        return loss
-    here = torch.as_tensor(loss, device=run.device).detach()
-    return torch.stack(list(run.hooks.all_gather(run=run, tensor=here))).mean()
