@@ -324,6 +324,26 @@ def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
     assert watcher.calls.count("reduce_gradients") == 2
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("how", [{"max_norm": 1e-3}, {"clip_val": 1e-4}])
+def test_clipping_by_hand_leaves_another_optimizers_gradients_alone(precision, how):
+    module = layers()
+    made = [torch.optim.SGD(module[i].parameters(), lr=0.0) for i in (0, 2)]
+    with make(precision=precision) as session:
+        model, first, second = session.setup(module, *made)
+        session.backward(loss_of(model, next(iter(loader()))))
+        before = [p.grad.clone() for p in module[2].parameters()]
+        norm = session.clip_gradients(model, first, **how)
+        assert all(torch.equal(p.grad, old) for p, old in zip(module[2].parameters(), before, strict=True))
+        assert all(p.grad.abs().max() <= 1.001e-3 for p in module[0].parameters())
+        first.step()
+        second.step()
+    module.zero_grad()
+    loss_of(module, next(iter(loader()))).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in module[0].parameters()])
+    assert norm is None or norm.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
 def test_clipping_by_hand_by_value_and_wrong_calls():
     module = layers()
     with make() as session:

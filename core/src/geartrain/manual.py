@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from geartrain import parallel
 from geartrain.errors import TrainingError
 from geartrain.loop import explain_backward
-from geartrain.optim import mean_over_ranks
+from geartrain.optim import mean_over_ranks, parameters_of
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -235,11 +235,6 @@ class Manual:
         """Autocast as it is now, for a closure, which computes a loss."""
         kind = self._run.device.type
         return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
-    """The parameters that these step, each once."""
-    return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
 
 
 def gradients_now(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
