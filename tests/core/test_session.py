@@ -324,6 +324,28 @@ def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
     assert watcher.calls.count("reduce_gradients") == 2
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_skipped_step_does_not_change_another_optimizers_of_the_same_backward(clips):
+    module, plain = layers(), layers()
+    loss_of(plain, next(iter(loader()))).backward()
+    with make(precision="16-mixed") as session:
+        model, first, second = session.setup(module, *(torch.optim.SGD(module[i].parameters(), lr=1.0) for i in (0, 2)))
+        session.backward(loss_of(model, next(iter(loader()))))
+        module[0].weight.grad[0, 0] = torch.inf
+        if clips:
+            for optimizer in (first, second):
+                session.clip_gradients(model, optimizer, clip_val=1e6)
+        assert [session.step(first), session.step(second)] == [False, True]
+        assert_equal(module[0], layers()[0])
+        for name, parameter in module[2].named_parameters():
+            step = layers()[2].get_parameter(name) - parameter
+            torch.testing.assert_close(step, plain[2].get_parameter(name).grad, rtol=5e-2, atol=1e-3)  # float16
+        first.zero_grad()
+        second.zero_grad()
+        session.backward(loss_of(model, next(iter(loader()))))
+        assert [session.step(first), session.step(second)] == [True, True]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("how", [{"max_norm": 1e-3}, {"clip_val": 1e-4}])
 def test_clipping_by_hand_leaves_another_optimizers_gradients_alone(precision, how):
