@@ -216,7 +216,7 @@ def test_a_file_that_is_no_checkpoint(command, name, code):
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-@pytest.mark.parametrize("verb", ["fit", "test"])
+@pytest.mark.parametrize("verb", ["fit", "test", "tune lr", "tune batch-size"])
 def test_here_a_checkpoint_is_a_file(command, verb, which):
     done = command(f"{verb} net.py --checkpoint {which} --output out")
     assert done.code == 2

@@ -493,7 +493,10 @@ def test_the_context_manager_puts_back_after_an_error():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"accumulate_grad_batches": 4}, r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*Fix: zero_grad"),
+        (
+            {"accumulate_grad_batches": 4},
+            r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*Fix: zero_grad\(\) and step\(\) once in 4",
+        ),
         ({"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5.*self\.clip_gradients\(optimizer, 0\.5\)"),
     ],
 )

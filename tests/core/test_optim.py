@@ -2,12 +2,14 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
+from geartrain.optim import mean_over_ranks
 
 from .models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
 
@@ -358,3 +360,13 @@ def test_before_an_lbfgs_step_the_module_sees_gradients():
     fit(net, limit_train_batches=1)
     assert seen
     assert all(seen)
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(1.0, requires_grad=True), 1.0])
+def test_a_closures_loss_is_the_mean_over_ranks_as_a_number_too(loss):
+    hooks = SimpleNamespace(all_gather=lambda run, tensor: torch.stack([tensor, tensor + 2]))
+    run = SimpleNamespace(world=SimpleNamespace(size=2), device=torch.device("cpu"), hooks=hooks)
+    assert mean_over_ranks(run, loss).item() == 2.0
+    assert mean_over_ranks(run, None) is None
+    run.world.size = 1
+    assert mean_over_ranks(run, loss) is loss

@@ -187,6 +187,21 @@ def test_a_trainers_module_is_called_through_its_own_step():
     assert ours._run is None
 
 
+@pytest.mark.parametrize("method", ["optimizers", "manual_backward", "toggle_optimizer"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_module_that_would_step_itself_is_told_whose_loop_it_is(automatic, method):
+    class Manual(Net):
+        automatic_optimization = automatic
+
+        def training_step(self, batch, batch_idx):
+            getattr(self, method)(*([] if method == "optimizers" else [None]))
+
+    with make() as session:
+        model = session.setup(Manual())
+        with pytest.raises(TrainingError, match=rf"Manual calls self.{method}, and in a Session .* your loop's. Fix: session.backward"):
+            model.training_step(samples(), 0)
+
+
 def test_hooks_of_a_module_that_a_session_never_calls_are_named():
     class Hooked(Net):
         def on_train_start(self): ...
@@ -279,6 +294,21 @@ def test_what_a_plugin_logs_in_a_step_comes_to_the_loggers():
     assert [(step, set(metrics)) for step, metrics in lines.lines] == [(1, {"grad"}), (2, {"grad"})]
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_norms_are_of_the_optimizer_that_steps_and_unscaled(precision):
+    module, lines, expected = layers(), Loggers(), []
+    made = [torch.optim.SGD(module[i].parameters(), lr=0.0) for i in (0, 2)]
+    loss_of(module, next(iter(loader()))).backward()
+    expected = [torch.nn.utils.get_total_norm([p.grad for p in module[i].parameters()]).item() for i in (0, 2)]
+    module.zero_grad()
+    with make(precision=precision, plugins=["norms", lines], log_every_n_steps=1) as session:
+        model, *steppers = session.setup(module, *made)
+        session.backward(loss_of(model, next(iter(loader()))))
+        for stepper in steppers:
+            stepper.step()
+    assert [metrics["grad_norm"] for _, metrics in lines.lines] == pytest.approx(expected, rel=1e-2)
+
+
 def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
     watcher, module = Watcher(), layers()
     with make(plugins=[watcher], precision="16-mixed") as session:
@@ -292,6 +322,48 @@ def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
             assert norm > 0.01
             optimizer.step()
     assert watcher.calls.count("reduce_gradients") == 2
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_skipped_step_does_not_change_another_optimizers_of_the_same_backward(clips):
+    module, plain = layers(), layers()
+    loss_of(plain, next(iter(loader()))).backward()
+    with make(precision="16-mixed") as session:
+        model, first, second = session.setup(module, *(torch.optim.SGD(module[i].parameters(), lr=1.0) for i in (0, 2)))
+        session.backward(loss_of(model, next(iter(loader()))))
+        module[0].weight.grad[0, 0] = torch.inf
+        if clips:
+            for optimizer in (first, second):
+                session.clip_gradients(model, optimizer, clip_val=1e6)
+        assert [session.step(first), session.step(second)] == [False, True]
+        assert_equal(module[0], layers()[0])
+        for name, parameter in module[2].named_parameters():
+            step = layers()[2].get_parameter(name) - parameter
+            torch.testing.assert_close(step, plain[2].get_parameter(name).grad, rtol=5e-2, atol=1e-3)  # float16
+        first.zero_grad()
+        second.zero_grad()
+        session.backward(loss_of(model, next(iter(loader()))))
+        assert [session.step(first), session.step(second)] == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("how", [{"max_norm": 1e-3}, {"clip_val": 1e-4}])
+def test_clipping_by_hand_leaves_another_optimizers_gradients_alone(precision, how):
+    module = layers()
+    made = [torch.optim.SGD(module[i].parameters(), lr=0.0) for i in (0, 2)]
+    with make(precision=precision) as session:
+        model, first, second = session.setup(module, *made)
+        session.backward(loss_of(model, next(iter(loader()))))
+        before = [p.grad.clone() for p in module[2].parameters()]
+        norm = session.clip_gradients(model, first, **how)
+        assert all(torch.equal(p.grad, old) for p, old in zip(module[2].parameters(), before, strict=True))
+        assert all(p.grad.abs().max() <= 1.001e-3 for p in module[0].parameters())
+        first.step()
+        second.step()
+    module.zero_grad()
+    loss_of(module, next(iter(loader()))).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in module[0].parameters()])
+    assert norm is None or norm.item() == pytest.approx(expected.item(), rel=1e-2)
 
 
 def test_clipping_by_hand_by_value_and_wrong_calls():
@@ -676,6 +748,33 @@ def test_the_folder_has_what_was_logged(tmp_path):
     assert (summary["status"], summary["steps"], summary["metrics"]["loss"]) == ("done", 2, 2.5)
     with pytest.raises(UsageError, match="holds a run already"):
         make(output=tmp_path / "run")
+
+
+class Made(gt.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = nn.Linear(3, width)
+
+
+@pytest.mark.parametrize(("widths", "expected"), [([5], {"width": 5}), ([5, 6], {"model0.width": 5, "model2.width": 6})])
+def test_hyperparameters_of_its_modules_are_in_the_plan(tmp_path, widths, expected):
+    seen = []
+
+    class Looks:
+        @hookimpl
+        def on_run_start(self, run):
+            seen.append(run.plan.hyperparameters)
+
+    session = make(output=tmp_path / "run", plugins=[Looks()])
+    with session:
+        for i, width in enumerate(widths):
+            if i:
+                session.setup(nn.Linear(1, 1))
+            session.setup(Made(width))
+        session.log("x", 1)
+        assert session.plan.hyperparameters == session.run.plan.hyperparameters == expected
+    assert seen == [expected]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["hyperparameters"] == expected
 
 
 def test_a_checkpoint_is_read_in_place(tmp_path):

@@ -161,6 +161,26 @@ ddp(plugins=[Buckets()]).fit(Two("toggled"), DataLoader(samples(), batch_size=4)
     assert printed.count("begins") == 1
 
 
+def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
+    found = results(
+        tmp_path,
+        STRATEGIES
+        + """
+class Buckets:
+    @hookimpl
+    def reduce_bucket(self, run, bucket): ...
+
+class Validates(Two):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.loss(batch, 0))
+
+trainer = ddp(plugins=[Buckets()])
+keep(trainer, found=trainer.validate(Validates("toggled"), DataLoader(samples(), batch_size=4)))
+""",
+    )
+    assert all("loss" in kept["found"][0] for kept in found)
+
+
 def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
     printed = failure(
         tmp_path,

@@ -192,6 +192,14 @@ def test_a_session_that_is_never_closed_closes_at_the_programs_end(tmp_path):
     assert [kept["step"] for kept in results(tmp_path, body)] == [6, 6]
 
 
+@pytest.mark.parametrize("theirs", ["{'b': 1.0}", "{'a': 1.0, 'b': 1.0}"])
+def test_different_names_are_no_mean(tmp_path, theirs):
+    body = TWO + f"session.launch()\nsession.log_dict({{'a': 0.0}} if session.global_rank == 0 else {theirs}, sync_dist=True)\n"
+    printed = failure(tmp_path, body)
+    assert "ranks 0 and 1 logged different metrics with sync_dist" in printed
+    assert "Fix: log the same names on every rank" in printed
+
+
 def test_models_that_differ_are_refused(tmp_path):
     body = (
         TWO

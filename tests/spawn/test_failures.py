@@ -95,6 +95,12 @@ def test_a_rank_that_is_asked_to_end_tears_down(tmp_path):
     assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
 
 
+def test_a_rank_that_is_interrupted_is_named(tmp_path):
+    error = fails(tmp_path, "exception", 1, error=KeyboardInterrupt())
+    assert isinstance(error, gt.TrainingError)
+    assert str(error) == "rank 1 was interrupted"
+
+
 @pytest.mark.parametrize(("kind", "rank"), [("_exit", 1), ("_exit", 0), ("exit", 1)])
 def test_a_rank_that_leaves_early_is_named(tmp_path, kind, rank):
     error = fails(tmp_path, kind, rank)

@@ -181,6 +181,16 @@ class Remembers:
         self._seen = [*state["seen"], "loaded"]
 
 
+def test_a_later_run_goes_on_in_the_table_that_the_first_one_began(tmp_path):
+    one = trainer(plugins=["csv"], output=tmp_path, max_epochs=1)
+    module = Net()
+    one.fit(module, loader())
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    one.test(module, loader(21))
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[-1].endswith(",21.0")
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == len(lines) + 1
+
+
 class Data(gt.DataModule):
     def __init__(self):
         self.setups = 0

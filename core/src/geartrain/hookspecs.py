@@ -136,7 +136,7 @@ def wrap_optimizer(run: Run, optimizer: Optimizer) -> Optimizer:
 def load_checkpoint(run: Run, path: Path) -> dict[str, Any]:
     """Read a checkpoint.
 
-    Fired: when one was asked for, in each process, after the optimizers are made.
+    Fired: when one was asked for, in each process, after the optimizers are made; in a Session in each ``session.load``.
     Arguments: ``path`` of the file.
     Returns: what ``save_checkpoint`` was given.
     Default: ``torch.load(path, map_location="cpu", weights_only=True)``: a file can hold tensors, never code.
@@ -185,7 +185,8 @@ def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
 
     Fired: once a (micro-)batch in every stage.
     Arguments: ``method`` is ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``; ``args`` is
-        ``(batch, batch_idx)``, and ``dataloader_idx`` where there are several loaders.
+        ``(batch, batch_idx)``, and ``dataloader_idx`` where there are several loaders. In a Session ``method`` is ``"forward"`` or
+        another of the model's, and ``args`` is ``((args, kwargs),)`` of its call.
     Returns: what the method returned.
     Default: ``run.model(method, *args)`` in training; in evaluation the bare module, because a wrapper's forward may communicate
         and ranks may have unequal numbers of batches; in manual optimisation always the bare module.
@@ -309,7 +310,7 @@ def log_metrics(run: Run, metrics: Mapping[str, float], step: int) -> None:
     """Write metrics where the user reads them.
 
     Fired: on rank 0 when metrics were flushed: every ``log_every_n_steps`` steps and at the end of an epoch; and by plugins that have
-        figures of their own.
+        figures of their own; in a Session in each ``session.log``.
     Arguments: ``metrics`` by name; ``step`` counts optimizer steps.
     """
 

@@ -12,7 +12,7 @@ from geartrain.data import close_batches, map_tensors
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate, same_buffers
 from geartrain.hooks import fire
-from geartrain.optim import step_schedules, zero_grad
+from geartrain.optim import mean_over_ranks, step_schedules, zero_grad
 from geartrain.rounds import while_all_have
 from geartrain.sharding import set_epoch
 
@@ -45,16 +45,13 @@ def _closure_step(run: Run, micro_batches: Sequence[Any]) -> bool:
     """The step of an optimizer that computes the loss itself, several times, as LBFGS does. Returns whether it stepped."""
     optimizer, before = run.optimizers[0], run.on.on_before_optimizer_step
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         loss = gradients(run, micro_batches)
         if loss is None:
             raise _NothingToStepOn
         if before is not None:
             before(optimizer)
-        if run.world.size > 1:  # ranks that see different losses would search along different lines, and wait for each other
-            losses = run.hooks.all_gather(run=run, tensor=loss.detach())
-            return torch.stack(list(losses)).mean()
-        return loss
+        return mean_over_ranks(run, loss)
 
     try:
         return run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=closure) is not False

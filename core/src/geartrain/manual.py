@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from geartrain import parallel
 from geartrain.errors import TrainingError
 from geartrain.loop import explain_backward
+from geartrain.optim import mean_over_ranks, parameters_of
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -129,7 +130,7 @@ class Manual:
             with again:
                 loss = closure()
             ready()
-            losses.append(_mean_over_ranks(run, loss))
+            losses.append(mean_over_ranks(run, loss))
             return losses[-1]
 
         with self._without_autocast():
@@ -236,11 +237,6 @@ class Manual:
         return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
-    """The parameters that these step, each once."""
-    return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
-
-
 def gradients_now(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
     """Each gradient, itself and not its address, which another could have later, and torch's count of its in-place changes."""
     return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
@@ -267,11 +263,3 @@ def _core_averages(run: Run) -> bool:
             "manual optimisation nobody would average gradients. Fix: make a group in setup_process_group, or implement reduce_gradients"
         )
     return False
-
-
-def _mean_over_ranks(run: Run, loss: Any) -> Any:
-    """A closure's loss: ranks that see different ones would search along different lines, and wait for each other."""
-    if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
-        return loss
-    here = torch.as_tensor(loss, device=run.device).detach()
-    return torch.stack(list(run.hooks.all_gather(run=run, tensor=here))).mean()

@@ -166,7 +166,12 @@ class Module(MadeWith, nn.Module):
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
         """The optimizer, or the list of them where there are several. In manual optimisation their ``step()`` and ``zero_grad()`` go
-        through the hooks."""
+        through the hooks.
+
+        Raises:
+            TrainingError: in a Session, whose optimizers are the loop's.
+        """
+        self._refuse_in_own_loop("optimizers")
         found = self._run.optimizers if self._run else []
         return found[0] if len(found) == 1 else found
 
@@ -235,12 +240,20 @@ class Module(MadeWith, nn.Module):
         run, name = self._run, type(self).__name__
         if run is not None and run.manual is not None:
             return run.manual
+        self._refuse_in_own_loop(method)
         if self.automatic_optimization:
             raise TrainingError(
                 f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
                 "Fix: automatic_optimization = False in __init__, or return the loss from training_step"
             )
         raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
+
+    def _refuse_in_own_loop(self, method: str) -> None:
+        if self._run is not None and self._run.own_loop:
+            raise TrainingError(
+                f"{type(self).__name__} calls self.{method}, and in a Session backward and steps are your loop's. "
+                "Fix: session.backward(loss) and optimizer.step() in the loop, or geartrain.Trainer"
+            )
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` on rank 0 only."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -108,14 +109,27 @@ def zero_grad(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The parameters that these step, each once: one that two of them step must not count twice."""
+    return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
+
+
 def about_to_step(run: Run) -> dict[str, nn.Parameter]:
-    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation those of the
-    optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
+    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation and in a Session
+    those of the optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
     named = dict(run.module.named_parameters())
-    if run.manual is None:
+    if run.manual is None and not run.own_loop:
         return named
-    stepped = {parameter for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = set(parameters_of(run.optimizers))
     return {name: parameter for name, parameter in named.items() if parameter in stepped}
+
+
+def mean_over_ranks(run: Run, loss: Any) -> Any:
+    """A closure's loss: ranks that see different ones would search along different lines, and wait for each other."""
+    if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
+        return loss
+    here = torch.as_tensor(loss, device=run.device).detach()
+    return torch.stack(list(run.hooks.all_gather(run=run, tensor=here))).mean()
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:

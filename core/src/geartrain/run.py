@@ -102,6 +102,8 @@ class Run:
     unsure: dict[str, bool] = field(default_factory=dict)
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
+    #: Whether the loop is somebody's own, a Session's: each optimizer is stepped by itself, and there are neither epochs nor stages.
+    own_loop: bool = False
     #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.
     handed_over: frozenset[str] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.
@@ -116,7 +118,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
-        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch")}
+        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "own_loop")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         from geartrain.assembly import parts_for

@@ -184,7 +184,7 @@ def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
     false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
     if (every := options.accumulate_grad_batches) != 1:
         raise UsageError(
-            f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() in every {every}th batch only"
+            f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() once in {every} batches"
         )
     if (limit := options.gradient_clip_val) is not None:
         raise UsageError(

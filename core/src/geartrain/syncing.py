@@ -105,7 +105,7 @@ def _agree(run: Run, keys: dict[str, Spec]) -> dict[str, Spec]:
         if odd:
             raise TrainingError(
                 f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
-                "Fix: log the same names on every rank, or rank_zero_only=True"
+                "Fix: log the same names on every rank, or leave out sync_dist"
             )
     return dict(by_rank[first])
 

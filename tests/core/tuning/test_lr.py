@@ -196,6 +196,43 @@ def test_steps_without_a_loss_are_left_out():
     assert found.lrs == whole.lrs[::2]
 
 
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_in_manual_optimisation_the_loss_is_that_of_the_first_backward():
+    class Two(Manual):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            self.manual_backward(self.loss(batch) * 100)  # cleared before the next step
+
+    module = Net()
+    automatic = find(module)  # which leaves it as it was
+    for kind in (Manual, Two):
+        manual = kind()
+        manual.load_state_dict(module.state_dict())
+        found = find(manual)
+        assert (found.lrs, found.raw_losses) == (automatic.lrs, automatic.raw_losses)
+
+
+def test_no_loss_at_all_says_where_to_give_it():
+    class Past(Manual):
+        def training_step(self, batch, batch_idx):
+            self.loss(batch).backward()
+            self.optimizers().step()
+
+    found = find(Past())
+    assert found.suggestion() is None
+    assert "no step had a loss" in found.why_not()
+    assert "self.manual_backward" in found.why_not()
+
+
 def test_plot_draws_the_curve_and_marks_the_suggestion():
     found = find(Quadratic(), min_lr=1e-4, max_lr=1.0, num_training=40)
     lines = found.plot(width=40, height=8).splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from geartrain.hookspecs import hookimpl
+from geartrain.optim import parameters_of
 from geartrain.run import Run
 
 
@@ -15,10 +16,12 @@ class GradientClipping:
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
         limit = run.plan.options.gradient_clip_val
         assert limit is not None
-        # Each once: a parameter that two optimizers step must not count twice.
-        stepped = (p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"])
-        parameters = list(dict.fromkeys(stepped))
-        if run.plan.options.gradient_clip_algorithm == "value":
-            torch.nn.utils.clip_grad_value_(parameters, limit)
-            return None
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return clip(parameters_of(run.optimizers), limit, run.plan.options.gradient_clip_algorithm)
+
+
+def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:
+    """Clip gradients by ``"norm"``, and return the total norm before (0-d), or by ``"value"``."""
+    if algorithm == "value":
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+        return None
+    return torch.nn.utils.clip_grad_norm_(parameters, limit)

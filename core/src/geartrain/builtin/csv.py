@@ -61,6 +61,7 @@ class CSVLogger:
         self._close()
         path = self._path(run.plan)
         if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
+            self._began = True  # another process may have asked check_plan, and gets this back
             self._table = Table(path)
 
     @hookimpl

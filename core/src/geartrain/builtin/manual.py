@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from geartrain.builtin.clipping import clip
 from geartrain.data import map_tensors
 from geartrain.hookspecs import hookimpl
-from geartrain.manual import Manual, parameters_of
+from geartrain.manual import Manual
+from geartrain.optim import parameters_of
 from geartrain.run import Run
 
 
@@ -58,11 +60,8 @@ class ManualOptimisation:
         assert run.manual is not None
         if run.manual.limit is None:
             return None
-        (limit, algorithm), parameters = run.manual.limit, parameters_of(run.optimizers)
-        if algorithm == "value":
-            torch.nn.utils.clip_grad_value_(parameters, limit)
-            return None
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        limit, algorithm = run.manual.limit
+        return clip(parameters_of(run.optimizers), limit, algorithm)
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:

@@ -128,7 +128,7 @@ class ScaledPrecision(MixedPrecision):
     @hookimpl(wrapper=True)
     def wrap_model(self, run: Run) -> Generator[None, nn.Module, nn.Module]:
         self._scaler, self._seen = torch.amp.GradScaler(run.device.type), set[int]()
-        self._unscaled = self._skipped = False
+        self._unscaled = self._skipped = self._due = False
         return (yield)
 
     @hookimpl(wrapper=True)
@@ -150,6 +150,9 @@ class ScaledPrecision(MixedPrecision):
 
     @hookimpl
     def backward(self, loss: torch.Tensor) -> None:
+        if self._due:
+            self._scaler.update()
+            self._due = False
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     @hookimpl(wrapper=True)
@@ -182,7 +185,9 @@ class ScaledPrecision(MixedPrecision):
         """After a step's last optimizer: count what was skipped, adjust the scale."""
         if self._skipped:
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
-        if self._unscaled:
+        if self._unscaled and run.own_loop:
+            self._due = True  # with the next backward: other optimizers may step on gradients of this one's
+        elif self._unscaled:
             self._scaler.update()
         self._unscaled = self._skipped = False
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from geartrain.builtin.precision import SKIPPED, ScaledPrecision
 from geartrain.errors import TrainingError
 from geartrain.hookspecs import hookimpl
-from geartrain.manual import changed_since, gradients_now, parameters_of
+from geartrain.manual import changed_since, gradients_now
+from geartrain.optim import parameters_of
 from geartrain.run import Run
 
 

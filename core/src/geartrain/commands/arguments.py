@@ -98,6 +98,9 @@ def read(command: str, argv: list[str], target: Target | None) -> Request:
     parser, groups = build_parser(command, target, names, registry)
     values = _parse(parser, names)
     assert target is not None  # without one, --help was asked for and has exited
+    given = values.get("checkpoint")
+    if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
+        raise UsageError(f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints")
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
 

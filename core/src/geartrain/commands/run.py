@@ -20,11 +20,8 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     trainer = request.trainer
     if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:
         raise UsageError("predict writes predictions.pt into a folder. Fix: --output DIR")
-    given = request.values.checkpoint
-    if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
-        raise UsageError(f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints")
     model, data = request.make_model()
-    checkpoint: Any = {"checkpoint" if name == "fit" else "ckpt_path": given}
+    checkpoint: Any = {"checkpoint" if name == "fit" else "ckpt_path": request.values.checkpoint}
     result = getattr(trainer, name)(model, datamodule=data, **checkpoint)
     if name == "predict" and trainer.output is not None and trainer.is_global_zero:
         # One output a batch, on the CPU: torch.load(path, weights_only=True) reads tensors, numbers, strings and their nestings.

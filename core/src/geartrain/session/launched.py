@@ -17,13 +17,13 @@ from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
 from geartrain.errors import UsageError, nearest
 from geartrain.hooks import Hooks, fire
 from geartrain.options import Options
-from geartrain.plan import check_joins
+from geartrain.plan import check_joins, complete
 from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
 from geartrain.session.models import SessionModel
-from geartrain.session.working import Models, Stay, Work, check_hooks, let_go
+from geartrain.session.working import Models, Stay, Work, check_hooks, hyperparameters_of, let_go
 from geartrain.trainer import Trainer
 
 
@@ -161,6 +161,7 @@ class Launched:
             command="fit",
             place=self.place,
             output=self.plan.output,
+            own_loop=True,
         )
         try:
             if function is not None:
@@ -204,6 +205,9 @@ class Launched:
         """The first batch comes next."""
         run = self._need("this")
         self._begun = True
+        self.plan = complete(run.plan, None, hyperparameters_of(self._models))
+        for each in (run, *self._runs):
+            each.plan = self.plan
         seed = run.plan.options.seed
         if seed is not None and run.world.rank:
             seed_everything(seed + run.world.rank)  # the same weights on every rank, but not the same dropout

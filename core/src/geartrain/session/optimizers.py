@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from geartrain.errors import TrainingError, UsageError
+from geartrain.optim import mean_over_ranks
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -103,11 +104,8 @@ class Stepper:
             loss = closure()
             self._gradients()
             self._reduced = None
-            if run.world.size > 1 and isinstance(loss, torch.Tensor):
-                # Ranks that see different losses would search along different lines, and wait for each other.
-                loss = torch.stack(list(self._hooks.all_gather(run=run, tensor=loss.detach()))).mean()
-            losses.append(loss)
-            return loss
+            losses.append(mean_over_ranks(run, loss))
+            return losses[-1]
 
         self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=whole) is not False
         return losses[0] if losses else None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from geartrain.data import count_batches
 from geartrain.errors import UsageError
 from geartrain.module import Module
-from geartrain.optim import needs_closure
+from geartrain.optim import needs_closure, parameters_of
 from geartrain.run import Run
 from geartrain.session.models import Called, SessionLoader, SessionModel
 from geartrain.session.optimizers import Step, Stepper, session_optimizer, stepper_of
@@ -162,7 +162,7 @@ class Session(Together):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor | None:
-        """Clip a model's gradients, reduced and unscaled, between the last ``backward`` and the step.
+        """Clip the gradients of a model that this optimizer steps, reduced and unscaled, between the last ``backward`` and the step.
 
         Args:
             clip_val: the largest value of a gradient; either this or ``max_norm``.
@@ -174,9 +174,11 @@ class Session(Together):
         if (clip_val is None) == (max_norm is None):
             raise UsageError("clip_gradients takes either clip_val= or max_norm=. Fix: give one of them")
         stepper_of(optimizer).reduce()
+        stepped = set(parameters_of([optimizer]))  # those of another may be scaled still, or not reduced
+        parameters = [parameter for parameter in module.parameters() if parameter in stepped]
         if max_norm is not None:
-            return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type, error_if_nonfinite)
-        torch.nn.utils.clip_grad_value_(module.parameters(), clip_val)  # type: ignore[arg-type]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        torch.nn.utils.clip_grad_value_(parameters, clip_val)  # type: ignore[arg-type]
         return None
 
     @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from geartrain.checkpoint import save
 from geartrain.data import map_tensors
 from geartrain.errors import UsageError
 from geartrain.hooks import fire
@@ -16,6 +17,10 @@ from geartrain.logs import scalar
 from geartrain.seeding import seed_everything
 from geartrain.session import state as states
 from geartrain.session.launched import Launched
+from geartrain.syncing import Share, Spec, sync
+
+#: How a Session logs what is to be the mean over ranks.
+_MEAN = Spec(prog_bar=False, logger=True, on_step=True, on_epoch=False, reduce_fx="mean", sync_dist=True, rank_zero_only=False)
 
 
 class Together(Launched):
@@ -67,15 +72,17 @@ class Together(Launched):
         Args:
             metrics: numbers, or tensors of one element, by name.
             step: default: optimizer steps done.
-            sync_dist: log the mean over ranks, which all must call this; otherwise rank 0's own are logged.
+            sync_dist: log the mean over ranks, which all must call this with the same names; otherwise rank 0's own are logged.
+
+        Raises:
+            TrainingError: a value that is no number; or ranks that log different names with ``sync_dist``.
         """
         run = self._need("log")
         if not self._begun:
             self._begin()
         values = {name: float(scalar(name, value)) for name, value in metrics.items()}
         if sync_dist and run.world.size > 1:
-            table = run.hooks.log_sync(run=run, values=torch.tensor(list(values.values()), dtype=torch.float64))
-            values = dict(zip(values, table.mean(0).tolist(), strict=True))
+            values, _, _ = sync(run, {name: Share(_MEAN, value, 1, None, [value]) for name, value in values.items()})
         run.metrics.update(values)
         run.logs.logged.update(values)
         if run.world.rank == 0:
@@ -90,14 +97,7 @@ class Together(Launched):
         Raises:
             UsageError: something else, which :meth:`load` could not read.
         """
-        run, path = self._need("save"), Path(path)
-        written = states.of(state)
-        if run.world.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        run.hooks.save_checkpoint(run=run, state=written, path=path)
-        run.hooks.barrier(run=run)
-        if run.hooks.on_checkpoint_saved is not None:
-            run.hooks.on_checkpoint_saved(run=run, path=path)
+        save(self._need("save"), states.of(state), Path(path))
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
         """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
+from geartrain.hparams import hyperparameters
 from geartrain.logs import Logs
 from geartrain.module import Module, overridden
 from geartrain.parts import Part
@@ -100,6 +101,16 @@ def holding(*modules: Any) -> Any:
     for i, module in enumerate(modules):
         whole.add_module(f"model{i}", module)
     return whole
+
+
+def hyperparameters_of(models: Sequence[SessionModel]) -> dict[str, Any]:
+    """The plan's hyperparameters: what geartrain Modules were made with; of several models under the names that :func:`holding` gives."""
+    found: dict[str, Any] = {}
+    for i, model in enumerate(models):
+        prefix = f"model{i}." if len(models) > 1 else ""
+        if isinstance(model.module, Module):
+            found.update({prefix + name: value for name, value in hyperparameters(model.module).items()})
+    return found
 
 
 class Work:

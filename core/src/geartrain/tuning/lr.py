@@ -60,6 +60,8 @@ class LRFinder:
     def why_not(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> str:
         """Why there is no suggestion; empty where there is one."""
         slopes = self._slopes(skip_begin, skip_end)
+        if not self.lrs and not self.stopped:
+            return "no step had a loss. Fix: return it from training_step, or in manual optimisation give it to self.manual_backward"
         if not slopes:
             ended = f" ({self.stopped})" if self.stopped else ""
             return f"only {len(self.lrs)} steps had a loss{ended}, and {skip_begin + skip_end} are not looked at. Fix: a lower min_lr"

@@ -61,7 +61,8 @@ class Tuner:
     ) -> LRFinder:
         """Train ``num_training`` steps with a learning rate that grows from ``min_lr`` to ``max_lr``, and undo them.
 
-        The first parameter group gets the learning rate and the others keep their ratio to it. Schedulers are not stepped.
+        The first parameter group gets the learning rate and the others keep their ratio to it. Schedulers are not stepped. In manual
+        optimisation the loss is what a batch's first ``manual_backward`` is given.
 
         Args:
             model: as for :meth:`geartrain.Trainer.fit`.

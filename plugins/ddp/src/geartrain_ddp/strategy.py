@@ -89,9 +89,9 @@ class DDPStrategy:
         """Refuse a plugin that reduces buckets where there are none.
 
         Raises:
-            UsageError: manual optimisation.
+            UsageError: a ``fit`` in manual optimisation.
         """
-        if not run.module.automatic_optimization and (by := run.hooks.implementers("reduce_bucket")):
+        if run.command == "fit" and not run.module.automatic_optimization and (by := run.hooks.implementers("reduce_bucket")):
             raise UsageError(
                 f"{by[0].label}: its reduce_bucket would never be called: {type(run.module).__name__}.automatic_optimization is False, "
                 "and manual_backward averages without DDP's buckets. Fix: one without the other"

@@ -236,7 +236,7 @@ def _again(told: rank.Told, number: int) -> BaseException:
     """A rank's own error, to be raised here: of its own type, its traceback as its cause."""
     error: BaseException | None = told.error
     if isinstance(error, KeyboardInterrupt):
-        error = TrainingError(f"rank {number} was {error}")  # "ended by SIGTERM"
+        error = TrainingError(f"rank {number} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
     elif isinstance(error, SystemExit):
         error = TrainingError(f"rank {number} left before the run ended ({told.summary})")
     elif error is None:
