@@ -12,6 +12,9 @@ from geartrain.trainer import Trainer
 #: Something that is left to do: what, and what to write.
 Todo = tuple[str, str]
 
+#: What stands for ``ckpt_path=`` of fit.
+CHECKPOINT = "checkpoint=FILE, which reads the weights; optimizers and counters start anew"
+
 _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
 #: Values of accelerator= and distributed_backend= that were strategies.
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
@@ -98,6 +101,23 @@ def trainer(arguments: Arguments) -> list[Todo]:
     return todo
 
 
+def fabric(arguments: Arguments) -> list[Todo]:
+    """Port the arguments of ``Fabric(...)``, whose loggers are plugins; returns what is left."""
+    if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
+        arguments.drop("loggers")
+    return _loggers(arguments, "Fabric", "loggers")
+
+
+def fit(arguments: Arguments) -> list[Todo]:
+    """``trainer.fit(ckpt_path=...)``, which goes on with a run there: here only its weights can be read."""
+    if "ckpt_path" not in arguments.names:
+        return []
+    if arguments.literal("ckpt_path") is None:
+        arguments.drop("ckpt_path")
+        return []
+    return [("Trainer.fit(ckpt_path=...)", CHECKPOINT)]
+
+
 def _devices(arguments: Arguments) -> list[Todo]:
     todo: list[Todo] = []
     for old in ("distributed_backend", "accelerator"):
@@ -153,15 +173,15 @@ def _strategy(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _loggers(arguments: Arguments) -> list[Todo]:
-    value = arguments.source("logger")
+def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -> list[Todo]:
+    value = arguments.source(name)
     if value is None:
         return []
-    if arguments.literal("logger") is True:
-        return [("Trainer(logger=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
+    if arguments.literal(name) is True:
+        return [(f"{cls}({name}=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
     if "plugins" in arguments.names:
-        return [("Trainer(plugins=..., logger=...)", "one list: the loggers go into plugins=[...]")]
-    arguments.rename("logger", "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
+        return [(f"{cls}(plugins=..., {name}=...)", "one list: the loggers go into plugins=[...]")]
+    arguments.rename(name, "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
     return []
 
 

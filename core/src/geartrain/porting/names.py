@@ -161,8 +161,31 @@ OF_TRAINER = {
     "interrupted": "except KeyboardInterrupt around fit",
     "received_sigterm": "on_exception of a callback",
     "ckpt_path": "the path that you gave",
+    "callbacks": "the objects in callbacks=[...]",
+    "tune": "geartrain.tuning.Tuner(trainer), or the command geartrain tune",
     "min_epochs": "nothing: there is no such argument",
     "min_steps": "nothing: there is no such argument",
+}
+
+#: What a Fabric has in Lightning and a Session has not -> what to write.
+OF_FABRIC = {
+    "accelerator": "fabric.plan.accelerator.name",
+    "strategy": "fabric.plan.strategy.name",
+    "node_rank": "nothing: fabric.global_rank and fabric.local_rank tell where one is",
+    "logger": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "loggers": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "run": "fabric.launch(function)",
+    "init_tensor": "torch.tensor(..., device=fabric.device)",
+    "init_module": "nothing: a module is made on the CPU, and setup moves it",
+    "sharded_model": "nothing: no geartrain strategy shards a model",
+    "load_raw": "model.load_state_dict(torch.load(FILE, weights_only=True))",
+    "seed_everything": "geartrain.seed_everything(...)",
+}
+
+#: What Lightning's wrapper of an optimizer has -> what to write; no other library's objects have methods of these names.
+OF_OPTIMIZERS = {
+    "toggle_model": "with self.toggled_optimizer(optimizer): ..., or self.toggle_optimizer(optimizer)",
+    "untoggle_model": "with self.toggled_optimizer(optimizer): ..., or self.untoggle_optimizer(optimizer)",
 }
 
 #: Options of self.log that are not here -> what to write.
