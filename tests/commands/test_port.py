@@ -245,7 +245,7 @@ LEFT = {
     ),
     "import lightning as L\nf = L.Fabric(loggers=a, plugins=b)": "one list: the loggers go into plugins=[...]",
     "from lightning.fabric import Fabric\nfabric = Fabric()\nfabric.logger.finalize('done')": "fabric.close()",
-    "import lightning as L\nclass A:\n    fabric: L.Fabric\n    def f(self):\n        self.fabric.seed_everything(1)": "seed_everything",
+    "import lightning as L\nclass A:\n    fabric: L.Fabric\n    def f(self):\n        self.fabric.load_raw('a', b)": "torch.load",
     "from lightning.pytorch import Trainer\ntrainer = Trainer()\nprint(trainer.callbacks)": "the objects in callbacks=[...]",
 }
 

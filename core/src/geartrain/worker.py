@@ -22,6 +22,7 @@ from geartrain.hooks import fire
 from geartrain.logs import Logs
 from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
+from geartrain.porting.names import MEMBERS, member
 from geartrain.process import report
 from geartrain.rounds import is_sure
 from geartrain.run import Run
@@ -206,6 +207,8 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     except BaseException as error:
         failures.append(error)
         run.hooks.blame(error)
+        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := member(MEMBERS, str(error.name))):
+            error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
         report(error)
         _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
     for owner in owners:

@@ -5,30 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from geartrain.options import RENAMED
+from geartrain.options import CHECKPOINT, RENAMED
+from geartrain.porting import names
 from geartrain.porting.arguments import Arguments
 from geartrain.trainer import Trainer
 
 #: Something that is left to do: what, and what to write.
 Todo = tuple[str, str]
 
-#: What stands for ``ckpt_path=`` of fit.
-CHECKPOINT = "checkpoint=FILE, which reads the weights; optimizers and counters start anew"
-
 _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
 #: Values of accelerator= and distributed_backend= that were strategies.
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
-#: Strategies of Lightning's registry -> the strategy here and its options.
-_SPELT = {
-    "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
-    "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
-    "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),
-    "ddp_find_unused_parameters_false": ("ddp", ""),
-    "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
-    "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
-    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
-    "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
-}
 #: What strategies begin with that no distribution provides.
 _NO_STRATEGY = ("fsdp", "deepspeed", "ddp_sharded", "ddp_fully_sharded", "xla", "tpu", "colossalai", "hpu", "ipu")
 #: Arguments that ask for a plugin -> the plugin.
@@ -163,8 +150,8 @@ def _as_strategy(arguments: Arguments, old: str) -> None:
 
 def _strategy(arguments: Arguments) -> list[Todo]:
     name = arguments.literal("strategy")
-    if isinstance(name, str) and name in _SPELT:
-        new, options = _SPELT[name]
+    if isinstance(name, str) and name in names.SPELT:
+        new, options = names.SPELT[name]
         arguments.put("strategy", f'"{new}"')
         if options:
             arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
