@@ -79,6 +79,9 @@ class Trainer:
         UsageError: anything that cannot work.
     """
 
+    #: The last run's.
+    datamodule: DataModule | None = None
+
     def __init__(
         self,
         *,
@@ -162,7 +165,6 @@ class Trainer:
         self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
         self.output = self.plan.output
         self._run: Run | None = None
-        self.datamodule: DataModule | None = None
 
     # --- the four commands -----------------------------------------------------------------------------------------------
 

@@ -162,6 +162,23 @@ OF_TRAINER = {
     "received_sigterm": "on_exception of a callback",
     "ckpt_path": "the path that you gave",
     "callbacks": "the objects in callbacks=[...]",
+    "profiler": "nothing: torch.profiler.profile() around fit",
+    **{
+        name: f"trainer.plan.options.{name}"
+        for name in (
+            "limit_train_batches",
+            "limit_val_batches",
+            "limit_test_batches",
+            "limit_predict_batches",
+            "val_check_interval",
+            "check_val_every_n_epoch",
+            "log_every_n_steps",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "gradient_clip_algorithm",
+            "fast_dev_run",
+        )
+    },
     "min_epochs": "nothing: there is no such argument",
     "min_steps": "nothing: there is no such argument",
 }
