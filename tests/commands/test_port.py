@@ -327,6 +327,7 @@ def test_a_file_without_lightning_stays(command, write):
     ("line", "words"),
     [
         ("port", "Fix: geartrain port train.py"),
+        ("port a.ipynb", "a.ipynb is a notebook. Fix: jupyter nbconvert --to script a.ipynb, and port what it writes"),
         ("port nowhere.py", "nowhere.py cannot be read"),
         ("port net.py --wirte", "--wirte"),
         ("port net.py my_hooks.py -o b.py", "one FILE at a time"),
