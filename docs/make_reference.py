@@ -117,13 +117,13 @@ def signature(name: str, function: Callable[..., Any]) -> str:
 
 def call(name: str, function: Callable[..., Any]) -> str:
     """A signature without types: what one writes."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD]
     return f"`{name}({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})`"
 
 
 def code_words(text: str) -> str:
     """``text`` with the words in it that are code marked as such."""
-    return re.sub(r"\S*(?:_|=|\w\(|\w\.\w)\S*?(?=[,:;]?(?:\s|$))", lambda word: f"`{word[0]}`", text)
+    return re.sub(r"\S+=\{[^}]*\}|\S*(?:_|=|\w\(|\w\.\w)\S*?(?=[,:;]?(?:\s|$))", lambda word: f"`{word[0]}`", text)
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:

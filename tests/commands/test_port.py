@@ -213,6 +213,17 @@ OTHERS = {
     "import lightning as L\nt = L.Trainer()\nt.test(net, test_dataloaders=d, verbose=False)": (
         "import geartrain as gt\nt = gt.Trainer()\nt.test(net, dataloaders=d)"
     ),
+    "import lightning as L\nt = L.Trainer()\nt.fit(net, d, ckpt_path=None)": ("import geartrain as gt\nt = gt.Trainer()\nt.fit(net, d)"),
+    # Fabric
+    "import lightning as L\nf = L.Fabric(loggers=[a, b], devices=2)\nf.log('loss', 1)": (
+        "import geartrain as gt\nf = gt.Fabric(plugins=[a, b], devices=2)\nf.log('loss', 1)"
+    ),
+    "from lightning.fabric import Fabric\nfabric = Fabric('cpu', 'auto', 1, loggers=a)": (
+        "from geartrain import Fabric\nfabric = Fabric('cpu', 'auto', 1, plugins=[a])"
+    ),
+    "import lightning.fabric\nlightning.fabric.loggers.CSVLogger('x')": (
+        'import geartrain\ngeartrain.loggers.CSVLogger(path="x/metrics.csv")'
+    ),
     # what is not Lightning's
     "import torch\nTrainer(gpus=2)": "import torch\nTrainer(gpus=2)",
     "from .lightning import Trainer\nTrainer(gpus=2)": "from .lightning import Trainer\nTrainer(gpus=2)",
@@ -225,6 +236,25 @@ def test_names_and_calls(before):
     done = port(before + "\n")
     assert done.text == OTHERS[before] + "\n"
     assert not done.left
+
+
+LEFT = {
+    "import lightning as L\nt = L.Trainer()\nt.fit(net, ckpt_path='a.ckpt')": "checkpoint=FILE, which reads the weights",
+    "import lightning as L\nclass A(L.LightningModule):\n    def training_step(self, b, i):\n        self.optimizers().toggle_model()": (
+        "self.toggle_optimizer(optimizer)"
+    ),
+    "import lightning as L\nf = L.Fabric(loggers=a, plugins=b)": "one list: the loggers go into plugins=[...]",
+    "from lightning.fabric import Fabric\nfabric = Fabric()\nfabric.logger.finalize('done')": "fabric.close()",
+    "import lightning as L\nclass A:\n    fabric: L.Fabric\n    def f(self):\n        self.fabric.load_raw('a', b)": "torch.load",
+    "from lightning.pytorch import Trainer\ntrainer = Trainer()\nprint(trainer.callbacks)": "the objects in callbacks=[...]",
+}
+
+
+@pytest.mark.parametrize("before", LEFT)
+def test_what_is_left_says_what_to_write(before):
+    done = port(before + "\n")
+    assert [left.line for left in done.left] == [len(before.splitlines())]
+    assert LEFT[before] in done.left[0].instead
 
 
 def test_an_import_stays_as_long_as_something_needs_it():
@@ -297,6 +327,7 @@ def test_a_file_without_lightning_stays(command, write):
     ("line", "words"),
     [
         ("port", "Fix: geartrain port train.py"),
+        ("port a.ipynb", "a.ipynb is a notebook. Fix: jupyter nbconvert --to script a.ipynb, and port what it writes"),
         ("port nowhere.py", "nowhere.py cannot be read"),
         ("port net.py --wirte", "--wirte"),
         ("port net.py my_hooks.py -o b.py", "one FILE at a time"),

@@ -53,6 +53,7 @@ def test_a_doubtful_suggestion_is_called_so(command):
     done = command("tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 4")
     assert done.code == 0
     assert "do not trust it: the loss is noisy" in done.out
+    assert "\nto use it all the same: --model.lr " in done.out
 
 
 def test_lr_output_holds_the_curve(command, facts, folder):

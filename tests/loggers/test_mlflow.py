@@ -1,5 +1,6 @@
 """The plugin ``mlflow``: what MLflow's own client reads back from a real store, and a server that is not there."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -24,7 +25,8 @@ from .cases import Net, fit, loader, open_files, trainer
 def empty(tmp_path_factory):
     """A database with MLflow's tables, which take seconds to make."""
     path = tmp_path_factory.mktemp("empty") / "test.db"
-    close(MlflowClient(f"sqlite:///{path}"))
+    with contextlib.chdir(path.parent):  # where the database is made, its default experiment keeps artifacts
+        close(MlflowClient(f"sqlite:///{path}"))
     return path
 
 

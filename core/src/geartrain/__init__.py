@@ -45,7 +45,7 @@ _LAZY = {
 }
 
 #: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
-_MODULES = ("accelerators", "callbacks", "loggers", "strategies")
+_MODULES = ("accelerators", "callbacks", "loggers", "strategies", "tuning")
 
 __all__ = [
     "DataModule",
@@ -75,7 +75,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"geartrain.{name}")
     if name not in _LAZY:
-        raise AttributeError(f"module 'geartrain' has no attribute {name!r}")
+        from geartrain.porting.names import known
+
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}{known(name)}")
     module, _, attribute = _LAZY[name].partition(":")
     value = getattr(import_module(module), attribute or name)
     globals()[name] = value

@@ -17,7 +17,8 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         homes: names that geartrain's own distributions provide -> the plugin's name.
 
     Raises:
-        ImportError: a known name whose distribution is not installed; ends in the ``pip install`` line.
+        ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line, or one of Lightning's,
+            which ends in what to write.
         AttributeError: an unknown name.
     """
     installed = entry_points(group=GROUPS[kind])
@@ -31,13 +32,17 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
                 return getattr(__import__(entry_point.module, fromlist=[attribute]), attribute)
         distribution = KNOWN[kind, homes[attribute]]
         raise ImportError(f"{module}.{attribute} is not installed. Fix: pip install {distribution}", name=distribution)
+    from geartrain.porting.names import known
+
+    if answer := known(f"{module.rpartition('.')[2]}.{attribute}"):
+        raise ImportError(f"{module} has no {attribute!r}{answer}", name=module)
     have = ", ".join(names(kind))
     raise AttributeError(f"{module} has no {attribute!r}. Installed: {have}")
 
 
 def names(kind: str) -> list[str]:
     """The class names that are installed."""
-    return sorted(filter(None, map(_attribute, entry_points(group=GROUPS[kind]))))
+    return sorted({name for name in map(_attribute, entry_points(group=GROUPS[kind])) if name})
 
 
 def _attribute(entry_point: EntryPoint) -> str:

@@ -55,6 +55,10 @@ RENAMED = {
 }
 
 
+#: What stands for ``ckpt_path=`` of Lightning's fit.
+CHECKPOINT = "checkpoint=FILE, which reads the weights; optimizers and counters start anew"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The loop's options, as :class:`geartrain.Trainer` documents them."""
@@ -146,3 +150,21 @@ def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
         if name in RENAMED:
             raise UsageError(f"Trainer has no argument {name!r}. Write: {RENAMED[name]}")
         raise UsageError(f"Trainer has no argument {name!r}. {nearest(name, known)}")
+
+
+def refuse_unknown_of_fit(unknown: dict[str, Any]) -> None:
+    """Answer an argument that ``Trainer.fit`` does not have with the one to use.
+
+    Raises:
+        UsageError: always, where there is one.
+    """
+    for name in unknown:
+        raise UsageError(f"Trainer.fit has no argument {name!r}. {_OF_FIT.get(name) or nearest(name, _KNOWN_OF_FIT)}")
+
+
+_KNOWN_OF_FIT = ("train_dataloaders", "val_dataloaders", "datamodule", "checkpoint", "loss", "optimizer")
+_OF_FIT = {
+    "ckpt_path": f"Write: {CHECKPOINT}",
+    "dataloaders": "Write: train_dataloaders=...",
+    "weights_only": "Write: nothing: files are always read so",
+}

@@ -80,6 +80,8 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     Raises:
         UsageError: something is missing, given without need, or of the wrong kind.
     """
+    if isinstance(model, type):
+        raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
             raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {type(model).__name__} has its own")

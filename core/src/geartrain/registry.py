@@ -22,6 +22,7 @@ from importlib_metadata import EntryPoint, entry_points
 from geartrain.errors import UsageError, nearest
 from geartrain.hardware import ask
 from geartrain.parts import Choice, Part
+from geartrain.porting.names import SPELT
 
 #: kind -> entry-point group.
 GROUPS = {"accelerator": "geartrain.accelerators", "strategy": "geartrain.strategies", "plugin": "geartrain.plugins"}
@@ -132,6 +133,9 @@ class Registry:
             return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
         if key in NOT_SHIPPED:
             return f"there is no {kind} {name!r}: no geartrain distribution provides it. Installed: {', '.join(installed)}."
+        if kind == "strategy" and key[1] in SPELT:
+            new, options = SPELT[key[1]]
+            return f"there is no strategy {name!r}. Fix: strategy={new!r}" + (f" with strategy_options={options}" if options else "")
         other = next((c for c in self.candidates if c.name.lower() == name.lower()), None)
         if other:
             return f"{name!r} is no {kind} but belongs to --{other.kind}. Fix: --{other.kind} {other.name}"

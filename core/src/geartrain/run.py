@@ -128,6 +128,11 @@ class Run:
         Run.__init__(self, hooks=Hooks(parts_for(trainer._parts, state["module"], state["command"])), **state)
         trainer._run = self
 
+    @property
+    def automatic(self) -> bool:
+        """Whether what is trained is called through ``model`` and stepped by the loop, a Session's too; ``False`` in manual optimisation."""
+        return getattr(self.module, "automatic_optimization", True)  # in a Session any nn.Module stands there
+
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""
         self.logs.log(name, value, **options)

@@ -20,9 +20,10 @@ from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
-from geartrain.options import Options, refuse_unknown
+from geartrain.options import Options, refuse_unknown, refuse_unknown_of_fit
 from geartrain.plain import as_module
 from geartrain.plan import Plan, check_joins, complete
+from geartrain.porting.names import OF_TRAINER, member
 from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
@@ -77,6 +78,9 @@ class Trainer:
     Raises:
         UsageError: anything that cannot work.
     """
+
+    #: The last run's.
+    datamodule: DataModule | None = None
 
     def __init__(
         self,
@@ -161,7 +165,6 @@ class Trainer:
         self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
         self.output = self.plan.output
         self._run: Run | None = None
-        self.datamodule: DataModule | None = None
 
     # --- the four commands -----------------------------------------------------------------------------------------------
 
@@ -174,6 +177,7 @@ class Trainer:
         checkpoint: str | Path | None = None,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: Any = None,
+        **unknown: Any,
     ) -> None:
         """Train ``model``; its weights, ``trainer.callback_metrics`` and the counters are the trained ones afterwards.
 
@@ -191,6 +195,7 @@ class Trainer:
             TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
                 with a note where a plugin's hook raised them.
         """
+        refuse_unknown_of_fit(unknown)
         self._start("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule, checkpoint, loss, optimizer)
 
     def validate(
@@ -340,6 +345,15 @@ class Trainer:
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:
             self.datamodule.trainer = self
+
+    if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for names that are not there: those of Lightning's get what to write instead."""
+            try:
+                return object.__getattribute__(self, name)  # again, for its error: a property's own among them
+            except AttributeError as error:
+                raise AttributeError(f"{error}{member(OF_TRAINER, name)}", name=name, obj=self) from None
 
     # --- what one asks a trainer -----------------------------------------------------------------------------------------
 

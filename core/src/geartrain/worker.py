@@ -22,6 +22,7 @@ from geartrain.hooks import fire
 from geartrain.logs import Logs
 from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
+from geartrain.porting.names import MEMBERS, member
 from geartrain.process import report
 from geartrain.rounds import is_sure
 from geartrain.run import Run
@@ -179,12 +180,11 @@ def _set_up_model(run: Run, checkpoint: Path | None) -> None:
     run.calls = run.bare.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
-        automatic = run.module.automatic_optimization
-        if automatic == is_manual(run.hooks):
+        if run.automatic == is_manual(run.hooks):
             raise UsageError(
-                f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
+                f"{type(run.module).__name__}.automatic_optimization became {run.automatic} after fit had begun. Fix: set it in __init__"
             )
-        run.closure = needs_closure(optimizers, automatic)
+        run.closure = needs_closure(optimizers, run.automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
@@ -206,6 +206,8 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     except BaseException as error:
         failures.append(error)
         run.hooks.blame(error)
+        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := member(MEMBERS, str(error.name))):
+            error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
         report(error)
         _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
     for owner in owners:

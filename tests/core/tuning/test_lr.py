@@ -101,6 +101,14 @@ def test_a_noisy_curve_is_doubted():
     assert LRFinder("linear", lrs[:5], noisy[:5]).doubt() == ""
 
 
+def test_a_fall_beyond_the_lowest_loss_is_doubted():
+    lrs = [float(i + 1) for i in range(40)]
+    diverges = [*[1 - 0.02 * i for i in range(30)], *[9.0, 8.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]]
+    found = LRFinder("linear", lrs, diverges)
+    assert found.suggestion() > 30
+    assert "the loss was lowest at 30, and only beyond it, where training diverges, fell faster. Fix: max_lr=30" in found.doubt()
+
+
 def test_accumulated_batches_count_as_their_mean():
     module = Net()
     losses = [module.loss(batch).item() for batch in loader()]

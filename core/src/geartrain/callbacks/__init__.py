@@ -5,6 +5,8 @@ They are chosen as any plugin is: ``Trainer(plugins=[EarlyStopping("val_loss")])
 
 from __future__ import annotations
 
+from typing import Any
+
 from geartrain.callbacks.callback import Callback
 from geartrain.callbacks.early_stopping import EarlyStopping
 from geartrain.callbacks.ema import EMA
@@ -28,3 +30,13 @@ __all__ = [
     "Throughput",
     "Timer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Only for names that are not here: those of Lightning's callbacks get what to write instead."""
+    from geartrain.porting.names import known
+
+    if not name.startswith("_") and (answer := known(f"callbacks.{name}")):
+        # An ImportError, because "from geartrain.callbacks import NAME" would replace the text of an AttributeError.
+        raise ImportError(f"geartrain.callbacks has no {name!r}{answer}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -252,7 +252,8 @@ def callback_parts(registry: Registry, callbacks: Any) -> list[Part]:
         if isinstance(one, Callback):
             parts.append(Part(Choice(type(one).__name__, "plugin", None, None, "callbacks=[...]"), Adapter(one)))
         elif isinstance(one, str | type) or not any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one)):
-            raise UsageError(f"callbacks={one!r}: it is no callback. Fix: an object of a subclass of geartrain.callbacks.Callback")
+            fix = f"plugins=[{one!r}]" if isinstance(one, str) else "an object of a subclass of geartrain.callbacks.Callback"
+            raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
         else:
             parts.append(registry.adopt("plugin", one, "callbacks=[...]"))
     return parts

@@ -43,6 +43,8 @@ def command(name: str, argv: list[str]) -> None:
 
 
 def _read(path: Path) -> str:
+    if path.suffix == ".ipynb":  # its JSON is an expression in Python, in which nothing would be found
+        raise UsageError(f"{path} is a notebook. Fix: jupyter nbconvert --to script {path}, and port what it writes")
     try:
         # newline="": the file keeps its line ends.
         with path.open(encoding="utf-8", newline="") as file:

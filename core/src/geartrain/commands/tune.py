@@ -63,7 +63,8 @@ def _lr(request: Request) -> None:
                 print(f"ended early: {found.stopped}")
             if found.doubt():
                 print(f"do not trust it: {found.doubt()}")
-            print(f"\n{found.plot()}\n\nuse it: {_lr_option(model, suggestion)}")
+            use = "to use it all the same" if found.doubt() else "use it"
+            print(f"\n{found.plot()}\n\n{use}: {_lr_option(model, suggestion)}")
     if suggestion is None:
         raise TrainingError(f"no learning rate is suggested: {found.why_not()}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from geartrain.options import RENAMED
+from geartrain.options import CHECKPOINT, RENAMED
+from geartrain.porting import names
 from geartrain.porting.arguments import Arguments
 from geartrain.trainer import Trainer
 
@@ -15,17 +16,6 @@ Todo = tuple[str, str]
 _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
 #: Values of accelerator= and distributed_backend= that were strategies.
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
-#: Strategies of Lightning's registry -> the strategy here and its options.
-_SPELT = {
-    "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
-    "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
-    "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),
-    "ddp_find_unused_parameters_false": ("ddp", ""),
-    "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
-    "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
-    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
-    "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
-}
 #: What strategies begin with that no distribution provides.
 _NO_STRATEGY = ("fsdp", "deepspeed", "ddp_sharded", "ddp_fully_sharded", "xla", "tpu", "colossalai", "hpu", "ipu")
 #: Arguments that ask for a plugin -> the plugin.
@@ -98,6 +88,23 @@ def trainer(arguments: Arguments) -> list[Todo]:
     return todo
 
 
+def fabric(arguments: Arguments) -> list[Todo]:
+    """Port the arguments of ``Fabric(...)``, whose loggers are plugins; returns what is left."""
+    if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
+        arguments.drop("loggers")
+    return _loggers(arguments, "Fabric", "loggers")
+
+
+def fit(arguments: Arguments) -> list[Todo]:
+    """``trainer.fit(ckpt_path=...)``, which goes on with a run there: here only its weights can be read."""
+    if "ckpt_path" not in arguments.names:
+        return []
+    if arguments.literal("ckpt_path") is None:
+        arguments.drop("ckpt_path")
+        return []
+    return [("Trainer.fit(ckpt_path=...)", CHECKPOINT)]
+
+
 def _devices(arguments: Arguments) -> list[Todo]:
     todo: list[Todo] = []
     for old in ("distributed_backend", "accelerator"):
@@ -143,8 +150,8 @@ def _as_strategy(arguments: Arguments, old: str) -> None:
 
 def _strategy(arguments: Arguments) -> list[Todo]:
     name = arguments.literal("strategy")
-    if isinstance(name, str) and name in _SPELT:
-        new, options = _SPELT[name]
+    if isinstance(name, str) and name in names.SPELT:
+        new, options = names.SPELT[name]
         arguments.put("strategy", f'"{new}"')
         if options:
             arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
@@ -153,15 +160,15 @@ def _strategy(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _loggers(arguments: Arguments) -> list[Todo]:
-    value = arguments.source("logger")
+def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -> list[Todo]:
+    value = arguments.source(name)
     if value is None:
         return []
-    if arguments.literal("logger") is True:
-        return [("Trainer(logger=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
+    if arguments.literal(name) is True:
+        return [(f"{cls}({name}=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
     if "plugins" in arguments.names:
-        return [("Trainer(plugins=..., logger=...)", "one list: the loggers go into plugins=[...]")]
-    arguments.rename("logger", "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
+        return [(f"{cls}(plugins=..., {name}=...)", "one list: the loggers go into plugins=[...]")]
+    arguments.rename(name, "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
     return []
 
 

@@ -161,8 +161,56 @@ OF_TRAINER = {
     "interrupted": "except KeyboardInterrupt around fit",
     "received_sigterm": "on_exception of a callback",
     "ckpt_path": "the path that you gave",
+    "callbacks": "the objects in callbacks=[...]",
+    "profiler": "nothing: torch.profiler.profile() around fit",
+    **{
+        name: f"trainer.plan.options.{name}"
+        for name in (
+            "limit_train_batches",
+            "limit_val_batches",
+            "limit_test_batches",
+            "limit_predict_batches",
+            "val_check_interval",
+            "check_val_every_n_epoch",
+            "log_every_n_steps",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "gradient_clip_algorithm",
+            "fast_dev_run",
+        )
+    },
     "min_epochs": "nothing: there is no such argument",
     "min_steps": "nothing: there is no such argument",
+}
+
+#: What a Fabric has in Lightning and a Session has not -> what to write.
+OF_FABRIC = {
+    "accelerator": "fabric.plan.accelerator.name",
+    "strategy": "fabric.plan.strategy.name",
+    "logger": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "loggers": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "init_tensor": "torch.tensor(..., device=fabric.device)",
+    "init_module": "nothing: a module is made on the CPU, and setup moves it",
+    "sharded_model": "nothing: no geartrain strategy shards a model",
+    "load_raw": "model.load_state_dict(torch.load(FILE, weights_only=True))",
+}
+
+#: What Lightning's wrapper of an optimizer has -> what to write; no other library's objects have methods of these names.
+OF_OPTIMIZERS = {
+    "toggle_model": "with self.toggled_optimizer(optimizer): ..., or self.toggle_optimizer(optimizer)",
+    "untoggle_model": "with self.toggled_optimizer(optimizer): ..., or self.untoggle_optimizer(optimizer)",
+}
+
+#: Strategies of Lightning's registry -> the strategy here and its options.
+SPELT = {
+    "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),
+    "ddp_find_unused_parameters_false": ("ddp", ""),
+    "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
+    "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
+    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
+    "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
 }
 
 #: Options of self.log that are not here -> what to write.
@@ -194,6 +242,19 @@ def target(path: str) -> tuple[str, str] | None:
     """Module and name here for a path behind the root, if there is one."""
     found = TARGETS.get(key(path))
     return (found.partition(":")[0], found.partition(":")[2]) if found else None
+
+
+def known(path: str) -> str:
+    """The end of an error about a name that is not here: what to write for a name of Lightning's; empty for others."""
+    found, (group, name) = target(path), key(path)
+    if found is None:
+        return f". Write: {INSTEAD[name]}" if name in INSTEAD and name not in MODULES else ""
+    return f". Write: {found[0]}.{found[1]}" if (found[0].partition(".")[2], found[1]) != (group, name) else ""
+
+
+def member(of: dict[str, str], name: str) -> str:
+    """The same for a name of an object: ``of`` is one of the tables here."""
+    return f". Write: {of[name]}" if of.get(name) else ""
 
 
 def instead(path: str) -> str:

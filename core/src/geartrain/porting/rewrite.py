@@ -220,7 +220,8 @@ class _Rewrite(cst.CSTTransformer):
         if path is not None:
             cls = names.key(path)[1]
             arguments = Arguments(updated_node, classes.POSITIONAL.get(cls, ()))
-            todo = calls.trainer(arguments) if cls == "Trainer" else classes.plain(cls, arguments)
+            special = {"Trainer": calls.trainer, "Fabric": calls.fabric}.get(cls)
+            todo = special(arguments) if special is not None else classes.plain(cls, arguments)
             return self._done(original_node, arguments, todo)
         func = original_node.func
         if not isinstance(func, cst.Attribute):
@@ -247,7 +248,7 @@ class _Rewrite(cst.CSTTransformer):
         for name in ("verbose", "return_predictions", "weights_only"):
             if name in arguments.names:
                 arguments.drop(name)
-        return self._done(call, arguments, [])
+        return self._done(call, arguments, calls.fit(arguments) if method == "fit" else [])
 
     def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todo]) -> cst.Call:
         for what, instead in todo:

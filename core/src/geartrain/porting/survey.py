@@ -147,6 +147,10 @@ class Survey(cst.CSTVisitor):
             self.say(node, f"{owner}.{name}", names.OF_CLASSES[name])
         elif owner.endswith("trainer") and name in names.OF_TRAINER:
             self.say(node, f"{owner}.{name}", names.OF_TRAINER[name])
+        elif owner.endswith("fabric") and name in names.OF_FABRIC and self.path(node) is None:
+            self.say(node, f"{owner}.{name}", names.OF_FABRIC[name])
+        elif self._class and name in names.OF_OPTIMIZERS:
+            self.say(node, f"{owner}.{name}", names.OF_OPTIMIZERS[name])
         elif self._class[-1:] == ["Module"] and _dotted(node) == f"self.{name}" and names.MEMBERS.get(name):
             self.say(node, f"self.{name}", names.MEMBERS[name])
 

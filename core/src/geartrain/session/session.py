@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from geartrain.data import count_batches
 from geartrain.errors import UsageError
 from geartrain.module import Module
 from geartrain.optim import needs_closure, parameters_of
+from geartrain.porting.names import OF_FABRIC, member
 from geartrain.run import Run
 from geartrain.session.models import Called, SessionLoader, SessionModel
 from geartrain.session.optimizers import Step, Stepper, session_optimizer, stepper_of
@@ -42,6 +43,15 @@ class Session(Together):
     Raises:
         UsageError: anything that cannot work, and plugins that need a Trainer's loop.
     """
+
+    if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for names that are not there: those of Fabric's get what to write instead."""
+            try:
+                return object.__getattribute__(self, name)  # again, for its error: a property's own among them
+            except AttributeError as error:
+                raise AttributeError(f"{error}{member(OF_FABRIC, name)}", name=name, obj=self) from None
 
     # --- setting up ------------------------------------------------------------------------------------------------------
 

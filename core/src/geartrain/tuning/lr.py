@@ -73,13 +73,17 @@ class LRFinder:
         """Why not to trust the suggestion; empty where nothing speaks against it.
 
         The losses of single batches are noisy, and where they are too noisy the steepest fall is one of the noise. Then the averaged loss
-        also rises, a third as steeply or more, before it has come to its best; or its best comes first.
+        also rises, a third as steeply or more, before it has come to its best; or its best comes first. And what falls beyond the best,
+        where training diverges, is no progress.
         """
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
         best = self.losses.index(min(self.losses)) if slopes else 0
         before = slopes[: max(0, best - SKIP_BEGIN)]
         if not slopes or not self._falls(slopes) or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3):
             return ""
+        if SKIP_BEGIN <= best < SKIP_BEGIN + slopes.index(min(slopes)):
+            lowest = f"{self.lrs[best]:.3g}"
+            return f"the loss was lowest at {lowest}, and only beyond it, where training diverges, fell faster. Fix: max_lr={lowest}"
         return "the loss is noisy: it rose about as steeply elsewhere. Fix: a larger batch, more steps (num_training), or a higher min_lr"
 
     def plot(self, suggest: bool = True, width: int = 72, height: int = 14) -> str:

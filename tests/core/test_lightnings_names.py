@@ -1,0 +1,143 @@
+"""Names of Lightning's that are not here: errors say what to write, and everything else fails as it would without them."""
+
+import pickle
+import traceback
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain import UsageError
+
+from .models import Net, loader, trainer
+
+NAMES = {
+    "gt.Callback": "Write: geartrain.callbacks.Callback",
+    "gt.LightningCLI": "Write: gt.cli(",
+    "gt.callbacks.TQDMProgressBar": "Write: nothing: there is a progress bar without it",
+    "gt.callbacks.RichModelSummary": "Write: geartrain.callbacks.ModelSummary",
+    "gt.loggers.TensorBoardLogger": "Write: geartrain.loggers.TensorBoard",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_says_what_to_write(name):
+    with pytest.raises((AttributeError, ImportError)) as refused:
+        eval(name)
+    assert repr(name.rpartition(".")[2]) in str(refused.value)
+    assert NAMES[name] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["gt.callbacks.TQDMProgressBar", "gt.loggers.TensorBoardLogger"])
+def test_importing_it_says_so_too(name):
+    module, _, attribute = name.replace("gt", "geartrain").rpartition(".")
+    with pytest.raises(ImportError) as refused:
+        exec(f"from {module} import {attribute}")
+    assert NAMES[name] in str(refused.value)
+
+
+@pytest.mark.parametrize("owner", [gt, gt.callbacks, gt.loggers, gt.strategies])
+def test_names_of_nobody_are_what_they_were(owner):
+    assert not hasattr(owner, "invented")
+    assert not hasattr(owner, "__wrapped__")
+
+
+def test_the_tuner_needs_no_import_of_its_own():
+    assert gt.tuning.Tuner(trainer())
+
+
+def test_a_class_of_two_entry_points_is_listed_once():
+    assert len(dir(gt.strategies)) == len(set(dir(gt.strategies)))
+
+
+# --- a trainer, a session ------------------------------------------------------------------------------------------------
+
+
+def test_a_trainers_attribute_says_what_to_write():
+    one = trainer()
+    with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'log_dir'\. Write: trainer\.output$"):
+        _ = one.log_dir
+    with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'invented'$"):
+        _ = one.invented
+    assert pickle.loads(pickle.dumps(one)).max_epochs == one.max_epochs
+
+
+def test_the_error_of_a_property_is_its_own():
+    class Mine(gt.Trainer):
+        @property
+        def odd(self):
+            return torch.nothing_of_this_name
+
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = Mine(accelerator="cpu", max_epochs=1).odd
+
+
+def test_a_sessions_attribute_says_what_to_write():
+    session = gt.Fabric(accelerator="cpu")
+    with pytest.raises(AttributeError, match=r"'Session' object has no attribute 'logger'\. Write: fabric\.log"):
+        _ = session.logger
+    assert not hasattr(session, "invented")
+
+
+def test_what_a_session_has_instead_can_be_evaluated():
+    from geartrain.porting.names import OF_FABRIC
+
+    texts = [text for text in OF_FABRIC.values() if text.startswith("fabric.") and "(" not in text]
+    assert len(texts) == 2
+    for text in texts:
+        assert eval(text, {"fabric": gt.Fabric(accelerator="cpu")})
+    assert not [name for name in OF_FABRIC if hasattr(gt.Fabric, name)]
+
+
+# --- fit -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("ckpt_path", "Write: checkpoint=FILE"), ("weights_only", "Write: nothing"), ("dataloaders", "Write: train_dataloaders=")],
+)
+def test_arguments_of_fit(argument, words):
+    with pytest.raises(UsageError, match=rf"Trainer\.fit has no argument '{argument}'") as refused:
+        trainer().fit(Net(), loader(), **{argument: None})
+    assert words in str(refused.value)
+
+
+def test_a_class_is_no_model():
+    with pytest.raises(UsageError, match=r"Net is a class\. Fix: fit\(Net\(\.\.\.\), \.\.\.\)"):
+        trainer().fit(Net, loader())
+
+
+def test_a_callback_by_name_is_a_plugin():
+    with pytest.raises(UsageError, match=r"callbacks='early_stopping': it is no callback\. Fix: plugins=\['early_stopping'\]"):
+        trainer(callbacks="early_stopping")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("ddp_notebook", "strategy='ddp_spawn' with strategy_options={'start_method': 'fork'}"),
+        ("ddp_find_unused_parameters_true", "strategy='ddp' with strategy_options={'find_unused_parameters': True}"),
+        ("ddp_find_unused_parameters_false", "strategy='ddp'"),
+    ],
+)
+def test_spellings_of_a_strategy(name, fix):
+    with pytest.raises(UsageError) as refused:
+        trainer(strategy=name)
+    assert str(refused.value) == f"there is no strategy '{name}'. Fix: {fix}"
+
+
+def test_a_modules_name_in_a_run_is_noted():
+    class Logs(Net):
+        def training_step(self, batch, batch_idx):
+            self.logger.log_metrics({})
+
+    class Odd(Net):
+        def training_step(self, batch, batch_idx):
+            self.invented()
+
+    with pytest.raises(AttributeError) as failed:
+        trainer().fit(Logs(), loader())
+    assert "geartrain.Module has no 'logger'. Write: self.log(...)" in "".join(traceback.format_exception(failed.value))
+    with pytest.raises(AttributeError) as failed:
+        trainer().fit(Odd(), loader())
+    assert not hasattr(failed.value, "__notes__")
