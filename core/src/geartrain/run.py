@@ -130,7 +130,7 @@ class Run:
 
     @property
     def automatic(self) -> bool:
-        """Whether what is trained is called through ``model`` and stepped by the loop, a Session's too; ``False`` in manual optimisation."""
+        """Whether what is trained is called through ``model`` and stepped by the loop or a Session; ``False`` in manual optimisation."""
         return getattr(self.module, "automatic_optimization", True)  # in a Session any nn.Module stands there
 
     def log(self, name: str, value: Any, **options: Any) -> None:
