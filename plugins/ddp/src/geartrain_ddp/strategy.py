@@ -126,11 +126,10 @@ class DDPStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
-        # Manual optimisation calls the bare module, and core averages its gradients: DDP would only keep buckets of their size.
-        trains = (
-            run.command == "fit" and run.module.automatic_optimization and any(parameter.requires_grad for parameter in model.parameters())
-        )
-        if trains:
+        # Manual optimisation calls the bare module, and core averages its gradients: DDP would only keep buckets of their size. A Session
+        # calls what is returned here, whatever the module says, which need not be a geartrain.Module.
+        trains = run.command == "fit" and (run.own_loop or run.module.automatic_optimization)
+        if trains and any(parameter.requires_grad for parameter in model.parameters()):
             return self.configure_ddp(run, model)
         if run.world.size > 1:
             broadcast_weights(run, model)  # as DDP does: without a seed every rank has made other weights
