@@ -192,6 +192,32 @@ def test_a_session_that_is_never_closed_closes_at_the_programs_end(tmp_path):
     assert [kept["step"] for kept in results(tmp_path, body)] == [6, 6]
 
 
+def test_any_module_is_trained_by_all_ranks(tmp_path):
+    body = (
+        TWO
+        + """
+class Manual(Net):
+    automatic_optimization = False
+
+found = {}
+session.launch()
+for kind in (Manual, nn.Sequential):
+    torch.manual_seed(0)
+    module = kind(nn.Linear(3, 1)) if kind is nn.Sequential else kind()
+    model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
+        session.backward(functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    found[kind.__name__] = {name: value.clone() for name, value in module.state_dict().items()}
+keep(session, found=found)
+"""
+    )
+    one, two = (kept["found"] for kept in results(tmp_path, body))
+    for name in ("Manual", "Sequential"):
+        assert all(torch.equal(one[name][key], two[name][key]) for key in one[name]), f"{name}: the ranks' weights differ"
+
+
 @pytest.mark.parametrize("theirs", ["{'b': 1.0}", "{'a': 1.0, 'b': 1.0}"])
 def test_different_names_are_no_mean(tmp_path, theirs):
     body = TWO + f"session.launch()\nsession.log_dict({{'a': 0.0}} if session.global_rank == 0 else {theirs}, sync_dist=True)\n"

@@ -130,8 +130,8 @@ class Run:
 
     @property
     def automatic(self) -> bool:
-        """Whether what is trained is called through ``model`` and stepped by the loop or a Session; ``False`` in manual optimisation."""
-        return getattr(self.module, "automatic_optimization", True)  # in a Session any nn.Module stands there
+        """Whether what is trained is called through ``model``: by the loop or in a Session; ``False`` in manual optimisation."""
+        return self.own_loop or self.module.automatic_optimization  # in a Session any nn.Module stands there
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""
