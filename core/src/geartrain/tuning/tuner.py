@@ -12,7 +12,7 @@ import torch
 from geartrain.data import DataSource
 from geartrain.errors import TrainingError, UsageError
 from geartrain.module import DataModule, Module, overridden
-from geartrain.step import check_module
+from geartrain.step import check_data, check_module
 from geartrain.trainer import Trainer
 from geartrain.tuning.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
 from geartrain.tuning.finder import check, finder, left_out, tell
@@ -172,8 +172,8 @@ class Tuner:
             loaders, datamodule = None, loaders
         if isinstance(loaders, DataModule):
             raise UsageError("two DataModules are given. Fix: give one")
-        if datamodule is not None and not isinstance(datamodule, DataModule):
-            raise UsageError(f"datamodule={datamodule!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+        if datamodule is not None:
+            check_data(datamodule)
         if not isinstance(model, Module) and isinstance(model, torch.nn.Module):
             raise UsageError(
                 f"{type(model).__name__} is a plain nn.Module. Fix: a geartrain.Module whose learning rate and batch size can be set"
