@@ -301,7 +301,7 @@ BATCH_REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "options", "says"), BATCH_REFUSALS, ids=str)
+@pytest.mark.parametrize(("arguments", "options", "says"), BATCH_REFUSALS, ids=[words for _, _, words in BATCH_REFUSALS])
 def test_scale_batch_size_refuses(arguments, options, says):
     with pytest.raises(UsageError, match=says):
         scale(Never(), options=options, **arguments)

@@ -318,7 +318,7 @@ LR_REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "options", "says"), LR_REFUSALS, ids=str)
+@pytest.mark.parametrize(("arguments", "options", "says"), LR_REFUSALS, ids=[words for _, _, words in LR_REFUSALS])
 def test_lr_find_refuses(arguments, options, says):
     with pytest.raises(UsageError, match=says):
         find(Never(), options=options, **arguments)
