@@ -21,6 +21,7 @@ from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown, refuse_unknown_of_fit
+from geartrain.placed import Placed
 from geartrain.plain import as_module
 from geartrain.plan import Plan, check_joins, complete
 from geartrain.porting.names import OF_TRAINER, member
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from geartrain.callbacks.model_checkpoint import ModelCheckpoint
 
 
-class Trainer:
+class Trainer(Placed):
     """Trains a module.
 
     Everything is checked and planned when it is made, before anything starts; ``trainer.plan`` shows it.
@@ -367,22 +368,6 @@ class Trainer:
         if self._run is None:
             raise RuntimeError("this trainer has not run anything yet")
         return self._run
-
-    @property
-    def global_rank(self) -> int:
-        return self._run.world.rank if self._run else self.place.rank if self.place else 0
-
-    @property
-    def local_rank(self) -> int:
-        return self._run.world.local_rank if self._run else self.place.local_rank if self.place else 0
-
-    @property
-    def world_size(self) -> int:
-        return self._run.world.size if self._run else self.plan.processes or 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     @property
     def global_step(self) -> int:

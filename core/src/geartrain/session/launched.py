@@ -17,6 +17,7 @@ from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
 from geartrain.errors import UsageError, nearest
 from geartrain.hooks import Hooks, fire
 from geartrain.options import Options
+from geartrain.placed import Placed
 from geartrain.plan import check_joins, complete
 from geartrain.process.environment import detect
 from geartrain.registry import Registry
@@ -27,7 +28,7 @@ from geartrain.session.working import Models, Stay, Work, check_hooks, hyperpara
 from geartrain.trainer import Trainer
 
 
-class Launched:
+class Launched(Placed):
     """What a Session is before the loop: see there for the arguments."""
 
     datamodule = None  # a Trainer's; strategies that hand a run over ask for it
@@ -254,26 +255,6 @@ class Launched:
     def device(self) -> torch.device:
         """This process's."""
         return self._need("device").device
-
-    @property
-    def global_rank(self) -> int:
-        return self._run.world.rank if self._run else self.place.rank if self.place else 0
-
-    @property
-    def local_rank(self) -> int:
-        return self._run.world.local_rank if self._run else self.place.local_rank if self.place else 0
-
-    @property
-    def node_rank(self) -> int:
-        return self._run.world.node_rank if self._run else self.place.node_rank if self.place else 0
-
-    @property
-    def world_size(self) -> int:
-        return self._run.world.size if self._run else self.plan.processes or 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     @property
     def global_step(self) -> int:
