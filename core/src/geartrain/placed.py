@@ -26,10 +26,6 @@ class Placed:
         return self._run.world.local_rank if self._run else self.place.local_rank if self.place else 0
 
     @property
-    def node_rank(self) -> int:
-        return self._run.world.node_rank if self._run else self.place.node_rank if self.place else 0
-
-    @property
     def world_size(self) -> int:
         return self._run.world.size if self._run else self.plan.processes or 1
 

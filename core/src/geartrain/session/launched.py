@@ -257,6 +257,10 @@ class Launched(Placed):
         return self._need("device").device
 
     @property
+    def node_rank(self) -> int:
+        return self._run.world.node_rank if self._run else self.place.node_rank if self.place else 0
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps done, of all optimizers."""
         return self._run.step if self._run else 0
