@@ -29,8 +29,9 @@ def bucket_bytes() -> int:
 
 
 def ignored() -> list[str]:
-    """Names of Bagua's variables that are set and change nothing here."""
-    return sorted(name for name in os.environ if name in _OTHERS or (name.startswith("BAGUA_") and name != BUCKET_SIZE))
+    """Names of Bagua's variables that ask for something which is not here; 0 asks for nothing."""
+    set_ = [name for name, value in os.environ.items() if value not in ("", "0")]
+    return sorted(name for name in set_ if name in _OTHERS or (name.startswith("BAGUA_") and name != BUCKET_SIZE))
 
 
 def check(label: str) -> None:
