@@ -93,10 +93,11 @@ def main() -> None:
 
     found = {}
     for case, (algorithm, options, sharded) in CASES.items():
-        if os.environ.get("CASES", case) not in case:
+        if os.environ.get("CASES", case) != case:
             continue
         sampler = order() if sharded else order()[0::2]
-        trainer, weights = train(BaguaStrategy(algorithm=algorithm, **options), 2, sampler, sharded, algorithm == "qadam")
+        devices = int(os.environ.get("DEVICES", "2"))
+        trainer, weights = train(BaguaStrategy(algorithm=algorithm, **options), devices, sampler, sharded, algorithm == "qadam")
         found[case] = weights
     torch.save(found, f"upstream-{trainer.global_rank}.pt")
 
