@@ -104,9 +104,7 @@ def qadam(ranks: Ranks, hierarchical: bool = True) -> None:
             ranks.give(i, ranks.weights(i) - QADAM["lr"] / (1 - first**t) * update)
 
 
-def decentralized(
-    ranks: Ranks, peer_selection_mode: str = "all", communication_interval: int = 1, hierarchical: bool = False
-) -> None:
+def decentralized(ranks: Ranks, peer_selection_mode: str = "all", communication_interval: int = 1, hierarchical: bool = False) -> None:
     """On two ranks the one peer of shift_one is all the others."""
     for ranks.step in range(STEPS):
         average = mean([ranks.weights(i) for i in range(len(ranks.layers))])

@@ -11,7 +11,10 @@ import pytest
 from geartrain.testing import StrategyConformance
 
 #: What differs between algorithms: what ranks come to, how a run ends, and one that is killed.
-OWN = r"equals_one_process\[(sgd|many_buckets|accumulation|fit_twice)\]|identical|apart|buffers|no_sync|fit_validate|left|training_step\]|KILL"
+OWN = (
+    r"equals_one_process\[(sgd|many_buckets|accumulation|fit_twice)\]|identical|apart|buffers|no_sync|fit_validate|left"
+    r"|in\[training_step\]|KILL"
+)
 #: QAdam refuses clipping, more than one optimizer, and any other optimizer than its own.
 NOT_FOR_QADAM = r"^(?!.*\[(clipping|two_optimizers|scheduler)\])"
 QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.02, "warmup_steps": 4}

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import geartrain as gt
 
-
 #: Environment variable with the optimizer of every module and its arguments, as JSON; empty: torch's own.
 OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
 

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
 from geartrain.data import map_tensors
 from geartrain.parallel import average_gradients, broadcast_weights, launch
+from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
-from geartrain_bagua.buckets import BUCKET_BYTES, make_buckets
+from geartrain_bagua.buckets import make_buckets
 from geartrain_bagua.channel import Channel
 from geartrain_bagua.choosing import algorithm_class, make_algorithm
 from geartrain_bagua.hierarchy import node_peers, peers
@@ -44,7 +45,7 @@ class BaguaStrategy(DDPStrategy):
 
     Args:
         algorithm: its name, its class or an object of it; see ``geartrain_bagua.algorithms`` for those there are.
-        bucket_bytes: bytes of gradients or weights that travel together.
+        bucket_bytes: bytes of gradients or weights that travel together; default that of ``BAGUA_DEFAULT_BUCKET_SIZE``, or 10 MiB.
         find_unused_parameters: let steps leave parameters out, at a collective a step, instead of ending in an error.
         process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
         timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
@@ -59,14 +60,14 @@ class BaguaStrategy(DDPStrategy):
     def __init__(
         self,
         algorithm: Any = "gradient_allreduce",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: float = 1800.0,
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend, timeout, find_unused_parameters)
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        if bucket_bytes is not None and (isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise UsageError(f"bucket_bytes={bucket_bytes!r} must be a whole number above 0.")
         self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
         self._name, self._chosen = make_algorithm(algorithm, options)
@@ -91,6 +92,7 @@ class BaguaStrategy(DDPStrategy):
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]  # pluggy calls it by name
         super().check_plan(plan)
+        environment.check(plan.strategy.label)
         self._chosen.check_plan(plan, module)
 
     @hookimpl
@@ -133,7 +135,9 @@ class BaguaStrategy(DDPStrategy):
         node, leaders = node_peers(run, self.timeout) if self.algorithm.hierarchical else (None, None)
         multiple = run.world.size if self.algorithm.pads else 1
         names = dict(run.module.named_parameters())
-        buckets = make_buckets(names.values(), multiple, self._bucket_bytes)
+        # Rank 0's: a variable may be set on one node only.
+        size = run.hooks.broadcast(run=run, obj=self._bucket_bytes or environment.bucket_bytes(), src=0)
+        buckets = make_buckets(names.values(), multiple, size)
         self._channel = Channel(run.device)
         context = Context(run, buckets, self._channel, everyone, node, leaders)
         self.algorithm.set_up(context)
