@@ -7,7 +7,7 @@ import torch
 
 from geartrain.testing.launching import launched
 
-from . import reference
+from . import upstream_reference as reference
 from .upstream import CASES, order, seeded, train
 
 #: Weight norms after an epoch, from upstream's tests. The two ranks have the data of one: they pin quantiser and timing, not averaging.
