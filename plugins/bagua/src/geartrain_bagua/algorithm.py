@@ -57,8 +57,9 @@ class Context:
 class Algorithm:
     """Does nothing: ranks train alone. ``__init__``'s typed arguments are the algorithm's options."""
 
-    #: What ``reduce`` is given in ``bucket.flat`` after each last backward: ``"gradients"``; ``None``: ``reduce`` is never called.
-    reduces: ClassVar[str | None] = None
+    #: What ``reduce`` is given in ``bucket.flat`` after each last backward: ``"gradients"``; ``None``: ``reduce`` is not called. May change
+    #: between steps, as where a warm-up ends.
+    reduces: str | None = None
     #: Buckets are padded with zeros to a multiple of the world's size.
     pads: ClassVar[bool] = False
     #: What core's own averaging of gradients would break: manual optimisation and a Session are refused where this is false.

@@ -18,7 +18,7 @@ class GradientAllReduce(Algorithm):
         average: the mean over ranks; otherwise the sum.
     """
 
-    reduces: ClassVar[str | None] = "gradients"
+    reduces: str | None = "gradients"
     averages_gradients: ClassVar[bool] = True
 
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
