@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from geartrain import UsageError
 from geartrain_bagua.algorithm import Algorithm, Context
 from geartrain_bagua.buckets import Bucket
-from geartrain_bagua.channel import Channel
+from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
 
 #: Seconds that a failed run gives its thread to leave by itself: a thread inside a collective can make the interpreter's end crash.
@@ -44,8 +44,14 @@ class Asynchronous(Algorithm):
         UsageError: another mode, an interval that is not above 0, or a negative number of steps.
     """
 
-    reduces: str | None = "gradients"
     capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.25}
+    #: Training steps done; evaluation does not count.
+    steps = 0
+    #: Rounds that averaged weights.
+    rounds = 0
+    _turns: Turns
+    _thread: Channel | None = None
+    _running: Job | None = None
 
     def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
         if peer_selection_mode != "all":
@@ -56,14 +62,6 @@ class Asynchronous(Algorithm):
             raise UsageError(f"warmup_steps={warmup_steps!r} must be 0 or more steps.")
         self.interval = sync_interval_ms / 1000
         self.warmup_steps = warmup_steps
-        #: Training steps done; evaluation does not count.
-        self.steps = 0
-        #: Rounds that averaged weights, this rank's view.
-        self.rounds = 0
-        self._turns = Turns()
-        self._stop, self._leave = threading.Event(), threading.Event()
-        self._thread: Channel | None = None
-        self._running: Future[None] | None = None
 
     @property
     def warm(self) -> bool:
@@ -73,6 +71,7 @@ class Asynchronous(Algorithm):
     def set_up(self, context: Context) -> None:
         super().set_up(context)
         self.reduces = None if self.warm else "gradients"
+        self._turns, self._stop, self._leave = Turns(), threading.Event(), threading.Event()
 
     # --- training's thread -----------------------------------------------------------------------------------------------
 
@@ -80,11 +79,11 @@ class Asynchronous(Algorithm):
         if self._running is not None and self._running.done():
             self._running.result()  # it failed: nothing else ends it while training goes on
         elif self._running is None and self.warm and self.context.buckets and self.context.everyone.size > 1:
-            self._thread = self._thread or Channel("geartrain-bagua-async")
-            self._stop.clear()
             device = self.context.buckets[0].flat.device
+            self._thread = self._thread or Channel(device, "geartrain-bagua-async")
+            self._stop.clear()
             training = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            self._running = self._thread.submit(lambda: self._communicate(training))
+            self._running = self._thread.submit(partial(self._communicate, training))
 
     def computing(self) -> AbstractContextManager[Any]:
         return self._turns.training()
@@ -126,40 +125,38 @@ class Asynchronous(Algorithm):
     def _communicate(self, training: torch.cuda.Stream | None) -> None:
         """Rounds until all ranks want to stop, and then the last one."""
         everyone, buckets = self.context.everyone, self.context.buckets
-        own = None if training is None else torch.cuda.Stream(training.device)  # type: ignore[no-untyped-call]
         copies = [torch.empty_like(bucket.flat) for bucket in buckets]
         flag = torch.zeros(1, dtype=torch.int32, device=buckets[0].flat.device)
-        with nullcontext() if own is None else torch.cuda.stream(own):
-            while not self._leave.is_set():
-                flag.fill_(int(self._stop.is_set()))
-                dist.all_reduce(flag, dist.ReduceOp.MIN, group=everyone.group)
-                last = bool(flag.item())
-                with self._turn(training, own):
-                    for bucket, copy in zip(buckets, copies, strict=True):
-                        copy.copy_(bucket.take_weights())
-                for bucket in buckets:
-                    dist.all_reduce(bucket.flat, group=everyone.group)
-                    bucket.flat.div_(everyone.size)
-                with self._turn(training, own):
-                    for bucket, copy in zip(buckets, copies, strict=True):
-                        if last:
-                            bucket.give_weights()  # nobody trains: all ranks take the same bits
-                        else:
-                            _shift(bucket, copy)
-                self.rounds += 1
-                if last:
-                    return
-                self._stop.wait(self.interval)
+        while not self._leave.is_set():
+            flag.fill_(int(self._stop.is_set()))
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=everyone.group)
+            last = bool(flag.item())
+            with self._turn(training):
+                for bucket, copy in zip(buckets, copies, strict=True):
+                    copy.copy_(bucket.take_weights())
+            for bucket in buckets:
+                dist.all_reduce(bucket.flat, group=everyone.group)
+                bucket.flat.div_(everyone.size)
+            with self._turn(training):
+                for bucket, copy in zip(buckets, copies, strict=True):
+                    if last:
+                        bucket.give_weights()  # nobody trains: all ranks take the same bits
+                    else:
+                        _shift(bucket, copy)
+            self.rounds += 1
+            if last:
+                return
+            self._stop.wait(self.interval)
 
     @contextmanager
-    def _turn(self, training: torch.cuda.Stream | None, own: torch.cuda.Stream | None) -> Iterator[None]:
-        """Communication's turn; on CUDA streams keep its order, and the CPU does not wait."""
+    def _turn(self, training: torch.cuda.Stream | None) -> Iterator[None]:
+        """Communication's turn. On CUDA, where it has a stream of its own, the streams keep to turns as well, and the CPU does not wait."""
         with self._turns.communication():
-            if training is not None and own is not None:
-                own.wait_stream(training)
+            if training is not None:
+                torch.cuda.current_stream(training.device).wait_stream(training)
             yield
-            if training is not None and own is not None:
-                training.wait_stream(own)
+            if training is not None:
+                training.wait_stream(torch.cuda.current_stream(training.device))
 
 
 def _shift(bucket: Bucket, copy: torch.Tensor) -> None:

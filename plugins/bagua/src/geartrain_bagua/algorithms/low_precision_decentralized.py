@@ -5,15 +5,16 @@ Difference compression: Tang et al. 2018, https://arxiv.org/abs/1803.06443
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from geartrain_bagua.algorithm import Context
-from geartrain_bagua.algorithms.weights import OwnWeights, share_in_node, sum_in_node, swap, talking
-from geartrain_bagua.buckets import Bucket
+from geartrain_bagua.algorithm import Context, Peers
+from geartrain_bagua.algorithms.weights import OwnWeights, swap
+from geartrain_bagua.hierarchy import across_nodes
 from geartrain_bagua.minmax_uint8 import compress, decompress
 
 
@@ -45,13 +46,14 @@ class LowPrecisionDecentralized(OwnWeights):
         UsageError: an interval under 1.
     """
 
+    #: By bucket; empty on ranks that are not in the ring.
+    replicas: Sequence[Replicas] = ()
+
     def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
         super().__init__(hierarchical, communication_interval)
-        #: By bucket; empty on ranks that are not in the ring.
-        self.replicas: list[Replicas] = []
 
     def set_up(self, context: Context) -> None:
-        if talking(context) is not None:
+        if context.node is None or context.leaders is not None:
             weights = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in context.buckets]
             self.replicas = [Replicas(one, one.clone(), one.clone()) for one in weights]
         super().set_up(context)
@@ -60,28 +62,23 @@ class LowPrecisionDecentralized(OwnWeights):
         if self.due:
             exchanges = []
             for bucket in self.context.buckets:
-                bucket.take_weights()
-                exchanges.append(self.context.channel.submit(partial(self._exchange, bucket)))
-            for bucket, exchange in zip(self.context.buckets, exchanges, strict=True):
-                exchange.result()
+                exchange = partial(self._exchange, index=bucket.index)
+                exchanges.append(self.context.channel.submit(partial(across_nodes, self.context, bucket.take_weights(), True, exchange)))
+            for bucket, job in zip(self.context.buckets, exchanges, strict=True):
+                job.result()
                 bucket.give_weights()
         super().end_step()
 
     @torch.no_grad()
-    def _exchange(self, bucket: Bucket) -> None:
-        x, ring = bucket.flat, talking(self.context)
-        together = sum_in_node(self.context, x)
-        if ring is not None:
-            known = self.replicas[bucket.index]
-            x.div_(together)
-            x.add_(known.left, alpha=1 / 3).add_(known.right, alpha=1 / 3).sub_(known.own, alpha=5 / 3)
-            message = compress(x.view(1, -1))
-            left, right = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
-            got = swap(ring, message, [left, right])
-            known.left.add_(decompress(got[left]).view(-1))
-            known.right.add_(decompress(got[right]).view(-1))
-            x.copy_(known.own.add_(decompress(message).view(-1)))
-        share_in_node(self.context, x)
+    def _exchange(self, x: torch.Tensor, ring: Peers, index: int) -> None:
+        known = self.replicas[index]
+        x.add_(known.left, alpha=1 / 3).add_(known.right, alpha=1 / 3).sub_(known.own, alpha=5 / 3)
+        message = compress(x.view(1, -1))
+        left, right = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
+        got = swap(ring, message, [left, right])
+        known.left.add_(decompress(got[left]).view(-1))
+        known.right.add_(decompress(got[right]).view(-1))
+        x.copy_(known.own.add_(decompress(message).view(-1)))
 
     def state_dict(self) -> dict[str, Any]:
         replicas = [{"own": one.own.clone(), "left": one.left.clone(), "right": one.right.clone()} for one in self.replicas]

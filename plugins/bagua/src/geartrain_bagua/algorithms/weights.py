@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from geartrain import Plan, UsageError
+from geartrain import UsageError
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
+from geartrain_bagua.buckets import Bucket
 
 
 class OwnWeights(Algorithm):
@@ -21,28 +22,31 @@ class OwnWeights(Algorithm):
     """
 
     capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
+    #: Training steps done.
+    steps = 0
+    _ranks = 0
+    _buckets: Sequence[Bucket] | None = None
+    _loaded: dict[str, Any] | None = None
 
     def __init__(self, hierarchical: bool, communication_interval: int) -> None:
         if communication_interval < 1:
             raise UsageError(f"communication_interval={communication_interval!r} must be 1 or more steps.")
         self.hierarchical = hierarchical
         self.communication_interval = communication_interval
-        #: Training steps done.
-        self.steps = 0
-        self._loaded: dict[str, Any] | None = None
 
     @property
     def due(self) -> bool:
         """Whether this step communicates."""
-        return self.steps % self.communication_interval == 0 and self.context.everyone.size > 1
+        return self.steps % self.communication_interval == 0 and self._ranks > 1
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)
+        self._buckets, self._ranks = context.buckets, context.everyone.size
         state, self._loaded = self._loaded, None
         if state is None:
             return
         self.steps = state["steps"]
-        if state["ranks"] == context.everyone.size:  # of other ranks' weights nothing follows here: training starts from rank 0's
+        if state["ranks"] == self._ranks:  # other ranks' weights are of no use here: training goes on from rank 0's
             self.restore(state)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -54,30 +58,13 @@ class OwnWeights(Algorithm):
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self.context.buckets]
-        return {"steps": self.steps, "ranks": self.context.everyone.size, "weights": own}
+        if self._buckets is None:
+            return self._loaded or {"steps": 0, "ranks": 0}
+        own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
+        return {"steps": self.steps, "ranks": self._ranks, "weights": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
-
-
-def talking(context: Context) -> Peers | None:
-    """Who exchanges weights: all ranks, or each node's first where the algorithm is hierarchical; ``None`` on the other ranks."""
-    return context.everyone if context.node is None else context.leaders
-
-
-def sum_in_node(context: Context, flat: torch.Tensor) -> int:
-    """Put the sum over the node's ranks into ``flat`` of its first; how many ranks that is. Nothing where not hierarchical."""
-    if context.node is None:
-        return 1
-    dist.reduce(flat, dst=context.node.ranks[0], group=context.node.group)
-    return context.node.size
-
-
-def share_in_node(context: Context, flat: torch.Tensor) -> None:
-    """Give the node's ranks what its first has in ``flat``. Nothing where not hierarchical."""
-    if context.node is not None:
-        dist.broadcast(flat, src=context.node.ranks[0], group=context.node.group)
 
 
 def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int, torch.Tensor]:
@@ -91,17 +78,3 @@ def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int
         for work in dist.batch_isend_irecv(calls):
             work.wait()
     return got
-
-
-def check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> None:
-    """Refuse an odd number of partners.
-
-    Raises:
-        UsageError: the number is odd.
-    """
-    if number % 2 == 0:
-        return
-    whose = "bagua" if plan is None else plan.strategy.label
-    what = f"{number} node{'s' * (number > 1)}" if hierarchical else f"{number} process{'es' * (number > 1)}"
-    fix = "hierarchical=False with an even number of processes" if hierarchical else "an even number"
-    raise UsageError(f"{whose}: peer_selection_mode='shift_one' makes pairs, and there are {what}. Fix: {fix}, or 'all'")
