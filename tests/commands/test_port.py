@@ -224,6 +224,14 @@ OTHERS = {
     "import lightning.fabric\nlightning.fabric.loggers.CSVLogger('x')": (
         'import geartrain\ngeartrain.loggers.CSVLogger(path="x/metrics.csv")'
     ),
+    # Bagua's one class that a script for Lightning needs
+    "from bagua.torch_api.algorithms.q_adam import QAdamOptimizer\nQAdamOptimizer(p, lr=0.05, warmup_steps=100)": (
+        "from geartrain.strategies import QAdamOptimizer\nQAdamOptimizer(p, lr=0.05, warmup_steps=100)"
+    ),
+    "from bagua.torch_api.algorithms.q_adam import QAdamOptimizer as Q\nQ(p)": "from geartrain.strategies import QAdamOptimizer as Q\nQ(p)",
+    "from pytorch_lightning.strategies import BaguaStrategy\nBaguaStrategy(algorithm='async', sync_interval_ms=100)": (
+        "from geartrain.strategies import BaguaStrategy\nBaguaStrategy(algorithm='async', sync_interval_ms=100)"
+    ),
     # what is not Lightning's
     "import torch\nTrainer(gpus=2)": "import torch\nTrainer(gpus=2)",
     "from .lightning import Trainer\nTrainer(gpus=2)": "from .lightning import Trainer\nTrainer(gpus=2)",
@@ -247,6 +255,10 @@ LEFT = {
     "from lightning.fabric import Fabric\nfabric = Fabric()\nfabric.logger.finalize('done')": "fabric.close()",
     "import lightning as L\nclass A:\n    fabric: L.Fabric\n    def f(self):\n        self.fabric.load_raw('a', b)": "torch.load",
     "from lightning.pytorch import Trainer\ntrainer = Trainer()\nprint(trainer.callbacks)": "the objects in callbacks=[...]",
+    "import bagua.torch_api as bagua": "docs/from-bagua.md",
+    "from bagua.torch_api.contrib import CachedDataset": "docs/from-bagua.md",
+    "from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithm": 'BaguaStrategy(algorithm="bytegrad")',
+    "model = model.with_bagua([optimizer], algorithm)": "strategy='bagua'",
 }
 
 
@@ -261,6 +273,12 @@ def test_an_import_stays_as_long_as_something_needs_it():
     for before in ("import lightning.pytorch as pl", "from lightning import pytorch as pl"):
         assert port(f"{before}\npl.tuner.Tuner\n").text == f"{before}\npl.tuner.Tuner\n"
         assert port(f"{before}\npl.tuner.Tuner(pl.Trainer())\n").text == f"{before}\nimport geartrain as gt\npl.tuner.Tuner(gt.Trainer())\n"
+
+
+def test_baguas_module_is_named_and_its_optimizer_ported():
+    done = port("from bagua.torch_api.algorithms import q_adam\nq_adam.QAdamOptimizer(p)\n")
+    assert done.text.splitlines()[1:] == ["from geartrain.strategies import QAdamOptimizer", "QAdamOptimizer(p)"]
+    assert [left.what for left in done.left] == ["bagua.torch_api.algorithms.q_adam"]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""What ``geartrain port`` knows of PyTorch Lightning's names: what stands for each, and what to do where nothing does."""
+"""What ``geartrain port`` knows of PyTorch Lightning's names, and of Bagua's: what stands for each, and what to do where nothing does."""
 
 from __future__ import annotations
 
 #: Lightning's packages. Names are looked up by what follows one of these, longest first.
-ROOTS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning", "geartrain")
+ROOTS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning", "geartrain", "bagua")
 
 #: (first part of the path behind the root, name) -> module and name here. A class may be imported from deeper down.
 TARGETS = {
@@ -43,6 +43,7 @@ TARGETS = {
     ("strategies", "DataParallelStrategy"): "geartrain.strategies:DataParallelStrategy",
     ("strategies", "HorovodStrategy"): "geartrain.strategies:HorovodStrategy",
     ("strategies", "BaguaStrategy"): "geartrain.strategies:BaguaStrategy",
+    ("bagua", "QAdamOptimizer"): "geartrain.strategies:QAdamOptimizer",
     ("plugins", "DDPPlugin"): "geartrain.strategies:DDPStrategy",
     ("plugins", "DDPSpawnPlugin"): "geartrain.strategies:DDPSpawnStrategy",
     ("plugins", "DDP2Plugin"): "geartrain.strategies:DDP2Strategy",
@@ -77,6 +78,18 @@ INSTEAD = {
     "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
     "tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
     "cli": _CLI,
+    **{
+        f"{name}Algorithm": f'BaguaStrategy(algorithm="{algorithm}"), see docs/from-bagua.md'
+        for name, algorithm in (
+            ("GradientAllReduce", "gradient_allreduce"),
+            ("ByteGrad", "bytegrad"),
+            ("QAdam", "qadam"),
+            ("Decentralized", "decentralized"),
+            ("LowPrecisionDecentralized", "low_precision_decentralized"),
+            ("AsyncModelAverage", "async"),
+        )
+    },
+    "bagua": "a Trainer with strategy='bagua', see docs/from-bagua.md",
 }
 
 #: What a module has in Lightning and not here -> what to write.
@@ -222,13 +235,11 @@ LOG = {
 
 
 def tail(qualified: str) -> str | None:
-    """What follows Lightning's package in a qualified name; ``None`` where it is no name of Lightning's."""
+    """What follows Lightning's package in a qualified name; ``None`` where it is no name of Lightning's or Bagua's."""
     for root in ROOTS:
-        if qualified == root:
-            return "fabric" if root.endswith("fabric") else ""
-        if qualified.startswith(f"{root}."):
-            rest = qualified[len(root) + 1 :]
-            return f"fabric.{rest}" if root.endswith("fabric") else rest
+        if qualified == root or qualified.startswith(f"{root}."):
+            kept = next((name for name in ("fabric", "bagua") if root.endswith(name)), "")
+            return f"{kept}{qualified[len(root) :]}".lstrip(".")
     return None
 
 

@@ -46,7 +46,7 @@ class _Rewrite(cst.CSTTransformer):
             for node, path in survey.references.items()
             if isinstance(node, cst.Attribute)
             for module, name in [_target(path)]
-            if not module.startswith("geartrain.") and module != "geartrain"
+            if path.startswith("bagua.") or not (module.startswith("geartrain.") or module == "geartrain")
         }
         self._to_add = self._more - survey.brought
         #: Modules of Lightning's, by the file's names, that something was ported of.

@@ -63,6 +63,10 @@ class Survey(cst.CSTVisitor):
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
             path = names.tail(_dotted(alias.name))
+            if path is not None and path.startswith("bagua"):
+                # What it does to torch's modules is done by importing it: it goes with the calls, by hand.
+                self.needed.add(alias.evaluated_alias or "bagua")
+                self.say(node, f"import {_dotted(alias.name)}", names.instead(path))
             if path is not None and alias.asname is not None:
                 self.modules[cst.ensure_type(alias.asname.name, cst.Name).value] = path
             elif path is not None:
@@ -143,7 +147,9 @@ class Survey(cst.CSTVisitor):
     def _member(self, node: cst.Attribute) -> None:
         name = node.attr.value
         owner = _dotted(node.value)
-        if name in names.OF_CLASSES:
+        if name == "with_bagua":  # Bagua adds it to every nn.Module
+            self.say(node, f"{owner}.{name}", "gt.Module's configure_optimizers, and a Trainer with strategy='bagua'")
+        elif name in names.OF_CLASSES:
             self.say(node, f"{owner}.{name}", names.OF_CLASSES[name])
         elif owner.endswith("trainer") and name in names.OF_TRAINER:
             self.say(node, f"{owner}.{name}", names.OF_TRAINER[name])

@@ -42,7 +42,9 @@ class LaunchCases:
         untyped = [
             name
             for name, parameter in inspect.signature(cls).parameters.items()
-            if parameter.annotation is parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.annotation is parameter.empty
+            or parameter.kind is parameter.VAR_POSITIONAL
+            or (parameter.kind is parameter.VAR_KEYWORD and not hasattr(cls, "more_options"))
         ]
         assert not untyped, f"{label}: options without a type: {untyped}, so the command line cannot read them"
 

@@ -34,6 +34,9 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
     #: What the strategy supports; where it is ``None``, the strategy's own attribute ``capabilities`` says so.
     capabilities: Capabilities | None = None
     accelerator: str = "cpu"
+    #: For a strategy that needs an optimizer of its own: ``{"class": "package:Name", "lr": 0.1, ...}``, used in every case but
+    #: ``scheduler``. One process, which ranks are compared with, keeps torch's own: declare ``convergence``.
+    optimizer: Mapping[str, Any] = {}
     #: Seconds that one scenario may take, and that a failed program has until it must have ended.
     deadline: float = 60.0
     #: Seconds given as the strategy's timeout where a rank is stopped; long enough for ranks to start in.

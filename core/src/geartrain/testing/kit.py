@@ -91,7 +91,7 @@ class Kit:
         part = registry.select("strategy", self.name, suite.options)
         declared = suite.capabilities if suite.capabilities is not None else getattr(part.plugin, "capabilities", None)
         self.can = Capabilities.of(declared, self.candidate.label)
-        self.request = self._request(suite.options, suite.devices)
+        self.request = replace(self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer))
         self.ranks = self.request.ranks
         self._wanted = [name for name in scenarios if name != "unused_parameters" or self.can.unused_parameters]
 
@@ -129,8 +129,8 @@ class Kit:
     def reference_of(self, ranks: int, batch: int) -> Reports:
         """What one process comes to with batches of ``batch`` samples, on data made for so many ranks."""
         if (ranks, batch) not in _references:
-            one = replace(self.request, strategy="single", options={}, accelerator="cpu", devices=1, scenarios=list(COMPARED))
-            one = replace(one, ranks=ranks, batch=batch, global_batch=batch)
+            one = replace(self.request, strategy="single", options={}, optimizer={}, accelerator="cpu", devices=1)
+            one = replace(one, scenarios=list(COMPARED), ranks=ranks, batch=batch, global_batch=batch)
             _references[ranks, batch] = run_all(one, self.folder / f"one-process-for-{ranks}", 60)
         return _references[ranks, batch]
 

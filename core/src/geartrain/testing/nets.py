@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import geartrain as gt
+
+#: Environment variable with the optimizer of every module and its arguments, as JSON; empty: torch's own.
+OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
 
 
 def samples(count: int) -> TensorDataset:
@@ -63,6 +68,8 @@ class Net(gt.Module):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
+        if chosen := json.loads(os.environ.get(OPTIMIZER, "{}")):
+            return resolve_name(chosen.pop("class"))(trained, **chosen)
         if self.optimizer == "two":
             return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
         return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=0.1, momentum=0.5)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain.process.environment import detect
-from geartrain.testing.nets import Net, samples
+from geartrain.testing.nets import OPTIMIZER, Net, samples
 from geartrain.testing.recorder import Recorder, save
 
 #: Scenarios in which N ranks must come to what one process comes to.
@@ -47,6 +47,8 @@ class Request:
     num_nodes: int = 1
     #: For the scenario ``fault``: ``{"kind": ..., "where": ...}``.
     fault: dict[str, str] = field(default_factory=dict)
+    #: The optimizer of every module instead of torch's own, with its arguments: ``{"class": "package:Name", ...}``.
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -123,6 +125,7 @@ def main(path: str) -> None:
 
     torch.set_num_threads(1)  # tiny models: several ranks' threads would only take turns
     request = Request.read(Path(path))
+    os.environ[OPTIMIZER] = json.dumps(request.optimizer)  # ranks that are started on a function take it over too
     # Ranks that are this program run again say so in their environment, and so do second nodes; asked before the first fit sets it.
     place = detect()
     caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0

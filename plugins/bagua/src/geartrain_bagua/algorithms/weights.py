@@ -1,0 +1,80 @@
+"""What the algorithms share that exchange weights and not gradients: each rank has weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from geartrain import UsageError
+from geartrain_bagua.algorithm import Algorithm, Context, Peers
+from geartrain_bagua.buckets import Bucket
+
+
+class OwnWeights(Algorithm):
+    """Ranks whose weights differ, and communicate every ``communication_interval`` steps, from the first on.
+
+    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, and a resumed run goes on with them. Validation
+    is of each rank's own model: its metrics are means over ranks of different models. Where the precision is 16-mixed, each rank's scaler
+    skips steps by itself: communication does not depend on it, so ranks still match.
+    """
+
+    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
+    #: Training steps done.
+    steps = 0
+    _ranks = 0
+    _buckets: Sequence[Bucket] | None = None
+    _loaded: dict[str, Any] | None = None
+
+    def __init__(self, hierarchical: bool, communication_interval: int) -> None:
+        if communication_interval < 1:
+            raise UsageError(f"communication_interval={communication_interval!r} must be 1 or more steps.")
+        self.hierarchical = hierarchical
+        self.communication_interval = communication_interval
+
+    @property
+    def due(self) -> bool:
+        """Whether this step communicates."""
+        return self.steps % self.communication_interval == 0 and self._ranks > 1
+
+    def set_up(self, context: Context) -> None:
+        super().set_up(context)
+        self._buckets, self._ranks = context.buckets, context.everyone.size
+        state, self._loaded = self._loaded, None
+        if state is None:
+            return
+        self.steps = state["steps"]
+        if state["ranks"] == self._ranks:  # other ranks' weights are of no use here: training goes on from rank 0's
+            self.restore(state)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` kept of as many ranks as there are now."""
+        for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
+            bucket.give_weights(weights)
+
+    def end_step(self) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._buckets is None:
+            return self._loaded or {"steps": 0, "ranks": 0}
+        own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
+        return {"steps": self.steps, "ranks": self._ranks, "weights": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+
+def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int, torch.Tensor]:
+    """Send ``message`` to other ranks of the group and get theirs, by rank. A rank that is named twice gets it once; oneself is answered
+    by oneself."""
+    got = {other: message if other == peers.rank else torch.empty_like(message) for other in others}
+    away = {other: answer for other, answer in got.items() if other != peers.rank}
+    if away:
+        calls = [dist.P2POp(dist.isend, message, peers.ranks[other], peers.group) for other in away]
+        calls += [dist.P2POp(dist.irecv, answer, peers.ranks[other], peers.group) for other, answer in away.items()]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+    return got

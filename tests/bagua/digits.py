@@ -1,0 +1,34 @@
+"""Trains examples/digits.py under each algorithm on two ranks: ``python digits.py ROOT ALGORITHM...``; rank 0 prints a line for each."""
+
+import sys
+import time
+
+import torch
+
+import geartrain as gt
+from geartrain.strategies import BaguaStrategy, QAdamOptimizer
+
+sys.path.insert(0, sys.argv[1])
+from examples.digits import Digits, DigitsData
+
+#: Options of the algorithm where the defaults are for longer runs.
+OPTIONS = {"async": {"sync_interval_ms": 50}, "bytegrad": {"hierarchical": False}, "qadam": {"hierarchical": False}}
+
+
+class QDigits(Digits):
+    """Two epochs of warm-up; the variance must have settled by then."""
+
+    def configure_optimizers(self):
+        return QAdamOptimizer(self.parameters(), lr=self.lr, warmup_steps=60)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # two ranks' threads would only take turns
+    for algorithm in sys.argv[2:]:
+        module = QDigits() if algorithm == "qadam" else Digits()
+        strategy = BaguaStrategy(algorithm=algorithm, **OPTIONS.get(algorithm, {}))
+        trainer = gt.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=20, seed=1, enable_progress_bar=False)
+        since = time.perf_counter()
+        trainer.fit(module, datamodule=DigitsData())
+        if trainer.is_global_zero:
+            print(algorithm, float(trainer.callback_metrics["val_acc"]), f"{time.perf_counter() - since:.1f}", flush=True)

@@ -1,0 +1,117 @@
+"""async: a thread averages weights while ranks train."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from geartrain import UsageError
+from geartrain_bagua.algorithms.asynchronous import Asynchronous
+from geartrain_bagua.turns import Turns
+
+from . import reference_weights as reference
+from .weights_ranks import found
+
+
+def test_warm_up_averages_gradients_and_then_no_more():
+    expected = reference.averaged_gradients(4, 4, "momentum")
+    for rank in found():
+        kept = rank["async warm-up"]
+        assert kept["before"] == (0, None)
+        for mine, theirs in zip(kept["history"], expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)  # gloo adds in another order
+        assert kept["rounds"] >= 1
+
+
+def test_a_round_adds_the_average_and_keeps_what_was_learnt_meanwhile():
+    for number, rank in enumerate(found()):
+        kept = rank["async round"]
+        assert torch.equal(kept["while computing"], torch.full((1, 3), float(number)))  # training's turn
+        # All ranks added 10 times their number in their turn, before the copy: the mean of 0, 11, 22 and 33.
+        assert torch.equal(kept["after a round"], torch.full((1, 3), 16.5))
+        assert torch.equal(kept["after pause"], torch.full((1, 3), 18.0))
+        assert kept["seconds"] < 30  # of an hour: the thread was woken
+        assert kept["rounds"] == 2
+
+
+def test_nothing_learnt_is_lost_and_a_busy_rank_lets_the_thread_in():
+    for rank in found():
+        kept = rank["async kept"]
+        assert kept["rounds"] >= 5
+        torch.testing.assert_close(kept["weights"], torch.full((1, 2), kept["mean"]), rtol=1e-4, atol=0)
+
+
+def test_resumed_and_aborted_many_times():
+    """Upstream's. Ranks come late in turn, train none, one or two steps between, and have equal weights at every stop."""
+    first = found()[0]["async aborts"]
+    for rank in found():
+        kept = rank["async aborts"]
+        assert kept["steps"] == 12
+        assert kept["rounds"] == first["rounds"]
+        assert kept["rounds"][-1] >= 6
+        for mine, theirs in zip(kept["weights"], first["weights"], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_threads_error_is_raised_in_the_next_step():
+    for rank in found():
+        assert "not callable" in rank["async failing"]["message"]
+
+
+def test_a_run_that_failed_waits_for_no_rank():
+    for rank in found():
+        assert rank["async failing"]["seconds"] < 4  # the group's timeout is 5
+
+
+def test_validation_counts_no_step():
+    algorithm = Asynchronous(warmup_steps=2)
+    algorithm.pause()
+    algorithm.resume()
+    assert not algorithm.warm
+    algorithm.end_step()
+    algorithm.end_step()
+    assert algorithm.warm
+
+
+def test_a_resumed_run_is_as_warm_as_it_was():
+    algorithm, again = Asynchronous(warmup_steps=2), Asynchronous(warmup_steps=2)
+    algorithm.end_step()
+    algorithm.end_step()
+    again.load_state_dict(algorithm.state_dict())
+    assert again.warm
+
+
+def test_the_one_that_waits_comes_next():
+    turns, order, inside = Turns(), [], threading.Event()
+
+    def communicate():
+        with turns.communication():
+            order.append("communication")
+
+    thread = threading.Thread(target=communicate)
+    with turns.training(), turns.training():
+        order.append("training")
+        thread.start()
+        while not turns._wanted:
+            time.sleep(0.001)
+        with turns.training():  # inside itself: no wait
+            inside.set()
+    with turns.training():
+        order.append("training")
+    thread.join(30)
+    assert inside.is_set()
+    assert order == ["training", "communication", "training"]
+
+
+def test_an_error_inside_a_turn_ends_it():
+    turns = Turns()
+    for turn in (turns.training, turns.communication, turns.training):
+        with pytest.raises(KeyError), turn():
+            raise KeyError
+
+
+@pytest.mark.parametrize("options", [{"peer_selection_mode": "shift_one"}, {"sync_interval_ms": 0}, {"warmup_steps": -1}])
+def test_options_that_mean_nothing(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Asynchronous(**options)

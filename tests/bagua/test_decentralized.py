@@ -1,0 +1,148 @@
+"""decentralized: weights are averaged while forward and backward go on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from geartrain import UsageError
+from geartrain_bagua.algorithms.decentralized import Decentralized
+
+from . import reference_weights as reference
+from .weights_ranks import found
+
+STEPS = 6
+#: Of four ranks, gloo adds the weights in another order than the reference.
+ORDER = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def same(name, expected, exact=True, ranks=4):
+    """Every rank's weights after every step; a case of two ranks ran twice."""
+    for rank in range(4):
+        ours = found()[rank][name]["history"]
+        assert len(ours) == len(expected)
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine, theirs[rank % ranks], **({"rtol": 0, "atol": 0} if exact else ORDER))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("mode", "interval"), [("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)])
+def test_trains_as_the_reference(mode, interval, ranks):
+    expected = reference.decentralized(ranks, STEPS, mode, interval)
+    same(f"{mode} {interval} {ranks}", expected, exact=ranks == 2 or mode == "shift_one", ranks=ranks)
+    assert not torch.equal(expected[-1][0], expected[-1][1])
+
+
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_average_inside_each_node_first(mode):
+    same(f"{mode} nodes", reference.decentralized(4, STEPS, mode, node=2))
+
+
+def test_one_node_is_the_average_over_all():
+    same("all one node", reference.decentralized(4, STEPS), exact=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("momentum", {"kind": "momentum"}),
+        ("two optimizers", {"kind": "two"}),
+        ("accumulation and clipping", {"micros": 3, "clip": 0.01}),
+        ("many buckets", {}),
+    ],
+)
+def test_exchange_once_a_step_whatever_the_step_is(name, options):
+    same(name, reference.decentralized(2, STEPS, **options), ranks=2)
+
+
+def test_many_buckets_were_many():
+    assert len(found()[0]["many buckets"]["buckets"]) == 4
+
+
+def test_forward_and_backward_see_the_weights_from_before():
+    assert all(rank[name]["seen"] == [True] * STEPS for rank in found() for name in ("all 1 4", "shift_one 1 4"))
+
+
+def test_the_average_itself_is_the_same_bits_on_all_ranks():
+    """Upstream's: with nothing learnt, weights after a step are the average. One step of SGD from it is this rank's own gradients."""
+    for name, partners in (("all 1 4", lambda rank: range(4)), ("shift_one 1 4", lambda rank: [reference.peer(rank, 4, STEPS - 1)])):
+        averages = []
+        for rank in range(4):
+            module, history = reference.net(), found()[rank][name]["history"]
+            reference.put(module, history[-2])
+            reference.backward(module, rank, STEPS - 1)
+            gradients = torch.cat([parameter.grad.reshape(-1) for parameter in reversed(list(module.parameters()))])
+            averages.append((history[-1], gradients))
+        for rank in range(4):
+            for other in partners(rank):
+                # average = weights + lr * gradients, to the rounding of that sum; the reference above holds the bits.
+                mine, theirs = (weights.double() + 0.1 * gradient.double() for weights, gradient in (averages[rank], averages[other]))
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
+
+
+def test_partners_are_mutual_and_all_are_met():
+    from geartrain_bagua.algorithms.decentralized import partner
+
+    for size in (2, 4, 6, 8):
+        for exchange in range(3 * size):
+            those = [partner(SimpleNamespace(rank=rank, size=size), exchange) for rank in range(size)]
+            assert those == [reference.peer(rank, size, exchange) for rank in range(size)]
+            assert all(those[those[rank]] == rank != those[rank] for rank in range(size))
+        assert {partner(SimpleNamespace(rank=0, size=size), exchange) for exchange in range(size)} == set(range(size // 2, size))
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
+    for rank in found():
+        resumed, whole = rank["decentralized resumed"], rank["decentralized uninterrupted"]
+        assert resumed["steps"] == STEPS
+        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
+    start = reference.flat(reference.net())
+    for rank in found():
+        assert rank["decentralized on other ranks"]["steps"] == 3
+        assert torch.equal(rank["decentralized on other ranks"]["weights"], start)
+
+
+def test_upstreams_norm():
+    for rank in found():
+        assert rank["norm decentralized"] == pytest.approx(2.83537626, abs=1e-6)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def plan(processes, nodes=1):
+    return SimpleNamespace(processes=processes, num_nodes=nodes, strategy=SimpleNamespace(label="geartrain-bagua[bagua]"))
+
+
+@pytest.mark.parametrize(
+    ("hierarchical", "processes", "nodes", "named"),
+    [(False, 3, 1, "3 processes"), (True, 4, 1, "1 node"), (True, 6, 3, "3 nodes")],
+)
+def test_pairs_of_an_odd_number_are_refused_before_anything_starts(hierarchical, processes, nodes, named):
+    with pytest.raises(UsageError, match=named) as error:
+        Decentralized(hierarchical, "shift_one").check_plan(plan(processes, nodes), object)
+    assert "geartrain-bagua[bagua]" in str(error.value)
+    assert "Fix:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("hierarchical", "mode", "processes", "nodes"),
+    [(False, "shift_one", 4, 1), (True, "shift_one", 6, 2), (True, "all", 3, 3), (False, "shift_one", None, 1)],
+)
+def test_what_fits_is_allowed(hierarchical, mode, processes, nodes):
+    Decentralized(hierarchical, mode).check_plan(plan(processes, nodes), object)
+
+
+def test_what_only_shows_on_the_ranks_is_refused_there():
+    assert "1 node" in found()[0]["odd nodes"]
+    assert all("closure" in rank["closure"] for rank in found())
+
+
+@pytest.mark.parametrize("options", [{"peer_selection_mode": "ring"}, {"communication_interval": 0}])
+def test_options_that_mean_nothing(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Decentralized(**options)

@@ -1,0 +1,107 @@
+"""low_precision_decentralized: neighbours are told, a byte an element, how weights changed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from geartrain import UsageError
+from geartrain_bagua.algorithm import Context, Peers
+from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from geartrain_bagua.buckets import make_buckets
+
+from . import reference_weights as reference
+from .weights_ranks import found
+
+STEPS = 6
+
+
+def same(name, ranks, expected, replicas, node=1):
+    for rank in range(4):
+        kept = found()[rank][name]
+        for mine, theirs in zip(kept["history"], expected, strict=True):
+            assert torch.equal(mine, theirs[rank % ranks])
+        if rank % node == 0:
+            for which, value in replicas[rank % ranks // node].items():
+                assert torch.equal(kept[which], value), which
+
+
+@pytest.mark.parametrize(("interval", "ranks"), [(1, 2), (1, 4), (3, 4)])
+def test_trains_as_the_reference(interval, ranks):
+    name = f"low {interval} {ranks}"
+    expected = reference.low_precision(ranks, STEPS, found()[0][name]["buckets"], interval)
+    same(name, ranks, *expected)
+    assert not torch.equal(expected[0][-1][0], expected[0][-1][1])
+
+
+def test_each_bucket_is_a_chunk_of_its_own():
+    lengths = found()[0]["low many buckets"]["buckets"]
+    assert len(lengths) == 4
+    same("low many buckets", 4, *reference.low_precision(4, STEPS, lengths))
+
+
+def test_momentum():
+    same("low momentum", 4, *reference.low_precision(4, STEPS, found()[0]["low momentum"]["buckets"], kind="momentum"))
+
+
+def test_the_ring_is_of_nodes_where_hierarchical():
+    same("low nodes", 4, *reference.low_precision(4, STEPS, found()[0]["low nodes"]["buckets"], node=2), node=2)
+    for rank in (1, 3):
+        assert "own" not in found()[rank]["low nodes"]
+    same("low one node", 2, *reference.low_precision(2, STEPS, found()[0]["low one node"]["buckets"], node=2), node=2)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("low 1 2", 2), ("low 1 4", 4), ("low 3 4", 4), ("low many buckets", 4)])
+def test_what_a_rank_holds_of_its_neighbours_is_what_they_hold(name, ranks):
+    """Upstream compares norms; these are the bits."""
+    kept = [rank[name] for rank in found()[:ranks]]
+    for rank in range(ranks):
+        left, right = kept[(rank - 1) % ranks], kept[(rank + 1) % ranks]
+        assert torch.equal(kept[rank]["own"], left["right"])
+        assert torch.equal(kept[rank]["own"], right["left"])
+        assert kept[rank]["own"].norm() == left["right"].norm() == right["left"].norm()
+        assert not torch.equal(kept[rank]["own"], right["own"])
+
+
+def test_weights_are_what_neighbours_know_after_an_exchange():
+    for rank in found():
+        assert torch.equal(rank["low 1 4"]["history"][-1], rank["low 1 4"]["own"])
+        assert not torch.equal(rank["low 3 4"]["history"][-1], rank["low 3 4"]["own"])
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
+    for rank in found():
+        resumed, whole = rank["low precision resumed"], rank["low precision uninterrupted"]
+        assert resumed["steps"] == STEPS
+        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
+    start = reference.flat(reference.net())
+    for rank in found():
+        assert rank["low precision on other ranks"]["steps"] == 3
+        assert torch.equal(rank["low precision on other ranks"]["weights"], start)
+
+
+@pytest.mark.parametrize("name", ["norm low precision", "norm low precision ring"])
+def test_upstreams_norm(name):
+    for rank in found():
+        assert rank[name] == pytest.approx(2.83507013, abs=1e-6)
+
+
+def test_one_rank_alone_trains_as_without_a_strategy():
+    module, plain = reference.net(), reference.net()
+    algorithm = LowPrecisionDecentralized()
+    algorithm.set_up(Context(SimpleNamespace(closure=False), make_buckets(module.parameters()), None, Peers(None, 0, 1, (0,))))
+    for step in range(3):
+        for one in (module, plain):
+            reference.backward(one, 0, step)
+            reference.optimizers(one)[0].step()
+        algorithm.end_step()
+    assert torch.equal(reference.flat(module), reference.flat(plain))
+
+
+def test_an_interval_that_means_nothing():
+    with pytest.raises(UsageError, match="communication_interval"):
+        LowPrecisionDecentralized(communication_interval=0)

@@ -1,0 +1,106 @@
+"""Upstream's net, data and optimizers, and the cases that are trained on two ranks: ``python upstream.py`` runs them all."""
+
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+
+#: Steps of one rank.
+STEPS = 32
+LEARNING_RATE, QADAM = 0.1, {"lr": 0.05, "warmup_steps": 20}
+FLAT = {"hierarchical": False}
+#: Case -> algorithm, its options, whether each rank has a shard of its own (otherwise all have rank 0's).
+CASES = {
+    # As upstream's tests do: default options, and on every rank the data of rank 0.
+    "gradient_allreduce": ("gradient_allreduce", {}, False),
+    "bytegrad": ("bytegrad", {}, False),
+    "qadam": ("qadam", {}, False),
+    "decentralized": ("decentralized", {}, False),
+    "low_precision_decentralized": ("low_precision_decentralized", {}, False),
+    "async": ("async", {"warmup_steps": 10, "sync_interval_ms": 10}, False),
+    # Each rank has data of its own: what is averaged shows.
+    "gradient_allreduce of shards": ("gradient_allreduce", {}, True),
+    "gradient_allreduce of shards, summed": ("gradient_allreduce", {"average": False}, True),
+    "bytegrad of shards": ("bytegrad", FLAT, True),
+    "bytegrad of shards, hierarchical": ("bytegrad", {}, True),
+    "qadam of shards": ("qadam", FLAT, True),
+    "qadam of shards, hierarchical": ("qadam", {}, True),
+    "decentralized of shards": ("decentralized", FLAT, True),
+    "decentralized of shards, shift_one": ("decentralized", {**FLAT, "peer_selection_mode": "shift_one"}, True),
+    "decentralized of shards, every third step": ("decentralized", {**FLAT, "communication_interval": 3}, True),
+    "low_precision_decentralized of shards": ("low_precision_decentralized", FLAT, True),
+}
+
+
+def seeded() -> tuple[nn.Linear, torch.Tensor]:
+    """The layer ``[32, 32]`` and the data ``[64, 32]`` of upstream's test."""
+    torch.manual_seed(13)
+    nn.Linear(32, 2)  # the base class's, which the subclass replaces
+    layer = nn.Linear(32, 32)
+    return layer, torch.randn(64, 32)
+
+
+def order() -> list[int]:
+    """The samples in the order in which a DistributedSampler that shuffles gives them, in its first epoch."""
+    return torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def loss_of(layer: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    predicted = layer(batch)
+    return nn.functional.mse_loss(predicted, torch.ones_like(predicted))
+
+
+class Upstream(gt.Module):
+    """One linear layer that shall give ones."""
+
+    def __init__(self, qadam: bool = False) -> None:
+        super().__init__()
+        self.layer, _ = seeded()
+        self.qadam = qadam
+
+    def training_step(self, batch, batch_idx):
+        return loss_of(self.layer, batch)
+
+    def configure_optimizers(self):
+        if self.qadam:
+            from geartrain.strategies import QAdamOptimizer
+
+            return QAdamOptimizer(self.layer.parameters(), **QADAM)
+        return torch.optim.SGD(self.layer.parameters(), lr=LEARNING_RATE)
+
+
+def train(strategy, devices: int, sampler: list[int], sharded: bool, qadam: bool = False) -> tuple[gt.Trainer, dict[str, torch.Tensor]]:
+    """Train for one epoch; this rank's weights."""
+    module = Upstream(qadam)
+    loader = DataLoader(seeded()[1], batch_size=1, sampler=sampler)
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=1,
+        enable_progress_bar=False,
+        use_distributed_sampler=sharded,
+    )
+    trainer.fit(module, loader)
+    return trainer, {name: tensor.clone() for name, tensor in module.layer.state_dict().items()}
+
+
+def main() -> None:
+    from geartrain.strategies import BaguaStrategy
+
+    found = {}
+    for case, (algorithm, options, sharded) in CASES.items():
+        if os.environ.get("CASES", case) != case:
+            continue
+        sampler = order() if sharded else order()[0::2]
+        devices = int(os.environ.get("DEVICES", "2"))
+        trainer, weights = train(BaguaStrategy(algorithm=algorithm, **options), devices, sampler, sharded, algorithm == "qadam")
+        found[case] = weights
+    torch.save(found, f"upstream-{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
