@@ -63,6 +63,15 @@ class Names:
     #: What is left for the second pass.
     rest: list[str] = field(default_factory=list)
 
+    def given(self, group: str) -> dict[str, Any]:
+        """What a group's options are given so far, as it was typed: those of the command line over those of config files."""
+        found = dict(self.config.get(group) or {})
+        for token, after in zip(self.rest, [*self.rest[1:], ""], strict=True):
+            name, has_value, value = token.partition("=")
+            if name.startswith(f"--{group}."):
+                found[name.removeprefix(f"--{group}.")] = value if has_value else after
+        return found
+
 
 @dataclass
 class Request:
@@ -228,7 +237,11 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
     for kind in ("accelerator", "strategy"):
         name = names.chosen.get(kind, "auto")
         if name.lower() not in ("auto", "gpu") and any(c.name.lower() == name.lower() for c in registry.of(kind)):
-            parser.add_class_arguments(registry.load(registry.find(kind, name)), f"{kind}_options", instantiate=False, fail_untyped=False)
+            cls = registry.load(registry.find(kind, name))
+            parser.add_class_arguments(cls, f"{kind}_options", instantiate=False, fail_untyped=False)
+            if hasattr(cls, "more_options"):  # those of a part that another option chooses, as bagua's algorithm does
+                for other in cls.more_options(names.given(f"{kind}_options")):
+                    parser.add_class_arguments(other, f"{kind}_options", as_group=False, instantiate=False, fail_untyped=False)
     groups: dict[str, str] = {}
     for plugin in names.repeated["plugins"]:
         if is_file(plugin):

@@ -5,5 +5,6 @@ from __future__ import annotations
 from geartrain_bagua._version import __version__
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
+from geartrain_bagua.strategy import BaguaStrategy
 
-__all__ = ["Algorithm", "Bucket", "Context", "Peers", "__version__"]
+__all__ = ["Algorithm", "BaguaStrategy", "Bucket", "Context", "Peers", "__version__"]

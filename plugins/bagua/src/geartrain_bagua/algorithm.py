@@ -55,14 +55,19 @@ class Context:
 
 
 class Algorithm:
-    """Does nothing: ranks train alone. ``__init__``'s typed arguments are the algorithm's options."""
+    """Does nothing: ranks train alone. ``__init__``'s typed arguments are the algorithm's options.
 
-    #: What ``reduce`` is given in ``bucket.flat`` after each last backward: ``"gradients"``; ``None``: ``reduce`` is never called.
-    reduces: ClassVar[str | None] = None
+    Each run works with a shallow copy of the object that was chosen: what a run changes is made in ``set_up``, or taken up in
+    ``load_state_dict``. A method that is not overridden costs a step nothing.
+    """
+
+    #: What ``reduce`` is given in ``bucket.flat`` after each last backward: ``"gradients"``; ``None``: ``reduce`` is not called. It may
+    #: change between steps, on all ranks in the same one.
+    reduces: str | None = None
     #: Buckets are padded with zeros to a multiple of the world's size.
     pads: ClassVar[bool] = False
     #: What core's own averaging of gradients would break: manual optimisation and a Session are refused where this is false.
-    averages_gradients: ClassVar[bool] = False
+    averages_gradients: bool = False
     #: Whether groups inside and between nodes are wanted; an option where it is one.
     hierarchical: bool = False
     #: What the conformance kit may expect, beside what every algorithm shares.
@@ -81,7 +86,8 @@ class Algorithm:
         """Before a step's first forward."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around each micro-batch's forward and backward, and around each optimizer's step."""
+        """Around each micro-batch's forward and backward, and around each optimizer's step; the former inside of the latter where the
+        optimizer computes the loss itself, as LBFGS does."""
         return nullcontext()
 
     def reduce(self, bucket: Bucket) -> None:
@@ -101,10 +107,11 @@ class Algorithm:
         """Training goes on."""
 
     def close(self, failed: bool) -> None:
-        """The end, also after an error; must not wait for ranks that may be gone where ``failed``."""
+        """The end of what ``set_up`` began, also after an error; must not wait for ranks that may be gone where ``failed``. The context
+        is taken away after it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state for a checkpoint: tensors and plain values."""
+        """This rank's state for a checkpoint: tensors and plain values; also before ``set_up`` and after ``close``."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from geartrain import TrainingError
+
 #: Bytes at which a bucket is closed: Bagua's default.
 BUCKET_BYTES = 10 * 2**20
 
@@ -40,20 +42,32 @@ class Bucket:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy gradients into ``flat``; zeros where there is none."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-        self.flat[self.numel :].zero_()
+        """Copy gradients into ``flat``; zeros where there is none.
+
+        Raises:
+            TrainingError: one is sparse.
+        """
+        views, grads = self._with_gradients()
+        if any(grad.layout is not torch.strided for grad in grads):
+            raise TrainingError("sparse gradients cannot be reduced in buckets. Fix: sparse=False in nn.Embedding")
+        if len(grads) < len(self.views) or self.numel < len(self.flat):
+            self.flat.zero_()
+        if grads:
+            torch._foreach_copy_(views, grads)  # one call: a bucket may have hundreds of small gradients
 
     @torch.no_grad()
     def give_gradients(self) -> None:
         """Copy ``flat`` into the gradients of those parameters that have one."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(view)
+        views, grads = self._with_gradients()
+        if grads:
+            torch._foreach_copy_(grads, views)
+
+    def _with_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views and gradients of the parameters that have one."""
+        grads = [parameter.grad for parameter in self.parameters]
+        if None not in grads:
+            return self.views, grads  # type: ignore[return-value]
+        return [view for view, grad in zip(self.views, grads, strict=True) if grad is not None], [g for g in grads if g is not None]
 
     @torch.no_grad()
     def take_weights(self, flat: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
+import torch
 import torch.distributed as dist
 
-from geartrain_bagua.algorithm import Algorithm
+from geartrain_bagua.algorithm import Algorithm, Peers
 from geartrain_bagua.buckets import Bucket
+from geartrain_bagua.hierarchy import across_nodes
 
 
 class GradientAllReduce(Algorithm):
@@ -18,14 +18,17 @@ class GradientAllReduce(Algorithm):
         average: the mean over ranks; otherwise the sum.
     """
 
-    reduces: ClassVar[str | None] = "gradients"
-    averages_gradients: ClassVar[bool] = True
+    reduces = "gradients"
 
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
         self.hierarchical = hierarchical
         self.average = average
+        self.averages_gradients = average and not hierarchical  # then core's own averaging is the same
 
     def reduce(self, bucket: Bucket) -> None:
+        across_nodes(self.context, bucket.flat, self.average, self._all_reduce)
+
+    def _all_reduce(self, flat: torch.Tensor, among: Peers) -> None:
         if self.average:
-            bucket.flat.div_(self.context.everyone.size)  # first: 16 bits could not hold the sum
-        dist.all_reduce(bucket.flat, group=self.context.everyone.group)
+            flat.div_(among.size)  # first: 16 bits could not hold the sum
+        dist.all_reduce(flat, group=among.group)

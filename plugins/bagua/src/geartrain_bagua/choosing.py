@@ -1,0 +1,122 @@
+"""Algorithms by name: entry points in ``geartrain_bagua.algorithms``, of which only the chosen one is imported."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from importlib_metadata import EntryPoint, entry_points
+
+from geartrain import UsageError
+from geartrain.errors import nearest
+from geartrain_bagua.algorithm import Algorithm
+
+#: The entry-point group of algorithms, of any distribution.
+GROUP = "geartrain_bagua.algorithms"
+
+
+def algorithm_class(given: Any) -> type[Algorithm]:
+    """The class of an algorithm: that of a name, or the one that is given.
+
+    Raises:
+        UsageError: no such name, one that two distributions claim, one that cannot be imported, or no algorithm.
+    """
+    if isinstance(given, Algorithm):
+        return type(given)
+    cls = _load(_find(given)) if isinstance(given, str) else given
+    if not (inspect.isclass(cls) and issubclass(cls, Algorithm)):
+        whose = f"algorithm {given!r} is {cls!r}" if isinstance(given, str) else f"algorithm={given!r}"
+        raise UsageError(f"{whose}, which is no geartrain_bagua.Algorithm. Fix: a name, or a subclass of it, or an object of one")
+    return cls
+
+
+def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorithm]:
+    """An algorithm with its options, and the name under which checkpoints know it.
+
+    Raises:
+        UsageError: as :func:`algorithm_class`; an option that the algorithm does not have, or of another type.
+    """
+    if isinstance(given, Algorithm):
+        if options:
+            raise UsageError(
+                f"algorithm={type(given).__name__}(...) is made already, and takes no {', '.join(options)}. Fix: give them there"
+            )
+        return type(given).__name__, given
+    cls = algorithm_class(given)
+    name = given if isinstance(given, str) else cls.__name__
+    _check_options(cls, name, options)
+    return name, cls(**options)
+
+
+def _find(name: str) -> EntryPoint:
+    installed = entry_points(group=GROUP)
+    hits = [entry_point for entry_point in installed if entry_point.name.lower() == name.lower()]
+    if not hits:
+        names = sorted({entry_point.name for entry_point in installed})
+        hint = nearest(name, names)
+        known = f" Known: {', '.join(names)}." if hint.startswith("Did") else ""
+        raise UsageError(f"there is no algorithm {name!r}. {hint}{known}")
+    if len(hits) > 1:
+        raise UsageError(f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one.")
+    found: EntryPoint = hits[0]
+    return found
+
+
+def _load(entry_point: EntryPoint) -> Any:
+    try:
+        return entry_point.load()
+    except BaseException as error:  # it may fail in any way, sys.exit included; whoever chose it must read why
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        cause = f"{type(error).__name__}: {error}"
+        hint = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else "reinstall it"
+        raise UsageError(f"algorithm {_label(entry_point)} could not be imported: {cause}. Fix: {hint}") from error
+
+
+def _label(entry_point: EntryPoint) -> str:
+    return f"{entry_point.dist.name if entry_point.dist else '?'}[{entry_point.name}]"
+
+
+# --- options -------------------------------------------------------------------------------------------------------------
+
+
+def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) -> None:
+    """Hold options to the typed arguments of the algorithm's ``__init__``."""
+    known = inspect.signature(cls).parameters
+    own = f"Its options: {', '.join(known)}." if known else "It has none."
+    for option in options:
+        if option not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            hint = nearest(option, known)
+            raise UsageError(
+                f"the algorithm {name!r} has no option {option!r}. {hint if hint.startswith('Did') else ''}".rstrip() + f" {own}"
+            )
+    try:
+        inspect.signature(cls).bind(**options)
+    except TypeError as error:
+        raise UsageError(f"the algorithm {name!r}: {error}. {own}") from error
+    types_of = get_type_hints(cls.__init__)
+    for option, value in options.items():
+        if option in types_of and not _fits(value, types_of[option]):
+            wanted = types_of[option]
+            what = wanted.__name__ if inspect.isclass(wanted) else str(wanted).replace("typing.", "")
+            raise UsageError(f"the algorithm {name!r}: {option}={value!r} is no {what}. {own}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of an annotated type; what cannot be told is let through."""
+    origin = get_origin(wanted)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in get_args(wanted))
+    if origin is Literal:
+        return value in get_args(wanted)
+    if wanted is None or wanted is types.NoneType:
+        return value is None
+    if not inspect.isclass(wanted):
+        return True
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, wanted)

@@ -1,0 +1,139 @@
+"""Gradients go to the communication thread while the last micro-batch's backward still makes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geartrain import TrainingError
+from geartrain_bagua.algorithm import Algorithm, Context
+from geartrain_bagua.channel import Job
+
+
+class GradientReducer:
+    """Lets an algorithm reduce each bucket, in the order of the buckets, as soon as its gradients and those of all before are there.
+
+    A context manager: around the forward and backward of a window's last micro-batch.
+
+    Args:
+        names: every parameter of the module, by its name; those in no bucket must stay without gradients.
+        unused: whether steps may leave parameters out; which ones then costs a collective a step.
+    """
+
+    def __init__(self, context: Context, algorithm: Algorithm, names: Mapping[str, nn.Parameter], unused: bool) -> None:
+        self._context, self._algorithm, self._unused = context, algorithm, unused
+        self._buckets = context.buckets
+        self._names = {parameter: name for name, parameter in names.items()}
+        self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        mine = set(self._parameters)
+        self._others = [parameter for parameter in names.values() if parameter not in mine]
+        self._counts = [len(bucket.parameters) for bucket in self._buckets]
+        #: Whether gradients are to be reduced now; how many each bucket still waits for; who has come; which bucket is next.
+        self._armed, self._waiting, self._came, self._next = False, list(self._counts), set[int](), 0
+        self._jobs: list[Job] = []
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket.index, number))  # type: ignore[no-untyped-call]
+            for number, (bucket, parameter) in enumerate((bucket, p) for bucket in self._buckets for p in bucket.parameters)
+        ]
+
+    def __enter__(self) -> None:
+        if self._algorithm.reduces is not None:
+            self._armed, self._waiting, self._next = True, list(self._counts), 0
+            self._came.clear()
+            self._jobs.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self._armed = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._jobs = [], []
+
+    def finish(self) -> None:
+        """Wait until everything is reduced, and put it into the gradients.
+
+        Raises:
+            TrainingError: a parameter without a gradient where all must have one, or with one that no other rank would see.
+        """
+        if self._algorithm.reduces is None:
+            return
+        complete = len(self._came) == len(self._parameters)
+        if self._others and any(parameter.grad is not None for parameter in self._others):
+            self._refuse_unfrozen()
+        if not complete and not self._unused:
+            self._refuse_unused()
+        while self._next < len(self._buckets):
+            self._submit()
+        flags = self._ask_who_used_what() if self._unused else None
+        for bucket, job in zip(self._buckets, self._jobs, strict=True):
+            job.result()
+            if flags is None:
+                bucket.give_gradients()
+        if flags is not None:
+            self._give_used([bool(flag) for flag in flags.result().tolist()])
+        self._jobs.clear()
+
+    def _hook(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
+        """What is called whenever backward has a parameter's gradient."""
+
+        def came(parameter: nn.Parameter) -> None:
+            if not self._armed:
+                return
+            if number in self._came:
+                raise TrainingError(
+                    f"{self._names[parameter]} got its gradient twice in one backward, the second time after it may have been sent. "
+                    "Fix: one backward in each training_step, and use_reentrant=False in torch.utils.checkpoint"
+                )
+            self._came.add(number)
+            self._waiting[index] -= 1
+            while self._next < len(self._waiting) and not self._waiting[self._next]:
+                self._submit()
+
+        return came
+
+    def _submit(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.take_gradients()
+        self._jobs.append(self._context.channel.submit(partial(self._algorithm.reduce, bucket)))
+
+    def _ask_who_used_what(self) -> Job:
+        """Which parameters have a gradient on any rank: 1 or 0 for each."""
+        here = [parameter.grad is not None for parameter in self._parameters]
+        flags, group = torch.tensor(here, dtype=torch.int32, device=self._context.run.device), self._context.everyone.group
+
+        def any_rank() -> torch.Tensor:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            return flags
+
+        return self._context.channel.submit(any_rank)
+
+    def _give_used(self, used: Sequence[bool]) -> None:
+        """Gradients for all that any rank has used; what none has used stays as it is."""
+        for parameter, by_any in zip(self._parameters, used, strict=True):
+            if by_any and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in self._buckets:
+            bucket.give_gradients()
+
+    def _refuse_unused(self) -> None:
+        # One that was frozen after the start has no gradient on any rank.
+        missing = [self._names[p] for p in self._parameters if p.grad is None and p.requires_grad]
+        if missing:
+            raise TrainingError(
+                f"{len(missing)} parameters got no gradient in this step, and other ranks may wait for them: {', '.join(missing[:5])}. "
+                "Fix: use them all, freeze those that are never used, or find_unused_parameters=True"
+            )
+
+    def _refuse_unfrozen(self) -> None:
+        odd = next(self._names[parameter] for parameter in self._others if parameter.grad is not None)
+        raise TrainingError(
+            f"{odd} got a gradient, but needed none when training began, so it is in no bucket and would differ between ranks. "
+            "Fix: leave it unfrozen until on_fit_start, and freeze it there"
+        )

@@ -1,0 +1,268 @@
+"""Processes and process group are ddp's; what travels between ranks, and when, is an algorithm's.
+
+Bagua: Gan et al. 2021, https://arxiv.org/abs/2107.01499
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from geartrain import Module, Plan, Run, UsageError, World, hookimpl
+from geartrain.data import map_tensors
+from geartrain.parallel import average_gradients, broadcast_weights, launch
+from geartrain_bagua.algorithm import Algorithm, Context
+from geartrain_bagua.buckets import BUCKET_BYTES, make_buckets
+from geartrain_bagua.channel import Channel
+from geartrain_bagua.choosing import algorithm_class, make_algorithm
+from geartrain_bagua.hierarchy import node_peers, peers
+from geartrain_bagua.reducer import GradientReducer
+from geartrain_ddp import DDPStrategy
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+#: Hooks of the hot path and of pauses -> the methods of an algorithm for which they are there.
+_FOR = {
+    "micro_step": ("computing", "reduce"),
+    "reduce_gradients": ("end_backward", "reduce"),
+    "step": ("start_step", "end_step"),
+    "optimizer_step": ("computing",),
+    "on_validation_start": ("pause", "resume"),
+    "on_validation_end": ("pause", "resume"),
+    "save_checkpoint": ("pause", "resume"),
+}
+
+
+class BaguaStrategy(DDPStrategy):
+    """Starts or joins processes as ddp does, and keeps ranks together by one of Bagua's algorithms.
+
+    Args:
+        algorithm: its name, its class or an object of it; see ``geartrain_bagua.algorithms`` for those there are.
+        bucket_bytes: bytes of gradients or weights that travel together.
+        find_unused_parameters: let steps leave parameters out, at a collective a step, instead of ending in an error.
+        process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
+        timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
+        options: the algorithm's own.
+
+    Raises:
+        UsageError: no such algorithm, or options that it does not have.
+    """
+
+    hookspecs: Any = None  # ddp's reduce_bucket is asked by DDP's buckets, which are not there
+
+    def __init__(
+        self,
+        algorithm: Any = "gradient_allreduce",
+        bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+        process_group_backend: str | None = None,
+        timeout: float = 1800.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(process_group_backend, timeout, find_unused_parameters)
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes={bucket_bytes!r} must be a whole number above 0.")
+        self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
+        self._name, self._chosen = make_algorithm(algorithm, options)
+        #: The algorithm of the run; before one, as it was chosen.
+        self.algorithm: Algorithm = self._chosen
+        self.capabilities = {**self.capabilities, **self._chosen.capabilities}
+        self._channel: Channel | None = None
+        self._reducer: GradientReducer | None = None
+        self._pauses, self._failed, self._is_set_up = 0, False, False
+        for hook, methods in _FOR.items():
+            if not any(_overridden(self._chosen, method) for method in methods):
+                vars(self)[hook] = None  # not a method: no hookimpl, so the loop does not call it
+        self._computes = _overridden(self._chosen, "computing")
+
+    @staticmethod
+    def more_options(given: dict[str, Any]) -> list[type]:
+        """The classes whose ``__init__`` has further options, for the command line: the chosen algorithm's."""
+        return [algorithm_class(given.get("algorithm", "gradient_allreduce"))]
+
+    # --- before anything starts ------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]  # pluggy calls it by name
+        super().check_plan(plan)
+        self._chosen.check_plan(plan, module)
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
+        if run.own_loop and not self._chosen.averages_gradients:
+            raise UsageError(f"{label} cannot follow a Session's own loop. Fix: algorithm='gradient_allreduce', or geartrain.Trainer")
+        if run.command == "fit" and not run.automatic and not self._chosen.averages_gradients:
+            raise UsageError(
+                f"{label} and manual optimisation do not go together: there manual_backward averages gradients over all ranks. "
+                "Fix: algorithm='gradient_allreduce', or automatic_optimization = True"
+            )
+        return launch(run, worker, self.timeout)
+
+    # --- beginning and end -----------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def setup_process_group(self, run: Run) -> World:
+        self.algorithm, self._pauses, self._failed, self._is_set_up = copy(self._chosen), 0, False, False
+        return super().setup_process_group(run)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        model = model.to(run.device)
+        if run.world.size > 1:
+            broadcast_weights(run, model)  # without a seed every rank has made other weights
+        return model
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        # In manual optimisation core averages in manual_backward, and a Session has begun before this: see reduce_gradients.
+        if run.command == "fit" and run.automatic and not run.own_loop:
+            self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        for optimizer in run.optimizers:
+            _same_state(run, optimizer)
+        everyone = peers(range(run.world.size), self.timeout)
+        assert everyone is not None
+        node, leaders = node_peers(run, self.timeout) if self.algorithm.hierarchical else (None, None)
+        multiple = run.world.size if self.algorithm.pads else 1
+        names = dict(run.module.named_parameters())
+        buckets = make_buckets(names.values(), multiple, self._bucket_bytes)
+        self._channel = Channel(run.device)
+        context = Context(run, buckets, self._channel, everyone, node, leaders)
+        self.algorithm.set_up(context)
+        self._is_set_up = True
+        if _overridden(self.algorithm, "reduce"):
+            self._reducer = GradientReducer(context, self.algorithm, names, self._unused)
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._end()  # now, while every rank is still here
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._failed = True  # of others, that may be gone
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        try:
+            self._end()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _end(self) -> None:
+        """Let go of everything that refers to a process group, which must not outlive its run. Called twice, it does nothing."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        try:
+            if self._is_set_up:
+                self.algorithm.close(self._failed)
+        finally:
+            if self._reducer is not None:
+                self._reducer.close()
+            self._reducer = None
+            vars(self.algorithm).pop("context", None)
+            # After a failure the thread may be in a collective that ends only when this run's connections are closed.
+            channel.close(0.0 if self._failed else self.timeout.total_seconds())
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def step(self) -> Generator[None, None, None]:
+        self.algorithm.start_step()
+        yield
+        self.algorithm.end_step()
+
+    @hookimpl
+    def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
+        if self._computes and self._channel is not None:
+            return self._computing(last)
+        return self._reducer if last and self._reducer is not None else _NOTHING
+
+    @contextmanager
+    def _computing(self, last: bool) -> Iterator[None]:
+        with self.algorithm.computing(), self._reducer if last and self._reducer is not None else _NOTHING:
+            yield
+
+    @hookimpl
+    def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
+        if self._channel is None:
+            if run.own_loop:
+                parameters = list(dict.fromkeys(p for o in run.optimizers for group in o.param_groups for p in group["params"]))
+                average_gradients(run, parameters, [parameter.grad is not None for parameter in parameters])
+            return
+        if self._reducer is not None:
+            self._reducer.finish()
+        self.algorithm.end_backward()
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self) -> Generator[None, Any, Any]:
+        with self.algorithm.computing():
+            return (yield)
+
+    # --- pauses ----------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_validation_start(self) -> None:
+        self._pause()
+
+    @hookimpl
+    def on_validation_end(self) -> None:
+        self._resume()
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self) -> Generator[None, None, None]:
+        self._pause()
+        yield
+        self._resume()
+
+    def _pause(self) -> None:
+        self._pauses += 1  # a checkpoint may be written within a validation
+        if self._pauses == 1 and self._channel is not None:
+            self.algorithm.pause()
+
+    def _resume(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0 and self._channel is not None:
+            self.algorithm.resume()
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the algorithm's, under its name."""
+        return {"algorithm": self._name, "state": self.algorithm.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state; before training starts.
+
+        Raises:
+            UsageError: it is of another algorithm.
+        """
+        if state["algorithm"] != self._name:
+            raise UsageError(
+                f"the checkpoint is of the algorithm {state['algorithm']!r}, and this run's is {self._name!r}. "
+                f"Fix: algorithm={state['algorithm']!r}, or start from its weights alone"
+            )
+        self.algorithm.load_state_dict(state["state"])
+
+
+def _overridden(algorithm: Algorithm, method: str) -> bool:
+    return getattr(type(algorithm), method) is not getattr(Algorithm, method)
+
+
+def _same_state(run: Run, optimizer: Optimizer) -> None:
+    """Give an optimizer the state and the options of rank 0's."""
+    if run.world.size == 1:
+        return
+    mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
+    first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
+    if run.world.rank and (first["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
+        optimizer.load_state_dict(first)
