@@ -221,8 +221,13 @@ class Workers:
     def _explain(self, error: BaseException, failed_at: float) -> None:
         """This rank failed. If another did first, raise that instead: ours is only the connection it closed."""
         # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
+        # One that has written its error is on its way out, however slowly a busy machine lets it go.
         deadline = time.monotonic() + 3.0
-        while self._alive() and not isinstance(error, KeyboardInterrupt) and time.monotonic() < deadline:
+        while (
+            self._alive()
+            and not isinstance(error, KeyboardInterrupt)
+            and (time.monotonic() < deadline or (time.monotonic() < deadline + GRACE and any(map(self._told, self._alive()))))
+        ):
             self._collect()
             select.select([], [], [], 0.02)
         silent = [rank for rank in self._alive() if not self._told(rank)]

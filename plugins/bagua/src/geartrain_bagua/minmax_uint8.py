@@ -11,9 +11,10 @@ Per chunk, in float32::
 on the CPU by the same operations in place, a tile of the chunks at a time, so that what is between stays in the cache. (torch.compile would
 halve the CPU's time again, but takes 8 s or more to compile, and a C++ compiler.)
 
-- Zeros stay exact. The error is at most 0.52 of a step, ``1 / scale``, as long as a chunk is wider than 1/65,000 of its values.
+- Zeros stay exact. The error is at most 0.52 of a step, ``1 / scale``, in a chunk wider than a 500th of its values, and 2 steps in one
+  wider than a 65,000th.
 - In a narrower chunk, a constant one among them, float32 cannot hold ``lower`` exactly. The code 256, which then occurs, wraps to 0, as in
-  Bagua: x' is wrong by the chunk's width + 1e-7 at most, which is 2e-5 of the value.
+  Bagua: x' is wrong by the chunk's width + 1e-7 at most, 2e-5 of its greatest value.
 - Rounding can put the least element just under ``lower``. Its code is 0, not the 255 to which it would wrap: that is the greatest.
 - Every element of a chunk that holds an infinity or a NaN, or is wider than float32 goes, decodes to NaN.
 - Half precision and bfloat16 are computed in float32, which holds them exactly; float64 is rounded to float32 first. Decoded is float32.
@@ -32,9 +33,8 @@ EPSILON = 1e-7
 STEPS = 255.0
 BOUNDS_BYTES = 8  # two float32
 EXACT = 2.0**23  # below it float32 holds every integer, and ``x * scale`` to half a step
-TILE = (
-    1 << 18
-)  # elements: 1 MiB of float32 stays in a core's cache; smaller tiles are no faster and ask for the interpreter's lock more often
+# Elements: 1 MiB of float32 stays in a core's cache. Smaller tiles are no faster, and take the interpreter's lock more often.
+TILE = 1 << 18
 
 
 @torch.no_grad()

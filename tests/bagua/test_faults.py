@@ -1,0 +1,77 @@
+"""Whatever happens to a rank under any algorithm: the run ends, says whose error came first, and leaves no process."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from .launched import HERE, Launched, launched, until
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+#: Seconds from a fault to the end of the run.
+PROMPT = 15
+STARTED = 60
+#: Options of the strategy -> the optimizer's class, where it is the algorithm's own. Those whose threads and groups differ.
+ALGORITHMS = {"gradient_allreduce": ({"algorithm": "gradient_allreduce"}, "")}
+
+
+def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **environment: str):
+    options, optimizer = ALGORITHMS[algorithm]
+    environment = {"OPTIONS": json.dumps(options), "OPTIMIZER": optimizer, **environment}
+    return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
+
+
+def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
+    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
+    began = time.monotonic()
+    code = run.wait(seconds)
+    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
+    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
+    return code
+
+
+def marks(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "marks").iterdir()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("kind", "where"), [("exception", "train"), ("exception", "backward"), ("SIGKILL", "train")])
+def test_rank_1(tmp_path, algorithm, kind, where):
+    with start(tmp_path, algorithm, kind, 1, where) as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1" in run.err
+        assert ("my own error" if kind == "exception" else kind) in run.err
+        assert "terminate called" not in run.err
+    assert {"teardown-0", "on_exception-0"} <= marks(tmp_path)
+    assert "done-0" not in marks(tmp_path)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("kind", "where"), [("exception", "train"), ("SIGTERM", "train"), ("exception", "validation")])
+def test_rank_0(tmp_path, algorithm, kind, where):
+    with start(tmp_path, algorithm, kind, 0, where) as run:
+        assert ends_after_fault(run, tmp_path, 0) != 0
+        assert ("KeyError: 'my own error'" if kind == "exception" else kind) in run.err
+        assert "rank 1 failed" not in run.err
+        assert "terminate called" not in run.err
+    assert {"teardown-0", "on_exception-0", "teardown-1", "on_exception-1"} <= marks(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path, algorithm):
+    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="5") as run:
+        assert ends_after_fault(run, tmp_path, 1, 5 + PROMPT) > 0
+        assert "rank 1 did not come" in run.err
+    assert "teardown-0" in marks(tmp_path)
+
+
+def test_a_signal_while_the_starter_waits_for_a_stopped_rank(tmp_path):
+    with start(tmp_path, "gradient_allreduce", "SIGSTOP", 1, "train") as run:
+        until((tmp_path / "marks" / "fault-1").exists, STARTED, "rank 1 stopped")
+        run.process.terminate()
+        assert run.wait(PROMPT) != 0
+        assert "SIGTERM" in run.err
+        until(lambda: not run.processes(), 2, "no process is left")
+    assert "teardown-0" in marks(tmp_path)
