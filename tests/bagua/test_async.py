@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from geartrain import UsageError
+from geartrain_bagua.algorithm import Context, Peers
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
 from geartrain_bagua.turns import Turns
 
@@ -66,6 +67,7 @@ def test_a_run_that_failed_waits_for_no_rank():
 
 def test_validation_counts_no_step():
     algorithm = Asynchronous(warmup_steps=2)
+    algorithm.set_up(Context(None, [], None, Peers(None, 0, 1, (0,))))
     algorithm.pause()
     algorithm.resume()
     assert not algorithm.warm

@@ -1,14 +1,15 @@
-"""One of four ranks that drive the algorithms' methods by hand, as the strategy does; each keeps what it came to in a file.
+"""Four ranks that drive the algorithms' methods by hand, as the strategy does; each keeps what it came to in a file of the given folder.
 
 Cases of two ranks run twice at the same time, on ranks 0 and 1 and on ranks 2 and 3.
 """
 
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import torch
@@ -24,7 +25,7 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 from geartrain_bagua.channel import Channel
 
-RANK, RANKS = int(os.environ["RANK"]), 4
+RANK, RANKS = 0, 4
 found = {}
 
 
@@ -295,8 +296,10 @@ def main():
         dist.barrier()
 
 
-if __name__ == "__main__":
-    store = dist.FileStore(str(Path(sys.argv[1]) / "store"), RANKS)
+def rank_main(rank):
+    global RANK, ALL, LEADERS, PAIR, ONE
+    RANK = rank
+    store = dist.FileStore("store", RANKS)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
     ALL, LEADERS = peers(0, 1, 2, 3), peers(0, 2)
     PAIR = mine(peers(0, 1), peers(2, 3))
@@ -305,3 +308,19 @@ if __name__ == "__main__":
     torch.save(found, f"found-{RANK}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    # Forked, so that torch is imported once; nothing of it has run yet.
+    ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    running = {process.sentinel: process for process in ranks}
+    while running and not any(process.exitcode for process in ranks):
+        for sentinel in wait(running):
+            running.pop(sentinel).join()
+    for process in running.values():  # one has failed
+        process.join(1)
+        process.kill()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
