@@ -12,15 +12,23 @@ import pickle
 import time
 import zlib
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from geartrain import TrainingError
 from geartrain_horovod.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 #: Seconds between two looks at whether an operation is done. Horovod's own wait takes longer to notice, and hears no signal.
 _LOOK = 0.0001
+#: Seconds that ranks have to say that they are here, after an operation failed.
+_ROLL_CALL = 2.0
 
 
 class Collectives:
@@ -30,10 +38,11 @@ class Collectives:
         hvd: the module ``horovod.torch``, initialised.
         run_number: which run of the program this is; the same on every rank.
         stall_timeout: seconds that a rank waits for the others in one operation.
+        store: the run's, through which ranks say that they are here; ``None`` where Horovod meets by itself.
     """
 
-    def __init__(self, hvd: Any, run_number: int, stall_timeout: float) -> None:
-        self.hvd = hvd
+    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, store: Store | None = None) -> None:
+        self.hvd, self._store = hvd, store
         self.rank, self.size = int(hvd.rank()), int(hvd.size())
         self._prefix = f"geartrain.{run_number}"
         self._counts: Counter[str] = Counter()
@@ -58,15 +67,45 @@ class Collectives:
         Raises:
             TrainingError: another rank has gone, or did something else under the same name.
         """
-        with self._watchdog.watching(what, name):
+        with self.watched(what, name):
             while not self.hvd.poll(handle):
                 time.sleep(_LOOK)
+            return self.hvd.synchronize(handle)
+
+    @contextmanager
+    def watched(self, what: str, name: str) -> Iterator[None]:
+        """Around each wait for the others.
+
+        Raises:
+            TrainingError: as :meth:`wait`.
+        """
+        with self._watchdog.watching(what, name):
             try:
-                return self.hvd.synchronize(handle)
+                yield
             except self.hvd.HorovodInternalError as error:
-                first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-                gone = "a peer has gone: " if "shut down" in first or "onnect" in first else ""
-                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{first}") from error
+                lines = str(error).strip().splitlines() or ["no reason given"]
+                gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
+                silent = self._roll_call() if gone else []
+                who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
+
+    def say_here(self) -> None:
+        """Tell the others that this rank lives, though its run has failed."""
+        if self._store is not None:
+            with suppress(dist.DistError, RuntimeError):  # rank 0, which keeps the store, has gone
+                self._store.set(f"{self._prefix}/here/{self.rank}", "1")
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not say that they are here."""
+        self.say_here()
+        silent, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ROLL_CALL
+        try:
+            while self._store is not None and silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not self._store.check([f"{self._prefix}/here/{rank}"])]
+                time.sleep(0.05)
+        except (dist.DistError, RuntimeError):
+            return []
+        return silent if self._store is not None else []
 
     # --- bytes -----------------------------------------------------------------------------------------------------------
 
