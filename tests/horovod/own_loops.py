@@ -43,8 +43,6 @@ def session(name, **own):
 
 def main(folder):
     kept = {("manual", how): on_ranks(how, trainer(), samples()) for how in STEPS}
-    passes = {"distributed_optimizer": True, "backward_passes_per_step": 1}
-    kept["manual", "horovod's own"] = on_ranks("clipping", trainer(passes), samples())
     kept |= {("session", name): session(name) for name in CASES}
     kept["session", "horovod's own"] = session("clipped", distributed_optimizer=True)
     for name, made in (("lbfgs", Net("lbfgs")), ("two", Net("two")), ("gentle", Gentle()), ("overflow", Overflows())):

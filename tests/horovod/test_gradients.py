@@ -137,3 +137,13 @@ def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
         for name, expected in kept[plain]["ended"].items():
             torch.testing.assert_close(kept[case]["ended"][name], expected)
         assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])
+
+
+def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(three_ranks):
+    for kept in three_ranks:
+        assert "first.weight was frozen" in kept["refused: unfrozen"]["error"]
+        assert "Fix: distributed_optimizer=False" in kept["refused: unfrozen"]["error"]
+
+
+def test_the_users_optimizer_stays_what_it_is_and_pickles(three_ranks):
+    assert all(kept[case]["pickled"][0] > 0 for kept in three_ranks for case in ("average", "distributed optimizer"))

@@ -51,8 +51,7 @@ def test_session(two_ranks, name):
     assert_as(two_ranks, "session", name, session_cases.by_hand(name))
 
 
-def test_horovods_own_optimizer_in_loops_of_ones_own(two_ranks):
-    assert_as(two_ranks, "manual", "horovod's own", manual.by_hand("clipping", cases.samples()))
+def test_horovods_own_optimizer_in_a_session(two_ranks):
     assert_as(two_ranks, "session", "horovod's own", session_cases.by_hand("clipped"))
 
 

@@ -1,7 +1,9 @@
 """One program of three ranks that trains case after case; each rank keeps, for each step, its gradients before and after they were
 reduced. What came of a case is in ``CASES[name]``'s place of ``kept-RANK.pt``."""
 
+import pickle
 import sys
+import time
 
 import horovod.torch as hvd
 import torch
@@ -181,6 +183,7 @@ class Watches:
 
     @hookimpl
     def on_run_end(self, run):
+        self.pickled = [len(pickle.dumps(optimizer)) for optimizer in run.optimizers]
         self.ended = {name: value.clone() for name, value in run.module.state_dict().items()}
 
 
@@ -226,6 +229,34 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
     with sends:
         trainer.fit(module, DataLoader(samples(), BATCH))
     return {**vars(watch), "sent": sends.seen, "rank": trainer.global_rank}
+
+
+def waits():
+    """Rank 1 comes a second and a half late; how much of the others' time went into waiting, as a share of one core."""
+
+    class Late(gt.Module):
+        def validation_step(self, batch, batch_idx):
+            run = self._run
+            run.hooks.barrier(run=run)
+            if self.trainer.global_rank == 1:
+                time.sleep(1.5)
+            began, busy = time.monotonic(), time.thread_time()
+            run.hooks.barrier(run=run)
+            self.waited, self.share = time.monotonic() - began, (time.thread_time() - busy) / (time.monotonic() - began)
+
+    module = Late()
+    trainer = gt.Trainer(strategy="horovod", accelerator="cpu", devices=RANKS, enable_progress_bar=False)
+    trainer.validate(module, DataLoader(torch.zeros(RANKS, 1), 1))
+    return {"waited": module.waited, "share": module.share}
+
+
+def refused(make, **options):
+    """What a run is refused with on every rank; nothing is trained after it."""
+    try:
+        train(make, distributed_optimizer=True, **options)
+    except (gt.TrainingError, gt.UsageError) as error:
+        return {"error": str(error)}
+    return {"error": None}
 
 
 class Gathers(gt.Module):
@@ -302,6 +333,8 @@ CASES = {
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),
     "gathered": gather,
+    "waiting": waits,
+    "refused: unfrozen": lambda: refused(Unfreezes),
 }
 
 if __name__ == "__main__":
