@@ -1,0 +1,189 @@
+"""Collectives on Horovod, each under a name of its own.
+
+Horovod pairs operations of different ranks by name, and calls one without a name after a counter of its process. It knows neither
+bfloat16 nor bool nor complex numbers, gathers nothing of 0 dimensions, and takes nothing that is not contiguous: objects and gathered
+tensors travel as bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from geartrain import TrainingError
+from geartrain_horovod.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+#: Seconds between two looks at whether an operation is done. Horovod's own wait takes longer to notice, and hears no signal.
+_LOOK = 0.0001
+#: Seconds that ranks have to say that they are here, after an operation failed.
+_ROLL_CALL = 2.0
+
+
+class Collectives:
+    """What ranks do together in one run.
+
+    Args:
+        hvd: the module ``horovod.torch``, initialised.
+        run_number: which run of the program this is; the same on every rank.
+        stall_timeout: seconds that a rank waits for the others in one operation.
+        store: the run's, through which ranks say that they are here; ``None`` where Horovod meets by itself.
+    """
+
+    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, store: Store | None = None) -> None:
+        self.hvd, self._store = hvd, store
+        self.rank, self.size = int(hvd.rank()), int(hvd.size())
+        self._prefix = f"geartrain.{run_number}"
+        self._counts: Counter[str] = Counter()
+        self._watchdog = Watchdog(stall_timeout, self.rank)
+
+    def name(self, what: str) -> str:
+        """A name that is the same on every rank, for something that is done over and over."""
+        return f"{self._prefix}.{what}"
+
+    def next_name(self, kind: str) -> str:
+        """A fresh name, the same on every rank that has made the same calls."""
+        self._counts[kind] += 1
+        return self.name(f"{kind}.{self._counts[kind]}")
+
+    def wait(self, handle: int, name: str, what: str) -> Any:
+        """Wait for an operation that was started. Its result.
+
+        Args:
+            name: under which it was started.
+            what: in words, for errors.
+
+        Raises:
+            TrainingError: another rank has gone, or did something else under the same name.
+        """
+        with self.watched(what, name):
+            while not self.hvd.poll(handle):
+                time.sleep(_LOOK)
+            return self.hvd.synchronize(handle)
+
+    @contextmanager
+    def watched(self, what: str, name: str) -> Iterator[None]:
+        """Around each wait for the others.
+
+        Raises:
+            TrainingError: as :meth:`wait`.
+        """
+        with self._watchdog.watching(what, name):
+            try:
+                yield
+            except self.hvd.HorovodInternalError as error:
+                lines = str(error).strip().splitlines() or ["no reason given"]
+                gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
+                silent = self._roll_call() if gone else []
+                who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
+
+    def say_here(self) -> None:
+        """Tell the others that this rank lives, though its run has failed."""
+        if self._store is not None:
+            with suppress(dist.DistError, RuntimeError):  # rank 0, which keeps the store, has gone
+                self._store.set(f"{self._prefix}/here/{self.rank}", "1")
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not say that they are here."""
+        self.say_here()
+        silent, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ROLL_CALL
+        try:
+            while self._store is not None and silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if not self._store.check([f"{self._prefix}/here/{rank}"])]
+                time.sleep(0.05)
+        except (dist.DistError, RuntimeError):
+            return []
+        return silent if self._store is not None else []
+
+    # --- bytes -----------------------------------------------------------------------------------------------------------
+
+    def _gather_rows(self, row: torch.Tensor, name: str, what: str) -> torch.Tensor:
+        """``[n]`` on the CPU, of one length on all ranks -> ``[size, n]``."""
+        table: torch.Tensor = self.wait(self.hvd.allgather_async(row[None].contiguous(), name=name), name, what)
+        return table
+
+    def gather_values(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 ``[n]`` -> ``[size, n]``, on the CPU."""
+        return self._gather_rows(values.detach().cpu(), self.next_name("log_sync"), "log_sync")
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        """A tensor of every rank; only the first dimension may differ.
+
+        Returns:
+            ``[size, *shape]``, or a list with one tensor a rank where first dimensions differ.
+
+        Raises:
+            TrainingError: other dimensions or types differ.
+        """
+        name = self.next_name("all_gather")
+        shapes = self._shapes(tensor, name)
+        whole = self.wait(self.hvd.allgather_async(_bytes(tensor), name=name), name, "all_gather")
+        sizes = [_numel(shape) * tensor.element_size() for shape in shapes]
+        # Each part gets memory of its own: a view of another type must begin at a multiple of its size.
+        parts = [part.clone().view(tensor.dtype).reshape(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
+        parts = [part.to(tensor.device) for part in parts]
+        return torch.stack(parts) if all(shape == shapes[0] for shape in shapes) else parts
+
+    def _shapes(self, tensor: torch.Tensor, name: str) -> list[list[int]]:
+        """Each rank's shape."""
+        # 64 numbers, as many as torch has dimensions.
+        header = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), zlib.crc32(str(tensor.dtype).encode())])
+        table = self._gather_rows(header, f"{name}.shape", "all_gather").tolist()
+        shapes = [row[1 : 1 + row[0]] for row in table]
+        for rank, (row, shape) in enumerate(zip(table, shapes, strict=True)):
+            if row[-1] != table[0][-1]:
+                raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}.")
+            if len(shape) != len(shapes[0]) or shape[1:] != shapes[0][1:]:
+                raise TrainingError(
+                    f"all_gather: rank 0 has the shape {shapes[0]} and rank {rank} {shape}; only the first dimension may differ."
+                )
+        return shapes
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Rank ``src``'s object, on every rank."""
+        name, mine = self.next_name("broadcast"), self.rank == src
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        size = self.wait(self.hvd.broadcast_async_(size, src, name=f"{name}.size"), f"{name}.size", "broadcast")
+        data = data if mine else torch.empty(int(size), dtype=torch.uint8)
+        data = self.wait(self.hvd.broadcast_async_(data, src, name=name), name, "broadcast")
+        return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+
+    def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Give every rank rank 0's tensors, in place. All are under way at once."""
+        sent = []
+        for key, tensor in tensors.items():
+            name = self.next_name(f"weights.{key}")
+            data = _bytes(tensor).clone()
+            sent.append((self.hvd.broadcast_async_(data, 0, name=name), name, tensor))
+        for handle, name, tensor in sent:
+            data = self.wait(handle, name, "broadcast")
+            tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._gather_rows(torch.zeros(1), self.next_name("barrier"), "barrier")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers as uint8 ``[n]`` on the CPU."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numel(shape: list[int]) -> int:
+    number = 1
+    for length in shape:
+        number *= length
+    return number

@@ -1,0 +1,195 @@
+"""How ranks are started and how Horovod brings them together.
+
+Under ``horovodrun``, and under MPI where Horovod was built with it, Horovod meets by itself, and every process that something has
+started joins. Anywhere else geartrain starts or finds the ranks as it does for ddp, and Horovod's own rendezvous, served by rank 0 and
+named in the run's store, brings them together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from geartrain import Run, TrainingError
+from geartrain.parallel import Place, detect, hear_signals, launch, name_absent_ranks
+
+_MPI = ("Open MPI", "MPICH", "LSF")
+#: Seconds for which Horovod's background threads bear that another's says nothing, as Horovod's own default.
+_SILENCE = 30
+#: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
+_DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
+#: The process sets that Horovod was initialised with, by their ranks.
+_process_sets: dict[tuple[int, ...], Any] = {}
+
+
+def horovod() -> Any:
+    """The module ``horovod.torch``; imported where it is needed, because a plan can be made and shown without it."""
+    import horovod.torch as hvd
+
+    return hvd
+
+
+def launcher() -> Place | None:
+    """This process's place, where something else than geartrain has started it as one of several."""
+    place = detect()
+    return None if place is None or place.launcher == "geartrain" else place
+
+
+def meets_by_itself(place: Place | None) -> bool:
+    """Whether Horovod knows from the environment where the others are."""
+    if place is None or place.launcher in ("geartrain", "torchrun", "SLURM", "environment"):
+        return False
+    return place.launcher == "horovodrun" or (place.launcher in _MPI and bool(horovod().mpi_built()))
+
+
+def start(run: Run, worker: Callable[[int], Any], timeout: float) -> Any:
+    """Call ``worker`` in this process as one of the ranks, after starting this node's others where nobody else has.
+
+    Returns:
+        What ``worker`` returned here.
+    """
+    place = detect()
+    if place is None or not meets_by_itself(place):
+        return launch(run, worker, timedelta(seconds=timeout))
+    run.place = place
+    with ExitStack() as around:
+        around.enter_context(hear_signals())
+        result = worker(place.local_rank)
+        if hasattr(worker, "keep"):  # a Session goes on in here
+            worker.keep(around.pop_all())
+        return result
+
+
+class Meeting:
+    """Horovod, initialised, and what must be undone.
+
+    Args:
+        timeout: seconds to wait for the others.
+        ranks: of a process set that must be there; ``None``: none.
+        timeline: a file to write Horovod's timeline to, or ``None``.
+    """
+
+    def __init__(self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None) -> None:
+        place = run.place
+        assert place is not None
+        self.hvd = horovod()
+        self._stays = meets_by_itself(place)
+        self._server: Any = None
+        self._timeline = timeline
+        #: Horovod's process set of ``ranks``; ``None``: all ranks.
+        self.process_set = None if ranks is None else self._kept(ranks)
+        sets = [] if self.process_set is None else [self.process_set]
+        if not self._stays:
+            self._meet(run, timeout, sets)
+        elif not self.hvd.is_initialized():
+            self._initialise(place, {}, sets)
+        if self.hvd.size() != place.size:
+            raise TrainingError(
+                f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
+                "train alone. Fix: a Horovod built for this launcher (HOROVOD_WITH_MPI=1), or horovodrun --gloo"
+            )
+        if timeline is not None:
+            self.hvd.start_timeline(timeline)
+
+    def _kept(self, ranks: Sequence[int]) -> Any:
+        """The process set of these ranks: where Horovod stays initialised, the one that it was initialised with."""
+        if not (self._stays and self.hvd.is_initialized()):
+            _process_sets.clear()
+            _process_sets[tuple(ranks)] = self.hvd.ProcessSet(list(ranks))
+        elif tuple(ranks) not in _process_sets:
+            raise TrainingError(
+                f"process_set={list(ranks)}: Horovod was initialised by this program's first run, without it, and under its launcher stays "
+                "so. Fix: the same process_set in every run of the program"
+            )
+        return _process_sets[tuple(ranks)]
+
+    def _meet(self, run: Run, timeout: float, sets: list[Any]) -> None:
+        """Meet at a rendezvous of the run's own."""
+        place, store = run.place, run.store
+        assert place is not None
+        assert store is not None
+        with name_absent_ranks(run):
+            if place.rank == 0:
+                self._server = _Rendezvous(store.host)  # type: ignore[attr-defined]  # a TCPStore; of it the stubs know less
+                store.set("horovod", self._server.address)
+            address, port = store.get("horovod").decode().rsplit(" ", 1)
+            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=timeout))
+        # A rank that was stopped or cut off stops the others' background threads for so long, whatever they do.
+        seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(min(timeout, _SILENCE))))}
+        self._initialise(place, _variables(place, address, port) | seconds, sets)
+
+    def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any]) -> None:
+        more = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
+        with _environment({**variables, **more}):
+            try:
+                self.hvd.init(process_sets=sets)
+            except ValueError as error:
+                raise TrainingError(f"rank {place.rank}: Horovod could not connect to its peers: {error}") from error
+
+    def end(self, failed: bool) -> None:
+        """Leave the others; after an error they hear of it. Where Horovod meets by itself it stays initialised for the program's next
+        run: an MPI build cannot be initialised twice, and horovodrun's rendezvous may mix two meetings up."""
+        if self._timeline is not None and not failed:
+            self.hvd.stop_timeline()
+        if failed or not self._stays:
+            self.hvd.shutdown()
+        if self._server is not None:
+            self._server.stop()
+
+
+class _Rendezvous:
+    """Horovod's rendezvous on one address; its own class would listen on all of them."""
+
+    def __init__(self, host: str) -> None:
+        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+        self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="horovod-rendezvous")
+        self._thread.daemon = True
+        self._thread.start()
+        self.address = f"{host} {self._server.server_address[1]}"
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _variables(place: Place, address: str, port: str) -> dict[str, str]:
+    """What horovodrun sets for a rank that meets by Gloo."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return {
+        "HOROVOD_RANK": str(place.rank),
+        "HOROVOD_SIZE": str(place.size),
+        "HOROVOD_LOCAL_RANK": str(place.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(place.local_size),
+        "HOROVOD_CROSS_RANK": str(place.node_rank),
+        "HOROVOD_CROSS_SIZE": str(place.nodes),
+        "HOROVOD_HOSTNAME": f"node{place.node_rank}",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": socket.gethostbyname(address),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_GLOO_IFACE": os.environ.get("HOROVOD_GLOO_IFACE", interface),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for as long as Horovod is initialised: what this rank starts later is no rank, and the next run has others."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
