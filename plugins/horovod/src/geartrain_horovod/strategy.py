@@ -17,7 +17,7 @@ from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, World,
 from geartrain_horovod import rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Gradients, Reduction
-from geartrain_horovod.install import missing
+from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import Meeting, launcher, start
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
