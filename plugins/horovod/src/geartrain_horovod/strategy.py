@@ -14,10 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain_horovod import rates
+from geartrain_horovod import installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Gradients, Reduction
-from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import Meeting, launcher, start
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -55,6 +54,11 @@ class HorovodStrategy:
         self._meeting: Meeting | None = None
         self._failed = False
 
+    @staticmethod
+    def diagnose() -> dict[str, Any]:
+        """What ``geartrain doctor`` shows of Horovod, and what is missing."""
+        return installed.diagnose()
+
     # --- hooks -----------------------------------------------------------------------------------------------------------
 
     @hookimpl
@@ -63,7 +67,7 @@ class HorovodStrategy:
 
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
-        if not plan.assumed and (reason := missing()):
+        if not plan.assumed and (reason := installed.missing()):
             raise UsageError(f"{plan.strategy.label}: {reason}")
 
     @hookimpl
