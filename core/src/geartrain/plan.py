@@ -63,6 +63,8 @@ class Plan:
     output: Path | None = None
     #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
     assumed: bool = False
+    #: What the strategy changes that its user must know, from its method ``notes(plan)`` where it has one: what -> how.
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def processes(self) -> int | None:
@@ -95,6 +97,7 @@ class Plan:
             "batch_size": {"per_device": self.per_device_batch, "global": self.global_batch},
             "plugins": [choice.as_dict() for choice in self.plugins],
             "passed_over": dict(self.passed_over),
+            "notes": dict(self.notes),
             "options": asdict(self.options),
             "hyperparameters": dict(self.hyperparameters),
         }
@@ -114,7 +117,7 @@ def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ..
             f"{_owner(hooks, 'plan_processes')}: plan_processes returned {layout!r}. "
             "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
         )
-    return Plan(
+    plan = Plan(
         accelerator=parts["accelerator"].choice,
         devices=devices,
         strategy=parts["strategy"].choice,
@@ -122,6 +125,8 @@ def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ..
         plugins=plugins,
         **rest,
     )
+    notes = getattr(parts["strategy"].plugin, "notes", None)
+    return replace(plan, notes=notes(plan)) if callable(notes) else plan
 
 
 def check_joins(plan: Plan, hooks: Hooks) -> None:

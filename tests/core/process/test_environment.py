@@ -39,6 +39,16 @@ OPEN_MPI = {
     "MASTER_ADDR": "a",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HOROVODRUN = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4242",
+}
 LSF = {
     "LSB_JOBID": "12",
     "JSM_NAMESPACE_RANK": "2",
@@ -61,6 +71,9 @@ def numbers(place: Place) -> tuple[int, ...]:
         (SRUN, "SLURM", (6, 8, 2, 4, 1), "gpu07"),
         (OPEN_MPI, "Open MPI", (3, 4, 1, 2, 1), "a"),
         (MPICH, "MPICH", (1, 2, 1, 2, 0), "127.0.0.1"),
+        (HOROVODRUN, "horovodrun", (3, 4, 1, 2, 1), None),
+        ({**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "4", "HOROVOD_CROSS_RANK": "0"}, "horovodrun", (3, 4, 1, 4, 0), "127.0.0.1"),
+        ({**HOROVODRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "horovodrun", (3, 4, 1, 2, 1), "a"),
         (BY_HAND, "environment", (2, 3, 2, 3, 0), "localhost"),
         (
             {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
@@ -122,6 +135,13 @@ def test_ranks_of_a_job_agree_on_a_port_without_being_told():
     assert detect(SRUN).master_port == first.master_port
     assert detect({**SRUN, "SLURM_JOB_ID": "78"}).master_port != first.master_port
     assert 1024 < first.master_port < 65536
+
+
+def test_ranks_of_horovodrun_agree_on_a_port_though_each_has_another_parent():
+    here = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "4"}
+    port = detect(here).master_port
+    assert detect({**here, "HOROVOD_RANK": "0", "HOROVOD_LOCAL_RANK": "0"}).master_port == port
+    assert detect({**here, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4243"}).master_port != port
 
 
 def test_lsf_reads_the_rank_file(tmp_path):

@@ -39,6 +39,8 @@ def _print_plan(console: Console, plan: Plan) -> None:
     processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
     table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
     table.add_row("batch size", *_batch_size(plan))
+    for what, how in plan.notes.items():
+        table.add_row(what, how, f"{plan.strategy.name} does so")
     for choice in plan.plugins:
         table.add_row("plugin", _label(choice), choice.reason)
     for label, reason in plan.passed_over.items():

@@ -1,4 +1,5 @@
-"""Who started this process, and which rank it is: torchrun, SLURM, Open MPI, MPICH, LSF, geartrain itself, or a person by hand."""
+"""Who started this process, and which rank it is: torchrun, horovodrun, SLURM, Open MPI, MPICH, LSF, geartrain itself, or a
+person by hand."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from geartrain.errors import UsageError
 #: Set by geartrain in the processes that it starts, to the process's own id: a program that a rank runs inherits it and is no rank.
 STARTED_BY = "GEARTRAIN_STARTED_BY"
 #: What launchers call a job, the same in all of its processes.
-_JOBS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID")
+_JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """This process among the others, as its launcher says. Every number counts from 0."""
 
-    #: Who started it: ``"torchrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or ``"environment"``.
+    #: Who started it: ``"torchrun"``, ``"horovodrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or
+    #: ``"environment"``.
     launcher: str
     rank: int
     size: int
     local_rank: int
     local_size: int
     node_rank: int
-    #: Where rank 0's store is; ``None`` where the launcher does not say and all ranks are on this node.
+    #: Where rank 0's store is; ``None`` under horovodrun on several nodes, where Horovod needs none.
     master_addr: str | None = None
     master_port: int | None = None
 
@@ -45,7 +47,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Place | None:
     """
     if environ.get(STARTED_BY, str(os.getpid())) != str(os.getpid()):
         return None
-    for read in (_ours, _torchrun, _slurm, _open_mpi, _mpich, _lsf, _by_hand):
+    for read in (_ours, _torchrun, _horovodrun, _slurm, _open_mpi, _mpich, _lsf, _by_hand):
         place = read(environ)
         if place is None:
             continue
@@ -117,6 +119,14 @@ def _standard(environ: Mapping[str, str], launcher: str) -> Place | None:
     return Place(launcher, rank, size, local_rank, local_size, nodes[0])
 
 
+def _horovodrun(environ: Mapping[str, str]) -> Place | None:
+    """A worker of horovodrun on Gloo; on MPI it sets what MPI does: https://horovod.readthedocs.io/en/stable/running_include.html"""
+    found = _numbers(
+        environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"
+    )
+    return None if found is None else Place("horovodrun", *found[:5])
+
+
 def _slurm(environ: Mapping[str, str]) -> Place | None:
     """A task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
     found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
@@ -182,6 +192,8 @@ def _with_address(place: Place, environ: Mapping[str, str]) -> Place:
     """Fill in where rank 0's store is."""
     address = environ.get("MASTER_ADDR") or place.master_addr
     if address is None:
+        if place.nodes > 1 and place.launcher == "horovodrun":
+            return place  # Horovod brings its ranks together itself
         if place.nodes > 1:
             raise UsageError(
                 f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and none knows where rank 0 is. "

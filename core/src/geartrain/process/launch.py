@@ -168,9 +168,14 @@ def check(run: Run, place: Place) -> None:
     """Refuse a plan and an environment that disagree.
 
     Raises:
-        UsageError: with both numbers.
+        UsageError: with both numbers; or nobody knows where rank 0 is.
     """
     planned = run.plan.processes
+    if place.master_addr is None:
+        raise UsageError(
+            f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and does not say where rank 0 is, which "
+            f"{run.plan.strategy.label} must know. Fix: set MASTER_ADDR and MASTER_PORT on every node, or --strategy horovod"
+        )
     if planned is None or planned == place.size:
         return
     per_node, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes

@@ -12,15 +12,19 @@ import pickle
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from geartrain import TrainingError
-from geartrain_horovod.watchdog import Watchdog
+from geartrain_horovod.watchdog import Board, Wait, Watchdog
 
 #: Seconds between two looks at whether an operation is done. Horovod's own wait takes longer to notice, and hears no signal.
 _LOOK = 0.0001
+#: Seconds that ranks have to say that they are here, after an operation failed.
+_ROLL_CALL = 2.0
 
 
 class Collectives:
@@ -30,14 +34,16 @@ class Collectives:
         hvd: the module ``horovod.torch``, initialised.
         run_number: which run of the program this is; the same on every rank.
         stall_timeout: seconds that a rank waits for the others in one operation.
+        rendezvous: address and port of Horovod's, through which ranks tell each other what they do; ``None`` where there is none.
     """
 
-    def __init__(self, hvd: Any, run_number: int, stall_timeout: float) -> None:
+    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, rendezvous: tuple[str, int] | None = None) -> None:
         self.hvd = hvd
         self.rank, self.size = int(hvd.rank()), int(hvd.size())
         self._prefix = f"geartrain.{run_number}"
         self._counts: Counter[str] = Counter()
-        self._watchdog = Watchdog(stall_timeout, self.rank)
+        self._board = None if rendezvous is None else Board(*rendezvous, self._prefix)
+        self._watchdog = Watchdog(stall_timeout, self.rank, self.size, self._board)
 
     def name(self, what: str) -> str:
         """A name that is the same on every rank, for something that is done over and over."""
@@ -58,15 +64,56 @@ class Collectives:
         Raises:
             TrainingError: another rank has gone, or did something else under the same name.
         """
-        with self._watchdog.watching(what, name):
+        with self.watched(what, name) as wait:
             while not self.hvd.poll(handle):
+                wait.check()
                 time.sleep(_LOOK)
+            return self.hvd.synchronize(handle)
+
+    @contextmanager
+    def watched(self, what: str, name: str) -> Iterator[Wait]:
+        """Around each wait for the others.
+
+        Raises:
+            TrainingError: as :meth:`wait`.
+        """
+        with self._watchdog.watching(what, name) as wait:
             try:
-                return self.hvd.synchronize(handle)
+                yield wait
             except self.hvd.HorovodInternalError as error:
-                first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-                gone = "a peer has gone: " if "shut down" in first or "onnect" in first else ""
-                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{first}") from error
+                lines = str(error).strip().splitlines() or ["no reason given"]
+                gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
+                silent = self._roll_call() if gone else []
+                who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
+
+    def say_here(self) -> None:
+        """Tell the others that this rank lives, though its run has failed."""
+        if self._board is not None:
+            self._board.put(f"here-{self.rank}", "1")
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that do not say that they are here."""
+        if self._board is None:
+            return []
+        self.say_here()
+        silent, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ROLL_CALL
+        try:
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if self._board.get(f"here-{rank}") is None]
+                time.sleep(0.05)
+        except OSError:  # rank 0, which may serve it, has gone
+            return []
+        return silent
+
+    def leave(self, shutdown: Callable[[], Any], failed: bool) -> None:
+        """Leave the others.
+
+        Args:
+            shutdown: leaves Horovod.
+            failed: whether the run has.
+        """
+        self._watchdog.leave(shutdown, failed)
 
     # --- bytes -----------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from geartrain import Run
 from geartrain_horovod.collectives import Collectives
@@ -204,7 +205,7 @@ class Gradients:
 
     def watch(self, run: Run) -> None:
         """Make units of parameters that are new, and hook those that became trainable."""
-        new = [(name, p) for name, p in _named(run) if p not in self._unit_of]
+        new = [(name, p) for name, p in named_parameters(run, run.optimizers) if p not in self._unit_of]
         taken = {unit.name for unit in self._units}
         for unit in _units(new, self._how.groups):
             while unit.name in taken:  # several models of a Session have parameters of one name
@@ -216,7 +217,6 @@ class Gradients:
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._completed)
 
-
     def close(self) -> None:
         """Let go of the parameters."""
         for hook in self._hooks.values():
@@ -224,10 +224,10 @@ class Gradients:
         self._hooks.clear()
 
 
-def _named(run: Run) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of module and optimizers, each once, by names that are the same on every rank."""
+def named_parameters(run: Run, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the module and of optimizers, each once, by names that are the same on every rank."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
-    for i, optimizer in enumerate(run.optimizers):
+    for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
                 named.setdefault(parameter, f"optimizer{i}.{j}.{k}")

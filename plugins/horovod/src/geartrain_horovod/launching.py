@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,15 @@ from geartrain import Run, TrainingError
 from geartrain.parallel import Place, detect, hear_signals, launch, name_absent_ranks
 
 _MPI = ("Open MPI", "MPICH", "LSF")
+#: Seconds for which Horovod's background threads bear that another's says nothing, as that of a stopped process. Horovod's own default is
+#: 30; on a busy machine less than this would end runs in which nothing is wrong.
+_SILENCE = 20
+#: Seconds that ranks have to come, at the least.
+_TO_COME = 60.0
+#: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
+_DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
+#: The process sets that Horovod was initialised with, by their ranks.
+_process_sets: dict[tuple[int, ...], Any] = {}
 
 
 def horovod() -> Any:
@@ -47,7 +56,7 @@ def start(run: Run, worker: Callable[[int], Any], timeout: float) -> Any:
     Returns:
         What ``worker`` returned here.
     """
-    place = detect()
+    place, timeout = detect(), max(timeout, _TO_COME)
     if place is None or not meets_by_itself(place):
         return launch(run, worker, timedelta(seconds=timeout))
     run.place = place
@@ -64,33 +73,48 @@ class Meeting:
 
     Args:
         timeout: seconds to wait for the others.
-        process_sets: Horovod's own, known from the start.
+        ranks: of a process set that must be there; ``None``: none.
+        timeline: a file to write Horovod's timeline to, or ``None``.
     """
 
-    def __init__(self, run: Run, timeout: float, process_sets: list[Any]) -> None:
+    def __init__(self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None) -> None:
+        place = run.place
+        assert place is not None
         self.hvd = horovod()
-        self._stays = meets_by_itself(run.place)
+        self._stays = meets_by_itself(place)
         self._server: Any = None
-        assert run.place is not None
-        if self._stays:
-            self._join(process_sets)
-        else:
-            self._meet(run, timeout, process_sets)
-        if self.hvd.size() != run.place.size:
+        self._timeline = timeline
+        #: Address and port of Horovod's rendezvous; ``None`` where ranks met without one, as under MPI.
+        self.rendezvous = _prepared()
+        #: Horovod's process set of ``ranks``; ``None``: all ranks.
+        self.process_set = None if ranks is None else self._kept(ranks)
+        sets = [] if self.process_set is None else [self.process_set]
+        if not self._stays:
+            self._meet(run, timeout, sets)
+        elif not self.hvd.is_initialized():
+            self._initialise(place, {}, sets)
+        if self.hvd.size() != place.size:
             raise TrainingError(
-                f"{run.place.launcher} started {run.place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
+                f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
                 "train alone. Fix: a Horovod built for this launcher (HOROVOD_WITH_MPI=1), or horovodrun --gloo"
             )
+        if timeline is not None:
+            self.hvd.start_timeline(timeline)
 
-    def _join(self, process_sets: list[Any]) -> None:
-        """Meet as the launcher has prepared it; for good: an MPI build cannot be initialised twice, and horovodrun's rendezvous may
-        mix two meetings up."""
-        if not self.hvd.is_initialized():
-            self.hvd.init(process_sets="dynamic")
-        for one in process_sets:
-            self.hvd.add_process_set(one)
+    def _kept(self, ranks: Sequence[int]) -> Any:
+        """The process set of these ranks: where Horovod stays initialised, the one that it was initialised with."""
+        if not (self._stays and self.hvd.is_initialized()):
+            _process_sets.clear()
+            _process_sets[tuple(ranks)] = self.hvd.ProcessSet(list(ranks))
+        elif tuple(ranks) not in _process_sets:
+            raise TrainingError(
+                f"process_set={list(ranks)}: Horovod was initialised by this program's first run, without it, and under its launcher stays "
+                "so. Fix: the same process_set in every run of the program"
+            )
+        return _process_sets[tuple(ranks)]
 
-    def _meet(self, run: Run, timeout: float, process_sets: list[Any]) -> None:
+    def _meet(self, run: Run, timeout: float, sets: list[Any]) -> None:
+        """Meet at a rendezvous of the run's own."""
         place, store = run.place, run.store
         assert place is not None
         assert store is not None
@@ -99,17 +123,30 @@ class Meeting:
                 self._server = _Rendezvous(store.host)
                 store.set("horovod", self._server.address)
             address, port = store.get("horovod").decode().rsplit(" ", 1)
-            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=timeout))
-        with _environment(_variables(place, address, port)):
+            self.rendezvous = (address, int(port))
+            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=max(timeout, _TO_COME)))
+        # A rank that was stopped or cut off stops the others' background threads for so long, whatever they do.
+        seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(_SILENCE)}
+        self._initialise(place, _variables(place, address, port) | seconds, sets)
+
+    def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any]) -> None:
+        more = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
+        with _environment({**variables, **more}):
             try:
-                self.hvd.init(process_sets=process_sets)
+                self.hvd.init(process_sets=sets)
             except ValueError as error:
                 raise TrainingError(f"rank {place.rank}: Horovod could not connect to its peers: {error}") from error
 
-    def end(self, failed: bool) -> None:
-        """Leave the others; after an error they hear of it. Under a launcher Horovod stays initialised for the program's next run."""
-        if failed or not self._stays:
-            self.hvd.shutdown()
+    def end(self, failed: bool, leave: Callable[[Callable[[], Any], bool], None]) -> None:
+        """Leave the others; after an error they hear of it. Where Horovod meets by itself it stays initialised for the program's next
+        run: an MPI build cannot be initialised twice, and horovodrun's rendezvous may mix two meetings up.
+
+        Args:
+            leave: calls what it is given, and bears that it may hang.
+        """
+        if self._timeline is not None and not failed:
+            self.hvd.stop_timeline()
+        leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
         if self._server is not None:
             self._server.stop()
 
@@ -130,6 +167,12 @@ class _Rendezvous:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _prepared() -> tuple[str, int] | None:
+    """The rendezvous of horovodrun."""
+    address, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    return (address, int(port)) if address and port.isdigit() else None
 
 
 def _variables(place: Place, address: str, port: str) -> dict[str, str]:

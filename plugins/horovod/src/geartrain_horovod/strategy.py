@@ -14,43 +14,86 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain_horovod import installed, rates
+from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Gradients, Reduction
 from geartrain_horovod.launching import Meeting, launcher, start
+from geartrain_horovod.wrapped import Wrapped
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-#: How many runs this program has begun.
+_OPS = ("average", "sum", "adasum")
+_COMPRESSIONS = ("none", "fp16")
+#: Seconds to wait for ranks to come, where ``stall_timeout`` is off.
+_TO_MEET = 1800.0
+#: How many runs this process has begun.
 _runs = 0
 
 
 class HorovodStrategy:
-    """Joins the ranks that horovodrun, mpirun, torchrun or SLURM started, or starts one process a device itself, and averages gradients
+    """Joins the ranks that horovodrun, mpirun, torchrun or SLURM started, or starts one process a device itself, and reduces gradients
     with Horovod while backward computes.
 
     Args:
-        scale_lr: multiply every learning rate by the number of workers; with ``op="sum"`` or ``"adasum"``, which make the step longer
-            themselves, nothing is multiplied.
+        scale_lr: multiply every learning rate, those of schedulers too, by the number of workers; not where ``op`` is ``"sum"`` or
+            ``"adasum"``, whose steps are longer by themselves.
         compression: ``"none"``, or ``"fp16"``: gradients travel in float16.
-        op: ``"average"``, ``"sum"`` or ``"adasum"`` of the gradients.
-        stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error.
+        op: what becomes of the ranks' gradients: ``"average"``, ``"sum"`` or ``"adasum"``.
+        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation how
+            many there are, which ``distributed_optimizer`` must know.
+        groups: in how many groups gradients travel, each as one; ``None``: each gradient as soon as it is there.
+        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone. ``None``: all.
+        gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
+        timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
+        elastic: not there yet.
+        stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error that
+            says who did not come; 0: for ever.
+        distributed_optimizer: let ``hvd.DistributedOptimizer`` reduce the gradients; parameters that no rank uses then get zeros.
 
     Raises:
-        UsageError: an option that cannot be.
+        UsageError: an option that cannot be, or two that cannot go together.
     """
-
-    #: What the conformance kit may expect.
-    capabilities = {"timeout_option": "stall_timeout"}
 
     def __init__(
         self,
         scale_lr: bool = True,
         compression: str = "none",
         op: str = "average",
+        backward_passes_per_step: int = 1,
+        groups: int | None = None,
+        process_set: list[int] | None = None,
+        gradient_predivide_factor: float = 1.0,
+        timeline: str | None = None,
+        elastic: bool = False,
         stall_timeout: float = 1800.0,
+        distributed_optimizer: bool = False,
     ) -> None:
-        self.scale_lr, self.stall_timeout = scale_lr, stall_timeout
-        self.reduction = Reduction(op, compression == "fp16")
+        for name, value, known in (("op", op, _OPS), ("compression", compression, _COMPRESSIONS)):
+            if value not in known:
+                raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
+        checks.check_numbers(
+            backward_passes_per_step=backward_passes_per_step,
+            groups=groups,
+            gradient_predivide_factor=gradient_predivide_factor,
+            stall_timeout=stall_timeout,
+        )
+        checks.check_ranks(process_set)
+        if gradient_predivide_factor != 1 and op != "average":
+            raise UsageError(f"gradient_predivide_factor={gradient_predivide_factor} is for op='average', not op={op!r}. Fix: leave it out")
+        if op == "adasum" and (process_set is not None or distributed_optimizer):
+            which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={process_set!r}"
+            raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")
+        if elastic:
+            raise UsageError("elastic=True is not there yet. Fix: elastic=False")
+        approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
+        #: What the conformance kit may expect.
+        self.capabilities = {
+            "timeout_option": "stall_timeout",
+            "convergence": 0.5 if approximate else None,
+            "identical_weights": process_set is None,
+        }
+        self.op, self.scale_lr, self.stall_timeout, self.timeline = op, scale_lr, float(stall_timeout), timeline
+        self.passes, self.ranks, self.distributed_optimizer = backward_passes_per_step, process_set, distributed_optimizer
+        self.reduction = Reduction(op, compression == "fp16", float(gradient_predivide_factor), groups)
         self._meeting: Meeting | None = None
         self._failed = False
 
@@ -59,7 +102,22 @@ class HorovodStrategy:
         """What ``geartrain doctor`` shows of Horovod, and what is missing."""
         return installed.diagnose()
 
-    # --- hooks -----------------------------------------------------------------------------------------------------------
+    def lr_factor(self, size: int) -> int:
+        """What learning rates are multiplied by in a world of ``size``."""
+        workers = size if self.ranks is None else len(self.ranks)
+        return workers if self.scale_lr and self.op == "average" else 1
+
+    # --- before anything starts ------------------------------------------------------------------------------------------
+
+    def notes(self, plan: Plan) -> dict[str, str]:
+        """What the plan shows of this strategy."""
+        size = checks.size_of(plan)
+        why = "scale_lr=False" if not self.scale_lr else f"op={self.op!r}"
+        factor = "as configured" if size is None or self.lr_factor(size) == 1 else f"× {self.lr_factor(size)}"
+        workers = "" if size is None else f", {size} worker(s)"
+        alone = [] if self.ranks is None or size is None else [rank for rank in range(size) if rank not in self.ranks]
+        told = {"learning rates": f"{factor} ({'scale_lr' if self.scale_lr and self.op == 'average' else why}{workers})"}
+        return told | ({"process set": f"ranks {alone} train alone"} if alone else {})
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -67,52 +125,68 @@ class HorovodStrategy:
 
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
-        if not plan.assumed and (reason := installed.missing()):
-            raise UsageError(f"{plan.strategy.label}: {reason}")
+        checks.check_combination(plan, module, self.op, self.ranks, self.passes)
+        if not plan.assumed:
+            checks.check_here(plan, self.op, self.timeline)
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        return start(run, worker, self.stall_timeout)
+        return start(run, worker, self.stall_timeout or _TO_MEET)
+
+    # --- set-up ----------------------------------------------------------------------------------------------------------
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
         global _runs
         _runs += 1
         self._failed = False
-        self._meeting = Meeting(run, self.stall_timeout, [])
-        hvd = self._meeting.hvd
-        self.collectives = Collectives(hvd, _runs, self.stall_timeout)
-        self.gradients = Gradients(self.collectives, self.reduction)
+        self._meeting = Meeting(run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline)
+        hvd, ranks = self._meeting.hvd, self._meeting.process_set
+        self.collectives = Collectives(hvd, _runs, self.stall_timeout, self._meeting.rendezvous)
+        self.gradients = Gradients(self.collectives, self.reduction, ranks)
+        passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
+        self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
+        #: Whether this rank has others to reduce gradients with.
+        self._reduces = hvd.size() > 1 and (ranks is None or ranks.included())
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
-        state = model.state_dict(keep_vars=True)
         if run.world.size > 1:
+            state = model.state_dict(keep_vars=True)
             self.collectives.broadcast_tensors({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
         return model
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
         if run.world.size > 1:
+            # As an object: broadcast_optimizer_state would take a step with gradients of zero to have a state to send.
             state = self.collectives.broadcast(optimizer.state_dict(), 0)
             if run.world.rank:
                 optimizer.load_state_dict(state)
-        if self.scale_lr and self.reduction.op == "average":
-            rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], run.world.size)
+        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size))
+        if self._reduces and self.distributed_optimizer:
+            self.wrapped.add(run, optimizer)
+        elif self._reduces:
+            self.gradients.watch(run)
         return optimizer
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         # Gradients stay on this rank until the window's last micro-batch. In manual optimisation and in a Session nobody can tell which
-        # backward is the last before a step: there they are sent when it comes.
-        return self.gradients.early() if last and run.automatic and not run.own_loop and run.world.size > 1 else _NOTHING
+        # backward is the last before a step: there they are sent when the step comes.
+        in_loop = run.automatic and not run.own_loop
+        return self.gradients.early() if last and in_loop and self._reduces and not self.distributed_optimizer else _NOTHING
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
-        if run.world.size > 1:
-            self.gradients.reduce(run)
+        if self._reduces:
+            self.wrapped.reduce(run) if self.distributed_optimizer else self.gradients.reduce(run)
+
+    # --- collectives -----------------------------------------------------------------------------------------------------
 
     @hookimpl
     def log_sync(self, values: torch.Tensor) -> torch.Tensor:
@@ -130,13 +204,17 @@ class HorovodStrategy:
     def barrier(self) -> None:
         self.collectives.barrier()
 
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
     @hookimpl
     def on_exception(self) -> None:
         self._failed = True
+        if self._meeting is not None:
+            self.collectives.say_here()
 
     @hookimpl
     def teardown_process_group(self) -> None:
         if self._meeting is not None:
-            self.gradients.close()
             meeting, self._meeting = self._meeting, None
-            meeting.end(self._failed)
+            self.gradients.close()
+            meeting.end(self._failed, self.collectives.leave)

@@ -25,6 +25,8 @@ from geartrain import TrainingError
 GRACE = 5.0
 #: Seconds from the end of a run by the watchdog to the end of the process, where it does not end by itself.
 _LAST = 15.0
+#: Seconds between two looks of the thread, at the least and at most.
+_LOOKS = (0.2, 5.0)
 #: Frames of a stack that are shown.
 _FRAMES = 6
 
@@ -77,7 +79,7 @@ class Watchdog:
         #: Why the run ends, once it does.
         self.verdict: str | None = None
         self._watched = threading.get_ident()
-        self._interval = min(5.0, max(0.2, timeout / 10))
+        self._interval = min(_LOOKS[1], max(_LOOKS[0], timeout / 10))
         self._beats = 0
         #: Of other ranks: what they told last, and when that was new.
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
@@ -119,6 +121,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
+        self._tell()
         while not self._stop.wait(self._interval):
             now = time.monotonic()
             wait, slept = self.current, now - looked - self._interval
@@ -186,6 +189,8 @@ class Watchdog:
         if rank not in self._heard:
             return None
         told, when = self._heard[rank]
+        if not told:
+            return "has not joined it, and has never said anything"
         doing = f"is in {told['in']}" if told.get("in") else "is in no operation of Horovod"
         if not told.get("in") and told.get("last"):
             doing += f"; its last was {told['last']}"

@@ -1,0 +1,102 @@
+"""What is refused before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from geartrain import Module, Plan, UsageError
+from geartrain_horovod.installed import missing
+from geartrain_horovod.launching import horovod, launcher
+
+
+def check_numbers(**options: Any) -> None:
+    """Refuse options whose numbers cannot be.
+
+    Raises:
+        UsageError: one that is not above 0, or no whole number where one is needed. ``stall_timeout`` may be 0.
+    """
+    for name, value in options.items():
+        whole, off = name in ("backward_passes_per_step", "groups"), name == "stall_timeout" and value == 0
+        number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+        if value is not None and not (number and (value > 0 or off)):
+            more = ", or 0: never" if name == "stall_timeout" else ""
+            raise UsageError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0{more}.")
+
+
+def check_ranks(ranks: Sequence[int] | None) -> None:
+    """Refuse ranks of a process set that cannot be.
+
+    Raises:
+        UsageError: fewer than two, one twice, or rank 0, whose weights are kept, is not among them.
+    """
+    if ranks is None:
+        return
+    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks) or len(set(ranks)) != len(ranks):
+        raise UsageError(f"process_set={list(ranks)!r} must be ranks, each once. Fix: [0, 1], for one")
+    if len(ranks) < 2 or 0 not in ranks:
+        raise UsageError(
+            f"process_set={list(ranks)!r}: ranks outside of it train alone, and checkpoints and results are rank 0's. "
+            "Fix: at least two ranks, one of them 0"
+        )
+
+
+def size_of(plan: Plan) -> int | None:
+    """How many ranks there will be; ``None`` where nobody knows yet."""
+    place = launcher()
+    return plan.processes if place is None else place.size
+
+
+def check_here(plan: Plan, op: str, timeline: str | None) -> None:
+    """Refuse what this machine and its Horovod cannot do.
+
+    Raises:
+        UsageError: no Horovod, or one that was built without what is needed; a timeline that could not be written.
+    """
+    if reason := missing():
+        raise UsageError(f"{plan.strategy.label}: {reason}")
+    if plan.accelerator.name == "cuda" and not horovod().nccl_built():
+        raise UsageError(
+            f"{plan.strategy.label}: this Horovod was built without NCCL, which GPUs need. "
+            "Fix: build it with HOROVOD_GPU_OPERATIONS=NCCL, or --accelerator cpu"
+        )
+    if op == "adasum" and plan.accelerator.name == "cpu" and size_of(plan) != 1 and not horovod().mpi_built():
+        raise UsageError(
+            f"{plan.strategy.label}: op='adasum' on the CPU needs MPI, and this Horovod was built without it. "
+            "Fix: build it with HOROVOD_WITH_MPI=1, or op='average'"
+        )
+    if timeline is not None and not os.access(Path(timeline).absolute().parent, os.W_OK):
+        raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")
+
+
+def check_combination(plan: Plan, module: Module | type[Module], op: str, ranks: Sequence[int] | None, passes: int) -> None:
+    """Refuse what cannot go together.
+
+    Raises:
+        UsageError: with both sides and the way out.
+    """
+    label, size = plan.strategy.label, size_of(plan)
+    if plan.accelerator.name not in ("cpu", "cuda"):
+        raise UsageError(f"{label}: Horovod knows nothing of {plan.accelerator.name}. Fix: --accelerator cpu or cuda")
+    if op == "adasum" and size is not None and size & (size - 1):
+        raise UsageError(f"{label}: op='adasum' needs a power of two of ranks, and there are {size}. Fix: 2, 4, 8, ..., or op='average'")
+    if ranks is not None and size is not None and max(ranks) >= size:
+        raise UsageError(f"{label}: process_set={list(ranks)!r} names rank {max(ranks)}, and there are {size} ranks, from 0 on.")
+    every = plan.options.accumulate_grad_batches
+    if passes not in (1, every) and module.automatic_optimization:
+        raise UsageError(
+            f"{label}: backward_passes_per_step={passes}, and a step has accumulate_grad_batches={every}. "
+            f"Fix: --accumulate-grad-batches {passes}, which divides the loss by it too"
+        )
+    if size != 1 and not inspect.isclass(module):
+        alone = [name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+        if alone:
+            raise UsageError(
+                f"{label}: {type(module).__name__}.{alone[0]} is torch's SyncBatchNorm, which needs a torch.distributed group, and Horovod "
+                "makes none. Fix: BatchNorm, whose statistics are rank 0's at the end, or on GPUs horovod.torch.SyncBatchNorm"
+            )

@@ -1,0 +1,23 @@
+"""The strategy ``horovod`` conforms, on 2 and on 4 ranks. The learning rate stays as it is: N ranks are compared with one process."""
+
+from typing import ClassVar
+
+import pytest
+
+from geartrain.testing import StrategyConformance
+
+pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
+pytest.importorskip("horovod", reason="Horovod is not installed; it is built in an environment of its own")
+
+
+class TestHorovod(StrategyConformance):
+    strategy = "horovod"
+    options: ClassVar[dict[str, object]] = {"scale_lr": False}
+
+
+class TestHorovodOnFour(StrategyConformance):
+    strategy = "horovod"
+    devices = 4
+    options: ClassVar[dict[str, object]] = {"scale_lr": False}
+    deadline = 120.0
+    timeout = 30.0
