@@ -120,7 +120,7 @@ def test_a_rank_that_says_nothing_any_more(board):
     assert re.search(
         r"; rank 1 has not joined it and has said nothing for \d s \(it is stopped, or its machine or network has gone\)", told
     )
-    assert told.endswith("it is in no operation of Horovod; its last was all-reduce 'net.bias'")
+    assert told.endswith("it was in no operation of Horovod; its last was all-reduce 'net.bias'")
     assert "rank 2" not in told
 
 

@@ -28,7 +28,7 @@ _LAST = 15.0
 #: Seconds between two looks of the thread, at the least and at most.
 _LOOKS = (0.2, 5.0)
 #: Frames of a stack that are shown.
-_FRAMES = 6
+_FRAMES = 16
 
 
 class Wait:
@@ -191,15 +191,14 @@ class Watchdog:
         told, when = self._heard[rank]
         if not told:
             return "has not joined it, and has never said anything"
-        doing = f"is in {told['in']}" if told.get("in") else "is in no operation of Horovod"
+        doing = f"in {told['in']}" if told.get("in") else "in no operation of Horovod"
         if not told.get("in") and told.get("last"):
             doing += f"; its last was {told['last']}"
         silent = time.monotonic() - when
         if silent > 1 + 2.5 * self._interval:
-            return (
-                f"has not joined it and has said nothing for {silent:.0f} s (it is stopped, or its machine or network has gone); it {doing}"
-            )
-        return None if told.get("in") == str(wait) else f"has not joined it: it {doing}"
+            why = "it is stopped, or its machine or network has gone"
+            return f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
+        return None if told.get("in") == str(wait) else f"has not joined it: it is {doing}"
 
     def _end_soon(self) -> None:
         """End the process by force, after time to report the error and to end others."""
