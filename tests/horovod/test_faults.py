@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 #: Seconds from a fault to the end of the run; what stalls gets those of its timeout too.
 PROMPT = 30
 STARTED = 90
+#: Seconds after which a wait is a stall; on a busy machine less is none.
+STALL = 12.0
 
 
 class Ended:
@@ -54,9 +56,9 @@ LAUNCHERS = {"geartrain": [], "horovodrun": horovodrun()}
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_a_rank_that_skips_a_collective(tmp_path, launcher):
-    ended = run(tmp_path, "skip", launcher, stall=4.0)
+    ended = run(tmp_path, "skip", launcher, stall=STALL)
     assert ended.code != 0
-    assert "has waited 4 s for the others in log_sync 'geartrain.1.log_sync." in ended.error(0)  # which sizes there are to gather
+    assert "has waited 12 s for the others in log_sync 'geartrain.1.log_sync." in ended.error(0)  # which sizes there are to gather
     assert "; rank 1 has not joined it: it is in all-reduce" in ended.error(0)
     assert "--- rank 1 is at ---" in ended.printed
     assert "self.all_gather(torch.ones(1))" in ended.printed.partition("--- rank 0 is at ---")[2]
@@ -65,7 +67,7 @@ def test_a_rank_that_skips_a_collective(tmp_path, launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_a_stopped_rank(tmp_path, launcher):
-    ended = run(tmp_path, "SIGSTOP", launcher, stall=4.0)
+    ended = run(tmp_path, "SIGSTOP", launcher, stall=STALL)
     assert ended.code != 0
     assert "rank 1 has not joined it and has said nothing for" in ended.error(0) or "no answer from rank 1" in ended.error(0)
 
@@ -75,7 +77,7 @@ def test_a_stopped_rank(tmp_path, launcher):
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes(tmp_path):
-    ended = run(tmp_path, "loop", stall=4.0)
+    ended = run(tmp_path, "loop", stall=STALL)
     assert ended.code != 0
     assert "; rank 1 has not joined it: it is in no operation of Horovod; its last was " in ended.error(0)
     assert "threading.Event().wait()" in ended.printed.partition("--- rank 1 is at ---")[2]
@@ -85,4 +87,5 @@ def test_a_rank_that_never_comes(tmp_path):
 def test_a_killed_rank_of_horovodrun(tmp_path):
     ended = run(tmp_path, "SIGKILL", horovodrun())
     assert ended.code != 0
-    assert "no answer from rank 1" in ended.error(0)
+    # horovodrun ends rank 0 too, which may be before it has found out why.
+    assert "Process name: 1\nExit code: 137" in ended.printed

@@ -200,6 +200,19 @@ def test_no_thread_is_left():
     assert threading.active_count() == before
 
 
+def test_a_shutdown_that_comes_late_ends_nothing(monkeypatch):
+    """The others were ended meanwhile, and the program goes on."""
+    monkeypatch.setattr(module, "GRACE", 0.2)
+    monkeypatch.setattr(module, "_LAST", 1.0)
+    ended, released = [], threading.Event()
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    Watchdog(600.0, 0).leave(lambda: released.wait(30), True)
+    (last,) = [thread for thread in threading.enumerate() if thread.name == "geartrain-horovod-end"]
+    released.set()
+    last.join(30)
+    assert ended == []
+
+
 STUCK = """
 import ctypes, sys
 from geartrain_horovod import watchdog

@@ -96,7 +96,7 @@ class Gradients:
     def _completed(self, parameter: nn.Parameter) -> None:
         unit = self._unit_of[parameter]
         unit.ready.add(parameter)
-        if self._early and unit.under_way is None and len(unit.ready) == len(unit.parameters):
+        if self._early and unit.under_way is None and all(p in unit.ready or not p.requires_grad for p in unit.parameters):
             self._send(unit)
 
     # --- after it --------------------------------------------------------------------------------------------------------
@@ -215,7 +215,8 @@ class Gradients:
             self._unit_of.update(dict.fromkeys(unit.parameters, unit))
         for parameter in self._unit_of:
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._completed)
+                hook = parameter.register_post_accumulate_grad_hook(self._completed)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = hook
 
     def close(self) -> None:
         """Let go of the parameters."""

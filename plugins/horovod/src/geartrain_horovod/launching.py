@@ -120,7 +120,7 @@ class Meeting:
         assert store is not None
         with name_absent_ranks(run):
             if place.rank == 0:
-                self._server = _Rendezvous(store.host)
+                self._server = _Rendezvous(store.host)  # type: ignore[attr-defined]  # a TCPStore; of it the stubs know less
                 store.set("horovod", self._server.address)
             address, port = store.get("horovod").decode().rsplit(" ", 1)
             self.rendezvous = (address, int(port))

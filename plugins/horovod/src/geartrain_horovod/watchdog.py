@@ -113,7 +113,7 @@ class Watchdog:
                 thread.join(0.05)
         self._stop.set()
         if thread.is_alive():  # Horovod shuts down at the end of the program, too, and would wait there
-            self._end_soon()
+            self._end_soon(thread)
         elif self.timeout:
             self._thread.join()
 
@@ -200,13 +200,14 @@ class Watchdog:
             return f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
         return None if told.get("in") == str(wait) else f"has not joined it: it is {doing}"
 
-    def _end_soon(self) -> None:
-        """End the process by force, after time to report the error and to end others."""
+    def _end_soon(self, leaving: threading.Thread) -> None:
+        """End the process by force where Horovod still hangs after time to report the error and to end others."""
 
         def end() -> None:
-            time.sleep(_LAST)
-            _print(f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended")
-            os._exit(1)
+            leaving.join(_LAST)
+            if leaving.is_alive():
+                _print(f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended")
+                os._exit(1)
 
         threading.Thread(target=end, name="geartrain-horovod-end", daemon=True).start()
 

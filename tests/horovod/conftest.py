@@ -1,0 +1,31 @@
+"""What the tests of horovod run: one program of several ranks for many cases."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from geartrain.testing.launching import launched
+
+HERE = Path(__file__).parent
+HAS = all(find_spec(name) is not None for name in ("horovod", "geartrain_horovod"))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked ``horovod`` need the real one."""
+    for item in items:
+        if not HAS and item.get_closest_marker("horovod"):
+            item.add_marker(pytest.mark.skip(reason="Horovod is not installed; it is built in an environment of its own"))
+
+
+@pytest.fixture(scope="session")
+def three_ranks(tmp_path_factory):
+    """case -> what it came to, for each of three ranks; see trainings.py."""
+    folder = tmp_path_factory.mktemp("cases")
+    with launched(str(HERE / "trainings.py"), str(folder), folder=folder) as run:
+        run.succeed(300)
+        assert run.left_behind() == []
+    sys.path.insert(0, str(HERE))
+    return [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(3)]

@@ -1,0 +1,139 @@
+"""What becomes of the gradients of three ranks: each step's, before and after they were reduced, by what they should come to."""
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
+
+
+def ours(three_ranks, case, step, when="after"):
+    """parameter -> its gradient on each rank."""
+    per_rank = [kept[case][when][step] for kept in three_ranks]
+    return {name: [grads[name] for grads in per_rank] for name in per_rank[0]}
+
+
+def reduced(three_ranks, case, ranks=(0, 1, 2), total=torch.mean, **tolerance):
+    """Check every step's gradients: those of ``ranks`` come to ``total`` of what they were, zeros where a rank had none; where no rank
+    had one, none came. Returns how many were looked at."""
+    looked = 0
+    for step in range(len(three_ranks[0][case]["after"])):
+        before, after = ours(three_ranks, case, step, "before"), ours(three_ranks, case, step)
+        for name, grads in before.items():
+            have = [grads[rank] for rank in ranks if grads[rank] is not None]
+            for rank in ranks:
+                found = after[name][rank]
+                if not have:
+                    assert found is None, f"{name}: no rank has used it"
+                    continue
+                whole = torch.stack([torch.zeros_like(have[0]) if grads[r] is None else grads[r] for r in ranks])
+                expected = total(whole.to(torch.promote_types(whole.dtype, torch.float32)), dim=0)
+                torch.testing.assert_close(found, expected.to(found.dtype), **tolerance)
+                assert torch.equal(found, after[name][ranks[0]]), f"{name} differs between ranks"
+                looked += 1
+    return looked
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["average", "groups", "one rank only", "channels last", "complex", "float64", "sparse", "unfrozen", "accumulated", "told the passes"],
+)
+def test_gradients_become_their_mean(three_ranks, case):
+    assert reduced(three_ranks, case) > 12
+
+
+def test_gradients_become_their_sum(three_ranks):
+    assert reduced(three_ranks, "sum", total=torch.sum) > 12
+
+
+@pytest.mark.parametrize("case", ["fp16", "predivided", "complex fp16"])
+def test_gradients_that_travel_in_float16_or_divided_first(three_ranks, case):
+    assert reduced(three_ranks, case, rtol=5e-3, atol=1e-4) > 12
+    exact = [found for step in (0, 1) for found in ours(three_ranks, case, step)["last.weight"]]
+    plain = [found for step in (0, 1) for found in ours(three_ranks, "average", step)["last.weight"]]
+    if case == "fp16":
+        assert not all(map(torch.equal, exact, plain)), "nothing was compressed"
+        assert all(found.dtype == torch.float32 for found in exact)
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "bfloat16 in groups"])
+def test_gradients_in_bfloat16_which_horovod_does_not_know(three_ranks, case):
+    assert reduced(three_ranks, case, rtol=1e-2, atol=1e-3) > 12
+    assert all(found.dtype == torch.bfloat16 for found in ours(three_ranks, case, 0)["last.weight"])
+
+
+def test_only_ranks_of_a_process_set_reduce(three_ranks):
+    assert reduced(three_ranks, "process set", ranks=(0, 2)) > 12
+    for step in range(3):
+        before, after = ours(three_ranks, "process set", step, "before"), ours(three_ranks, "process set", step)
+        assert all(torch.equal(before[name][1], after[name][1]) for name in before), "rank 1 is outside"
+    ends = [kept["process set"]["ended"]["last.weight"] for kept in three_ranks]
+    assert torch.equal(ends[0], ends[2])
+    assert not torch.equal(ends[0], ends[1])
+
+
+def test_a_parameter_of_one_rank_alone(three_ranks):
+    """Rank 1 alone uses ``extra``, in the second step: others take part with zeros. Nobody uses ``unused``, which no decay may move."""
+    for case in ("one rank only", "groups"):
+        before = ours(three_ranks, case, 1, "before")["extra.weight"]
+        assert [grad is None for grad in before] == [True, False, True]
+        for found in ours(three_ranks, case, 1)["extra.weight"]:
+            torch.testing.assert_close(found, before[1] / 3)
+        for step in (0, 2):
+            assert all(found is None for found in ours(three_ranks, case, step)["extra.weight"])
+        for kept in three_ranks:
+            assert torch.equal(kept[case]["started"]["unused.weight"], kept[case]["ended"]["unused.weight"])
+
+
+def test_sparse_gradients_stay_sparse(three_ranks):
+    """SparseAdam refuses a dense one; rank 2 has none at all in the second step."""
+    before = ours(three_ranks, "sparse", 1, "before")["table.weight"]
+    assert before[2] is None
+    assert torch.equal(three_ranks[2]["sparse"]["ended"]["table.weight"], three_ranks[0]["sparse"]["ended"]["table.weight"])
+
+
+def test_parameters_that_are_unfrozen_later(three_ranks):
+    assert all(found is None for found in ours(three_ranks, "unfrozen", 0)["first.weight"])
+    for step in (1, 2):
+        first, *others = ours(three_ranks, "unfrozen", step)["first.weight"]
+        assert first.abs().sum() > 0
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("case", ["recomputed", "meddled"])
+def test_gradients_that_change_after_they_were_sent(three_ranks, case):
+    """A reentrant checkpoint adds to a gradient again; a callback multiplies one on rank 1 alone: the last state counts."""
+    assert reduced(three_ranks, case) > 12
+    sent = [name for _, name in three_ranks[0][case]["sent"] if name and name.endswith("second.weight.again")]
+    assert len(sent) == 3, "once in each step"
+
+
+def test_gradients_are_on_their_way_while_backward_computes(three_ranks):
+    for kept in three_ranks:
+        seen = [(what, name) for what, name in kept["average"]["sent"] if what in ("allreduce_async_", "backward")]
+        step = seen[: seen.index(("backward", "first.weight")) + 1]
+        early = [name.rpartition("gradient.")[2] for what, name in step if what == "allreduce_async_"]
+        assert {"last.weight", "last.bias", "second.weight", "second.bias"} <= set(early)
+        assert "first.weight" not in early
+
+
+def test_with_accumulation_each_gradient_is_sent_once_a_step(three_ranks):
+    for case in ("accumulated", "told the passes"):
+        names = [
+            name for what, name in three_ranks[0][case]["sent"] if what == "allreduce_async_" and name.endswith("gradient.last.weight")
+        ]
+        assert len(names) == 2, "three batches in windows of two"
+
+
+def test_groups_travel_together(three_ranks):
+    sent = [name for what, name in three_ranks[0]["groups"]["sent"] if what == "grouped_allreduce_async_"]
+    assert len(set(sent)) == 2, "three groups, and no rank uses a parameter of the last"
+    assert len(sent) == 6, "in three steps"
+
+
+@pytest.mark.parametrize("case", ["distributed optimizer", "distributed optimizer, accumulated"])
+def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
+    plain = "accumulated" if "accumulated" in case else "average"
+    for kept in three_ranks:
+        for name, expected in kept[plain]["ended"].items():
+            torch.testing.assert_close(kept[case]["ended"][name], expected)
+        assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])

@@ -1,0 +1,158 @@
+"""Who may start the ranks: geartrain, horovodrun, torchrun; and what becomes of them when one fails."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from geartrain.testing.launching import Launched, free_port, launched
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+TRAIN = """
+import os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import geartrain as gt
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        if sys.argv[1:] == ["raise"] and self.trainer.global_rank == 1 and batch_idx == 2:
+            raise KeyError("my own error")
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+for number, options in enumerate([{}, {"op": "sum", "timeline": "timeline.json"}, {}]):
+    module = Net()
+    trainer = gt.Trainer(strategy="horovod", accelerator="cpu", devices=int(os.environ.get("DEVICES", "1")), strategy_options=options,
+                         num_nodes=int(os.environ.get("NODES", "1")), max_epochs=1, enable_progress_bar=False)
+    torch.manual_seed(trainer.global_rank)
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 3)), 4))
+    if number == 0:
+        print("PLAN", trainer.plan.processes, dict(trainer.plan.notes)["learning rates"])
+    print(f"RUN {number} RANK {trainer.global_rank} OF {trainer.world_size}: {module.layer.weight.tolist()}", flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def trained(text, ranks):
+    """run -> rank -> weights, as printed."""
+    found = {}
+    for number, rank, size, weights in re.findall(r"RUN (\d) RANK (\d) OF (\d): (.*)", text):
+        assert int(size) == ranks
+        found.setdefault(int(number), {})[int(rank)] = weights
+    assert sorted(found) == [0, 1, 2], text
+    for by_rank in found.values():
+        assert sorted(by_rank) == list(range(ranks)), text
+        assert len(set(by_rank.values())) == 1, text
+    return found
+
+
+def horovodrun(folder, *arguments, ranks=2, **environment):
+    command = [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--gloo", "--network-interfaces", "lo", sys.executable, *arguments]
+    return Launched(command, folder, {"PATH": f"{SCRIPTS}:{os.environ['PATH']}", **environment})
+
+
+def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
+    with launched("train.py", folder=folder, DEVICES="2") as run:
+        run.succeed(120)
+        logs = run.out
+        assert run.left_behind() == []
+    assert "RUN 2 RANK 0 OF 2" in logs
+    assert (folder / "timeline.json").read_text().count("ALLREDUCE") > 8
+    assert "PLAN 2 × 2 (scale_lr, 2 worker(s))" in logs
+
+
+def test_under_horovodrun_its_world_stands(folder):
+    run = horovodrun(folder, "train.py", ranks=3, DEVICES="1")
+    try:
+        run.succeed(120)
+        trained(run.out, 3)
+        assert "PLAN None × 3 (scale_lr, 3 worker(s))" in run.out
+        assert (folder / "timeline.json").read_text().count("ALLREDUCE") > 8
+        assert run.left_behind() == []
+    finally:
+        run.kill()
+
+
+def test_a_rank_that_raises_under_horovodrun_ends_all(folder):
+    run = horovodrun(folder, "train.py", "raise")
+    try:
+        assert run.wait(60) != 0
+        assert "KeyError: 'my own error'" in run.err
+        assert "a peer has gone" in run.err
+        assert "RUN 0" not in run.out
+        assert run.left_behind() == []
+    finally:
+        run.kill()
+
+
+def test_under_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "train.py"]
+    run = Launched(command, folder)
+    try:
+        run.succeed(120)
+        trained(run.out, 2)
+    finally:
+        run.kill()
+
+
+def test_two_nodes_started_by_hand(folder):
+    where = {"NODES": "2", "DEVICES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        launched("train.py", folder=folder, name="one", NODE_RANK="1", **where) as other,
+        launched("train.py", folder=folder, name="zero", NODE_RANK="0", **where) as first,
+    ):
+        first.succeed(120)
+        other.succeed(60)
+        trained(first.out + other.out, 2)
+
+
+def test_a_rank_killed_is_named(folder):
+    """Without a launcher geartrain watches the ranks."""
+    killed = TRAIN.replace('raise KeyError("my own error")', "os.kill(os.getpid(), 9)")
+    (folder / "train.py").write_text(killed)
+    with launched("train.py", "raise", folder=folder, DEVICES="2") as run:
+        assert run.wait(60) != 0
+        assert "rank 1" in run.err
+        assert "SIGKILL" in run.err
+        assert run.left_behind() == []
+
+
+def test_ranks_of_horovodrun_may_train_with_ddp(folder):
+    """Other strategies join there as well."""
+    pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
+    text = TRAIN.replace('strategy="horovod"', 'strategy="ddp"').replace("strategy_options=options", "strategy_options={}")
+    text = text.replace('dict(trainer.plan.notes)["learning rates"]', '""').replace('os.environ.get("DEVICES", "1")', '"2"')
+    (folder / "train.py").write_text(text)
+    run = horovodrun(folder, "train.py")
+    try:
+        run.succeed(120)
+        trained(run.out, 2)
+    finally:
+        run.kill()
+
+
+def test_missing_horovod_is_said_before_anything_starts(folder):
+    """Where the package is there and Horovod is not."""
+    (folder / "horovod_is_away.py").write_text("import sys\nsys.modules['horovod'] = None\nimport runpy\nrunpy.run_path('train.py')\n")
+    run = subprocess.run([sys.executable, "horovod_is_away.py"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode != 0
+    assert "geartrain-horovod[horovod]" in run.stderr
+    assert "Fix:" in run.stderr

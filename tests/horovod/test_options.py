@@ -1,0 +1,157 @@
+"""Options that cannot be are refused before anything starts, with the way out; the plan says what the strategy changes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import geartrain as gt
+
+pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
+real = pytest.mark.horovod
+
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+def planned(module=Net, devices=2, options=None, **more):
+    return gt.Trainer(strategy="horovod", accelerator="cpu", devices=devices, strategy_options=options, **more).check(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": "mean"}, ("op='mean'", "'average', 'sum', 'adasum'")),
+        ({"compression": "bf16"}, ("compression='bf16'", "'none', 'fp16'")),
+        ({"groups": 0}, ("groups=0", "whole number", "above 0")),
+        ({"groups": 2.5}, ("groups=2.5",)),
+        ({"stall_timeout": 0}, ("stall_timeout=0", "above 0")),
+        ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
+        ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
+        ({"gradient_predivide_factor": 2.0, "op": "sum"}, ("gradient_predivide_factor=2.0", "op='average'", "op='sum'")),
+        ({"process_set": [0]}, ("process_set=[0]", "at least two")),
+        ({"process_set": [1, 2]}, ("process_set=[1, 2]", "train alone", "rank 0")),
+        ({"process_set": [0, 0]}, ("process_set=[0, 0]", "each once")),
+        ({"process_set": [0, -1]}, ("process_set=[0, -1]",)),
+        ({"op": "adasum", "process_set": [0, 1]}, ("adasum", "process_set=[0, 1]")),
+        ({"op": "adasum", "distributed_optimizer": True}, ("adasum", "distributed_optimizer=True")),
+        ({"elastic": True}, ("elastic=True",)),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(gt.UsageError) as caught:
+        planned(options=options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@real
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"devices": 3, "options": {"op": "adasum"}}, ("power of two", "3")),
+        ({"options": {"op": "adasum"}}, ("adasum", "MPI", "HOROVOD_WITH_MPI=1")),
+        ({"options": {"process_set": [0, 2]}}, ("process_set=[0, 2]", "rank 2", "2 ranks")),
+        (
+            {"options": {"backward_passes_per_step": 3}},
+            ("backward_passes_per_step=3", "accumulate_grad_batches=1", "--accumulate-grad-batches 3"),
+        ),
+        ({"options": {"timeline": "/nowhere/there/is/timeline.json"}}, ("timeline", "/nowhere")),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be(more, words):
+    import horovod.torch as hvd
+
+    if hvd.mpi_built() and "MPI" in words:
+        pytest.skip("this Horovod was built with MPI")
+    with pytest.raises(gt.UsageError) as caught:
+        planned(**more)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@real
+def test_passes_that_fit():
+    assert planned(options={"backward_passes_per_step": 3}, accumulate_grad_batches=3).processes == 2
+    assert planned(Manual, options={"backward_passes_per_step": 3}).processes == 2
+
+
+@real
+def test_torchs_sync_batch_norm_is_refused():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
+    with pytest.raises(gt.UsageError, match=r"Net\.norm is torch's SyncBatchNorm.*Fix: "):
+        planned(model)
+    assert planned(model, devices=1).processes == 1
+
+
+@real
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "× 2 (scale_lr, 2 worker(s))"),
+        ({"scale_lr": False}, "as configured (scale_lr=False, 2 worker(s))"),
+        ({"op": "sum"}, "as configured (op='sum', 2 worker(s))"),
+    ],
+    ids=str,
+)
+def test_the_plan_says_what_becomes_of_learning_rates(options, told):
+    plan = planned(options=options)
+    assert plan.notes == {"learning rates": told}
+    assert plan.as_dict()["notes"] == {"learning rates": told}
+
+
+@real
+def test_the_plan_says_who_trains_alone():
+    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone"
+
+
+@real
+def test_explain_prints_it(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import geartrain as gt, torch\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): ...\n"
+        "    def configure_optimizers(self): ...\n"
+    )
+    command = [sys.executable, "-c", "from geartrain.commands import main; raise SystemExit(main())"]
+    words = ["explain", "train.py", "--strategy", "horovod", "--devices", "4", "--accelerator", "cpu"]
+    run = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    assert run.returncode == 0, run.stderr
+    (line,) = (line for line in run.stdout.splitlines() if "learning rates" in line)
+    assert "× 4" in line
+    run = subprocess.run([*command, *words, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert json.loads(run.stdout)["notes"] == {"learning rates": "× 4 (scale_lr, 4 worker(s))"}
+
+
+def test_without_horovod_it_is_refused_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr("geartrain_horovod.checks.missing", lambda: "Horovod is not installed. Fix: build it")
+    with pytest.raises(gt.UsageError, match=r"geartrain-horovod\[horovod\]: Horovod is not installed\. Fix: build it"):
+        planned()
+
+
+def test_planning_imports_no_horovod():
+    code = (
+        "import sys, geartrain as gt\n"
+        "from geartrain_horovod import HorovodStrategy\n"
+        "gt.Trainer(strategy=HorovodStrategy(), accelerator='cpu', devices=2).plan\n"
+        "assert 'horovod' not in sys.modules, 'imported'\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

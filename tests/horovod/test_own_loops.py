@@ -1,0 +1,79 @@
+"""Manual optimisation, a Session's loops, closures, several optimizers and mixed precision on two ranks come to what one process comes
+to on the whole batch."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain.testing.launching import launched
+
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
+HERE = Path(__file__).parent
+DDP = HERE.parent / "ddp"
+
+sys.path.insert(0, str(DDP))
+try:
+    import cases
+    import manual
+    import session_cases
+finally:
+    sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """(kind, case) -> weights, for each rank."""
+    folder = tmp_path_factory.mktemp("own-loops")
+    with launched(str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(DDP)) as run:
+        run.succeed(300)
+    return [torch.load(folder / f"own-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def assert_as(two_ranks, kind, case, expected):
+    first, second = (kept[kind, case] for kept in two_ranks)
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(first[name], second[name]), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize("how", manual.STEPS)
+def test_manual_optimisation(two_ranks, how):
+    assert_as(two_ranks, "manual", how, manual.by_hand(how, cases.samples()))
+
+
+@pytest.mark.parametrize("name", session_cases.CASES)
+def test_session(two_ranks, name):
+    assert_as(two_ranks, "session", name, session_cases.by_hand(name))
+
+
+def test_horovods_own_optimizer_in_loops_of_ones_own(two_ranks):
+    assert_as(two_ranks, "manual", "horovod's own", manual.by_hand("clipping", cases.samples()))
+    assert_as(two_ranks, "session", "horovod's own", session_cases.by_hand("clipped"))
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs, horovod's own", "two", "gentle"])
+def test_as_one_process(two_ranks, name):
+    module = cases.Gentle() if name == "gentle" else cases.Net(name.partition(",")[0])
+    one = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, precision="16-mixed" if name == "gentle" else "32-true")
+    one.fit(module, DataLoader(cases.samples(), 8))
+    if name == "gentle":  # autocast computes in float16 on other batches
+        for key, value in module.state_dict().items():
+            torch.testing.assert_close(two_ranks[0]["fit", name][key], value, rtol=1e-3, atol=1e-4)
+            assert torch.equal(two_ranks[0]["fit", name][key], two_ranks[1]["fit", name][key])
+    else:
+        assert_as(two_ranks, "fit", name, module.state_dict())
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
+    first, second = (kept["fit", "overflow"] for kept in two_ranks)
+    assert first["metrics"]["skipped_steps"] == second["metrics"]["skipped_steps"] == 1
+    assert all(torch.equal(first[name], second[name]) for name in first if name not in ("metrics", "step"))
+
+
+def test_the_launcher_of_this_process_left_no_mark():
+    assert not [name for name in os.environ if name.startswith("HOROVOD_")]
