@@ -213,7 +213,12 @@ OTHERS = {
     "import lightning as L\nt = L.Trainer()\nt.test(net, test_dataloaders=d, verbose=False)": (
         "import geartrain as gt\nt = gt.Trainer()\nt.test(net, dataloaders=d)"
     ),
-    "import lightning as L\nt = L.Trainer()\nt.fit(net, d, ckpt_path=None)": ("import geartrain as gt\nt = gt.Trainer()\nt.fit(net, d)"),
+    "import lightning as L\nt = L.Trainer()\nt.fit(net, d, ckpt_path='a.ckpt')": (
+        "import geartrain as gt\nt = gt.Trainer()\nt.fit(net, d, ckpt_path='a.ckpt')"
+    ),
+    "import lightning as L\nt = L.Trainer()\nt.fit(net, d, ckpt_path='last')": (
+        'import geartrain as gt\nt = gt.Trainer()\nt.fit(net, d, ckpt_path="auto")'
+    ),
     # Fabric
     "import lightning as L\nf = L.Fabric(loggers=[a, b], devices=2)\nf.log('loss', 1)": (
         "import geartrain as gt\nf = gt.Fabric(plugins=[a, b], devices=2)\nf.log('loss', 1)"
@@ -247,7 +252,7 @@ def test_names_and_calls(before):
 
 
 LEFT = {
-    "import lightning as L\nt = L.Trainer()\nt.fit(net, ckpt_path='a.ckpt')": "checkpoint=FILE, which reads the weights",
+    "import lightning as L\nt = L.Trainer()\nt.fit(net, ckpt_path='hpc')": "ckpt_path=FILE",
     "import lightning as L\nclass A(L.LightningModule):\n    def training_step(self, b, i):\n        self.optimizers().toggle_model()": (
         "self.toggle_optimizer(optimizer)"
     ),

@@ -114,8 +114,10 @@ def test_without_output_nothing_is_written(tmp_path, monkeypatch):
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     fit(output=tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=r"holds a run already.*Fix: .*ckpt_path='last'"):
+        fit(output=tmp_path)
     with pytest.raises(UsageError, match="holds a run already"):
-        trainer(output=tmp_path)
+        trainer(output=tmp_path).validate(EvalNet(), loader())
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

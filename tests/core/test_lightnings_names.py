@@ -94,7 +94,7 @@ def test_what_a_session_has_instead_can_be_evaluated():
 
 @pytest.mark.parametrize(
     ("argument", "words"),
-    [("ckpt_path", "Write: checkpoint=FILE"), ("weights_only", "Write: nothing"), ("dataloaders", "Write: train_dataloaders=")],
+    [("weights_only", "Write: nothing"), ("dataloaders", "Write: train_dataloaders=")],
 )
 def test_arguments_of_fit(argument, words):
     with pytest.raises(UsageError, match=rf"Trainer\.fit has no argument '{argument}'") as refused:

@@ -147,7 +147,7 @@ def test_sanity_check_is_limited_by_its_own_steps():
         ("checkpoint_callback", "ModelCheckpoint"),
         ("logger", "plugins="),
         ("progress_bar_refresh_rate", "enable_progress_bar="),
-        ("resume_from_checkpoint", "checkpoint="),
+        ("resume_from_checkpoint", "ckpt_path="),
         ("tpu_cores", "TPU"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
-from geartrain.builtin.folder import RunFolder
+from geartrain.builtin.folder import LastCheckpoint, RunFolder
 from geartrain.builtin.precision import ScaledPrecision, precision_plugin
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.errors import UsageError
@@ -91,26 +91,30 @@ def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes:
 def core_parts(options: Options, precision: Choice, output: str | Path | None, first: bool) -> list[Part]:
     """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
 
-    def part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
-        return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
-
-    parts = [part("defaults", Defaults(), "one process on one device", "default")]
+    parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
-        parts.append(part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
+        parts.append(_core_part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
     computes = precision_plugin(precision.name)
     if computes is not None:
         parts.append(Part(precision, computes))
     if options.gradient_clip_val is not None:
-        parts.append(part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
+        parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:
         from geartrain.builtin.progress import ProgressBar  # rich costs a tenth of a second, which ranks without a bar need not pay
 
-        parts.append(part("progress", ProgressBar(), "enable_progress_bar=True"))
+        parts.append(_core_part("progress", ProgressBar(), "enable_progress_bar=True"))
     return parts
 
 
+def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
+    return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+
+
 def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, ...]:
-    """A run's parts: the trainer's, and in a ``fit`` of a module with ``automatic_optimization = False`` those of manual optimisation."""
+    """A run's parts: the trainer's; in a ``fit`` with a folder what writes last.ckpt, and of a module with
+    ``automatic_optimization = False`` those of manual optimisation."""
+    if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
+        parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
     if command != "fit" or module.automatic_optimization:
         return tuple(parts)
     from geartrain.builtin.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
@@ -120,8 +124,10 @@ def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, .
         Part(part.choice, ManuallyScaledPrecision(part.choice.name, part.plugin._dtype)) if type(part.plugin) is ScaledPrecision else part
         for part in parts
     ]
-    choice = Choice(_MANUAL, "core", "geartrain", __version__, "automatic_optimization = False")
-    return (*same, Part(choice, ManualOptimisation()))  # last: then ``run.manual`` is there in everyone's on_run_start
+    return (
+        *same,
+        _core_part(_MANUAL, ManualOptimisation(), "automatic_optimization = False"),
+    )  # last: then ``run.manual`` is there in everyone's on_run_start
 
 
 def is_manual(hooks: Hooks) -> bool:

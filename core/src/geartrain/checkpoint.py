@@ -1,15 +1,18 @@
-"""Checkpoints: what one holds, how all ranks save it together, how its weights are read, and which are ``"best"`` and ``"last"``."""
+"""Checkpoints: what one holds, how all ranks save it together, how it is read, and which are ``"best"`` and ``"last"``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.errors import TrainingError, UsageError
+from geartrain.fit_state import fit_state
 from geartrain.module import overridden
 from geartrain.parts import Part
+from geartrain.resume import load_fit, refuse
 from geartrain.run import Run
 
 if TYPE_CHECKING:
@@ -20,12 +23,15 @@ LAST = "last.ckpt"
 
 
 def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
-    """What a checkpoint holds: the module's weights, the counters, and what the module's ``on_save_checkpoint`` adds.
+    """What a checkpoint holds: the module's weights, the counters, during ``fit`` all that it needs to go on from here, and what the
+    module's ``on_save_checkpoint`` adds. Every rank calls this; rank 0's is what is to be saved.
 
     Args:
-        epochs: epochs done.
+        epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
     """
     state = {"geartrain": __version__, "step": run.step, "epoch": epochs, "model": run.module.state_dict()}
+    if run.command == "fit" and not run.own_loop:
+        state["fit"] = fit_state(run, epochs)
     if overridden(run.module, "on_save_checkpoint"):
         run.module.on_save_checkpoint(state)
     return state
@@ -42,19 +48,40 @@ def save(run: Run, state: dict[str, Any], path: Path) -> None:
         run.hooks.on_checkpoint_saved(run=run, path=path)
 
 
-def load_weights(run: Run, path: Path) -> None:
-    """Read a checkpoint's weights into the module.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run starts from."""
+
+    #: A checkpoint, or ``None``.
+    path: Path | None = None
+    #: Whether ``fit`` goes on with all that it holds, and not with its weights alone.
+    resumes: bool = False
+
+
+def load(run: Run, start: Start) -> None:
+    """Read a checkpoint's weights into the module and, where the run resumes, everything else to where it belongs.
 
     Raises:
-        TrainingError: it is no checkpoint, or belongs to another model.
+        TrainingError: it is no checkpoint, or does not fit.
+        UsageError: it resumes, and there is nothing left to do.
     """
+    path = start.path
+    if path is None:
+        return
     state = run.hooks.load_checkpoint(run=run, path=path)
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
+    if start.resumes:
+        refuse(run, state, path)
+    weights, trained = state["model"], state.get("trained")
+    if start.resumes and isinstance(trained, dict) and trained.keys() == weights.keys():
+        weights = trained  # the others are an average: see callbacks/ema.py
     try:
-        run.module.load_state_dict(state["model"])
+        run.module.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
+    if start.resumes:
+        load_fit(run, state["fit"], path)
     if overridden(run.module, "on_load_checkpoint"):
         run.module.on_load_checkpoint(state)
 
@@ -62,17 +89,19 @@ def load_weights(run: Run, path: Path) -> None:
 # --- which one -----------------------------------------------------------------------------------------------------------
 
 
-def find(given: str | Path, parts: Iterable[Part], output: Path | None) -> Path:
-    """The file that ``ckpt_path=`` means.
+def find(given: str | Path | None, parts: Iterable[Part], output: Path | None, resumes: bool = False) -> Path | None:
+    """The file that ``ckpt_path=`` means, or ``None`` for none.
 
     Args:
-        given: ``"best"``, ``"last"`` or a file.
+        given: ``"best"``, ``"last"``, a file or ``None``; where the run resumes, also ``"auto"``: the last, if there is one.
         parts: the trainer's.
         output: the run's folder.
 
     Raises:
         UsageError: there is none, or there are several.
     """
+    if given is None or (resumes and given == "auto"):
+        return None if given is None else newest_last(parts, output)
     named = given in ("best", "last")
     path = Path(given) if not named else _best(parts) if given == "best" else _last(parts, output)
     if path.is_file():
@@ -108,12 +137,29 @@ def _best(parts: Iterable[Part]) -> Path:
 
 
 def _last(parts: Iterable[Part], output: Path | None) -> Path:
-    paths = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
-    paths += [Path(one.last_model_path) for one in model_checkpoints(parts) if one.last_model_path]
-    there = [path for path in paths if path.is_file()]
-    if not there:
+    newest = newest_last(parts, output)
+    if newest is None:
+        where = "this trainer has saved no last checkpoint" + (
+            f", and {output} holds none" if output is not None and output.exists() else ""
+        )
         raise UsageError(
-            "this trainer has saved no last checkpoint. Fix: fit first, with a folder for the run (output=DIR) or "
+            f"{where}. Fix: fit first, with a folder for the run (output=DIR) or "
             "plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file"
         )
-    return max(there, key=lambda path: path.stat().st_mtime_ns)
+    return newest
+
+
+def newest_last(parts: Iterable[Part], output: Path | None) -> Path | None:
+    """The newest last checkpoint of the run's folder and of the trainer's ``ModelCheckpoint`` plugins; ``None`` where there is none."""
+    paths = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
+    for one in model_checkpoints(parts):
+        paths += [Path(one.last_model_path)] if one.last_model_path else _of_before(one, output)
+    there = [path for path in paths if path.is_file()]
+    return max(there, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _of_before(one: ModelCheckpoint, output: Path | None) -> Iterator[Path]:
+    """What another process saved as ``last.ckpt``, ``last-v1.ckpt`` and so on, in the run's folder: elsewhere it may be another run's."""
+    folder = None if output is None else output / "checkpoints" if one.dirpath is None else Path(one.dirpath)
+    if one.save_last and folder is not None and output is not None and folder.resolve().is_relative_to(output.resolve()):
+        yield from (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(folder.glob(pattern)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 #: stage -> the method that gives its loaders.
 _METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+#: What a checkpoint can hold beside tensors, and lists, tuples, sets and dicts of them.
+_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
 def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -59,6 +64,18 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
     return data
+
+
+def not_plain(value: Any) -> str | None:
+    """The class of the first thing in ``value`` that could not be read again with ``weights_only=True``; ``None`` where there is none:
+    tensors, numbers, strings, and lists, tuples, sets and dicts of them."""
+    if isinstance(value, torch.Tensor) or value is None or type(value) in _PLAIN:
+        return None
+    if type(value) in (dict, OrderedDict):
+        value = (*value, *value.values())
+    elif type(value) not in (list, tuple, set):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return next((odd for item in value if (odd := not_plain(item)) is not None), None)
 
 
 class Through:

@@ -117,6 +117,11 @@ class Hooks:
         return list(self._specs)
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The run's parts, in the order in which they are registered."""
+        return self._parts
+
+    @property
     def manager(self) -> pluggy.PluginManager:
         """pluggy's own manager, for monitoring and tracing."""
         return self._manager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,8 @@ class Logs:
         self.stop = False
         #: Whether what is logged now will be reported; after an epoch's end it would be lost.
         self.open = True
+        #: The metrics of what is around the running evaluation, outermost first.
+        self._around: list[dict[str, _Metric]] = []
 
     # --- the hot path ----------------------------------------------------------------------------------------------------
 
@@ -151,6 +153,8 @@ class Logs:
             raise TrainingError(
                 f"self.log({name!r}) was called with other options before: {_difference(metric.spec, spec)}. Fix: use another name"
             )
+        elif metric.function is None:
+            metric.function = reductions.check(name, reduce_fx)  # of one that was loaded
         metric.asked = asked
         return metric
 
@@ -187,12 +191,15 @@ class Logs:
 
     def fold(self) -> None:
         """Read every pending value in one transfer and add it to its metric. The CPU waits for the GPU here."""
-        pending = [(metric, value, weight) for metric in self._metrics.values() for value, weight in metric.pending]
+        self._fold(self._metrics)
+
+    def _fold(self, metrics: dict[str, _Metric]) -> None:
+        pending = [(metric, value, weight) for metric in metrics.values() for value, weight in metric.pending]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
         read = iter(_read(tensors))
         for metric, value, weight in pending:
             metric.add(next(read) if isinstance(value, torch.Tensor) else value, weight)
-        for metric in self._metrics.values():
+        for metric in metrics.values():
             metric.pending.clear()
         self._sized = (None, 1)  # lets go of the batch
 
@@ -262,12 +269,35 @@ class Logs:
         run, outer, was_open = self._run, self._metrics, self.open
         before = dict(run.metrics), dict(self.prog_bar), dict(self.logged)
         self._metrics, self.open = {}, True
+        self._around.append(outer)
         try:
             yield
         finally:
+            self._around.pop()
             self._metrics, self.open = outer, was_open
             if not keep:
                 run.metrics, self.prog_bar, self.logged = before
+
+    # --- its state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the running epoch has logged up to now, as plain values. The CPU waits for the GPU here. What torchmetrics objects have
+        seen is theirs."""
+        metrics = self._around[0] if self._around else self._metrics
+        self._fold(metrics)
+        return {
+            "metrics": {m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)] for m in metrics.values()},
+            "prog_bar": dict(self.prog_bar),
+            "logged": dict(self.logged),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with that epoch, in place of what was logged since this one began."""
+        self.prog_bar, self.logged = dict(state["prog_bar"]), dict(state["logged"])
+        self._metrics = {
+            name: _Metric(name, Spec(*spec), last=(last[0], last[1]), total=total, weight=weight, values=list(values))
+            for name, (spec, last, total, weight, values) in state["metrics"].items()
+        }
 
 
 def _with_suffix(name: str, suffix: str) -> str:

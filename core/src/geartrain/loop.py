@@ -11,6 +11,7 @@ import torch
 from geartrain.data import close_batches, map_tensors
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate, same_buffers
+from geartrain.fit_state import begin_epoch
 from geartrain.hooks import fire
 from geartrain.optim import mean_over_ranks, step_schedules, zero_grad
 from geartrain.rounds import while_all_have
@@ -118,27 +119,26 @@ def _forward_backward(run: Run, on: ModuleHooks | None, batch: Any, batch_idx: i
 
 def train_epoch(run: Run) -> None:
     """One pass over the training loader, with the validations that are due inside it."""
-    options, hooks = run.plan.options, run.hooks
-    flush_every, max_steps = options.log_every_n_steps, options.max_steps
+    hooks, resumed = run.hooks, run.resumed
     validation_due = _validation_schedule(run)
-    step, on_step_end, run.batch_idx = hooks.step, hooks.on_step_end, 0
+    step, on_step_end = hooks.step, hooks.on_step_end
+    run.began = begin_epoch(run) if resumed is None else resumed.begin_epoch(run)
     device_batches = hooks.device_batches(run=run, loader=run.loaders["train"][0], stage="train")
     batches: Iterator[Any] = islice(device_batches, run.batches["train"][0])
     if run.unsure["train"]:
         batches = while_all_have(run, batches)
+    accumulate = run.plan.options.accumulate_grad_batches
     try:
-        for window in _windows(batches, options.accumulate_grad_batches):
+        if resumed is not None and resumed.batch_idx:
+            resumed.skip(run, batches)
+            taken = (run.batch_idx - 1) % accumulate + 1  # by the step that was the last
+            batches = batches if not _ends_after(run, taken, None if resumed.validated else validation_due) else iter(())
+        for window in _windows(batches, accumulate):
             step(run=run, micro_batches=window)
             run.step, run.batch_idx, run.batch = run.step + 1, run.batch_idx + len(window), None
             if on_step_end is not None:
                 on_step_end(run=run)
-            if validation_due is not None and validation_due(len(window)):
-                evaluate(run, "validate")
-            if run.step % flush_every == 0:
-                run.logs.flush()  # the CPU waits for the GPU here
-                if run.logs.stop:
-                    break
-            if run.step == max_steps:
+            if _ends_after(run, len(window), validation_due):
                 break
     finally:
         run.step_output = run.batch = None
@@ -148,24 +148,39 @@ def train_epoch(run: Run) -> None:
     run.batches_seen += run.batch_idx
 
 
+def _ends_after(run: Run, taken: int, validation_due: Callable[[int], bool] | None) -> bool:
+    """Validate and flush where the step makes it due that took so many batches; whether the epoch ends with it."""
+    options = run.plan.options
+    if validation_due is not None and validation_due(taken):
+        evaluate(run, "validate")
+    if run.step % options.log_every_n_steps == 0:
+        run.logs.flush()  # the CPU waits for the GPU here
+        if run.logs.stop:
+            return True
+    return run.step == options.max_steps
+
+
 def fit(run: Run) -> None:
     """Epochs until ``max_epochs``, ``max_steps`` or someone's ``should_stop``."""
-    hooks, on, options = run.hooks, run.on, run.plan.options
+    hooks, on, options, resumed = run.hooks, run.on, run.plan.options, run.resumed
     _call(on.on_fit_start)
-    if run.loaders.get("validate") and options.num_sanity_val_steps:
+    if resumed is None and run.loaders.get("validate") and options.num_sanity_val_steps:
         _call(on.on_sanity_check_start)
         evaluate(run, "sanity_check")
         _call(on.on_sanity_check_end)
     _call(on.on_train_start)
+    if resumed is not None:
+        resumed.start(run)
     while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
-        run.outputs = []
+        run.outputs, run.batch_idx = [], 0
         run.logs.open = True
         set_epoch(run.loaders["train"][0], run.epoch)
         fire(hooks.on_epoch_start, run=run)
         _call(on.on_train_epoch_start)
         train_epoch(run)
-        if _validates_after(run):
+        if _validates_after(run) and not (run.resumed is not None and run.resumed.validated):
             evaluate(run, "validate")
+        run.resumed = None
         if on.training_epoch_end is not None:
             on.training_epoch_end(run.outputs)
         _call(on.on_train_epoch_end)

@@ -26,7 +26,7 @@ RENAMED = {
     "auto_scale_batch_size": "geartrain.tuning.Tuner(trainer).scale_batch_size(model), or geartrain tune batch-size",
     "truncated_bptt_steps": "nothing: split the sequence in training_step",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
-    "resume_from_checkpoint": "checkpoint=PATH of fit, which reads the weights",
+    "resume_from_checkpoint": "ckpt_path=PATH of fit",
     "enable_model_summary": "plugins=['model_summary']; without it nothing is printed",
     "weights_summary": "plugins=['model_summary']; without it nothing is printed",
     "process_position": "nothing: there is one progress bar",
@@ -53,10 +53,6 @@ RENAMED = {
     "multiple_trainloader_mode": "nothing: combine the loaders in train_dataloader",
     "stochastic_weight_avg": "plugins=['ema'], which averages exponentially",
 }
-
-
-#: What stands for ``ckpt_path=`` of Lightning's fit.
-CHECKPOINT = "checkpoint=FILE, which reads the weights; optimizers and counters start anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +158,8 @@ def refuse_unknown_of_fit(unknown: dict[str, Any]) -> None:
         raise UsageError(f"Trainer.fit has no argument {name!r}. {_OF_FIT.get(name) or nearest(name, _KNOWN_OF_FIT)}")
 
 
-_KNOWN_OF_FIT = ("train_dataloaders", "val_dataloaders", "datamodule", "checkpoint", "loss", "optimizer")
+_KNOWN_OF_FIT = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "checkpoint", "loss", "optimizer")
 _OF_FIT = {
-    "ckpt_path": f"Write: {CHECKPOINT}",
     "dataloaders": "Write: train_dataloaders=...",
     "weights_only": "Write: nothing: files are always read so",
 }

@@ -49,8 +49,9 @@ class Part:
 
 def state_of(plugin: Any) -> Any:
     """A plugin's ``state_dict()``, or ``None`` where it keeps no state."""
-    return plugin.state_dict() if _keeps_state(plugin) else None
+    return plugin.state_dict() if keeps_state(plugin) else None
 
 
-def _keeps_state(plugin: Any) -> bool:
+def keeps_state(plugin: Any) -> bool:
+    """Whether a plugin has both ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(plugin, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -61,6 +61,8 @@ class Plan:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     #: The run's folder, or ``None``: what a plugin that writes there by default asks in ``check_plan``.
     output: Path | None = None
+    #: Whether ``fit`` goes on with a run that stopped: what that one wrote is there, and goes on.
+    resumes: bool = False
     #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
     assumed: bool = False
     #: What the strategy changes that its user must know, from its method ``notes(plan)`` where it has one: what -> how.
@@ -103,9 +105,9 @@ class Plan:
         }
 
 
-def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, Any]) -> Plan:
+def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, Any], resumes: bool = False) -> Plan:
     """The same plan, now that module and loaders are known."""
-    return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters)
+    return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters, resumes=resumes)
 
 
 def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ...], devices: tuple[int, ...], **rest: Any) -> Plan:

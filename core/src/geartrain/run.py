@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.optim import Optimizer
 
+    from geartrain.fit_state import EpochBegin
     from geartrain.hooks import Hooks
     from geartrain.logs import Logs
     from geartrain.manual import Manual
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from geartrain.optim import Schedule
     from geartrain.plan import Plan
     from geartrain.process.environment import Place
+    from geartrain.resume import Resumed
     from geartrain.step import ModuleHooks, Step
     from geartrain.trainer import Trainer
 
@@ -104,6 +106,10 @@ class Run:
     repeating: bool = False
     #: Whether the loop is somebody's own, a Session's: each optimizer is stepped by itself, and there are neither epochs nor stages.
     own_loop: bool = False
+    #: How the running epoch began; ``None`` before the first one.
+    began: EpochBegin | None = None
+    #: Where a run that resumes goes on, in its first epoch; ``None`` after it, and in other runs.
+    resumed: Resumed | None = None
     #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.
     handed_over: frozenset[str] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.

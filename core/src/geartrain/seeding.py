@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,6 +28,42 @@ def seed_everything(seed: int) -> int:
         sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
+    """Where the global generators stand: torch's, Python's, NumPy's where it is loaded, and those of the device; tensors and plain values.
+
+    Args:
+        every: of every device of this kind that the process sees, instead of one.
+    """
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
+    """Let the global generators go on from what :func:`random_state` gave; those of a device of another kind stay as they are."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in sys.modules and "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    if device.type == "cuda" and "cuda" in state:
+        several = len(state["cuda"]) > 1
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if several else [device]
+        for one, numbers in zip(devices, state["cuda"], strict=False):
+            torch.cuda.set_rng_state(numbers, one)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
 
 
 @contextmanager

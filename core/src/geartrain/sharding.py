@@ -162,6 +162,26 @@ def set_epoch(loader: Any, epoch: int) -> None:
             sampler.set_epoch(epoch)
 
 
+def order_seeds(loader: Any) -> list[int]:
+    """The seeds of a sharded loader's order."""
+    return [sampler.seed for sampler in _samplers(loader) if isinstance(sampler, _Shard)]
+
+
+def set_order_seeds(loader: Any, seeds: list[int]) -> None:
+    """Give a sharded loader the order that another had; nothing to one that is not sharded, or was not."""
+    shards = [sampler for sampler in _samplers(loader) if isinstance(sampler, _Shard)]
+    for sampler, seed in zip(shards, seeds, strict=False):
+        sampler.seed = seed
+
+
+def generators(loader: Any) -> Iterator[torch.Generator]:
+    """The generators of its own that a loader draws its order from."""
+    for thing in (loader, *_samplers(loader)):
+        generator = getattr(thing, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield generator
+
+
 def _samplers(loader: Any) -> list[Any]:
     """A loader's sampler, its batch sampler and the sampler in that, each once."""
     batches = getattr(loader, "batch_sampler", None)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from geartrain.assembly import Asked, assemble, core_parts, is_manual, parts_for, recipes, remake
-from geartrain.checkpoint import find, model_checkpoints
+from geartrain.checkpoint import Start, find, model_checkpoints
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -175,6 +175,7 @@ class Trainer(Placed):
         train_dataloaders: Iterable[Any] | DataModule | None = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
         checkpoint: str | Path | None = None,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: Any = None,
@@ -187,6 +188,8 @@ class Trainer(Placed):
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
             val_dataloaders: the same, or a list of DataLoaders.
             datamodule: where loaders come from that are not given.
+            ckpt_path: the checkpoint to go on from as if ``fit`` had not stopped: a file, ``"best"`` or ``"last"`` as for :meth:`validate`,
+                or ``"auto"``: the last one, and from the beginning where there is none. Epochs and steps count from the beginning.
             checkpoint: weights to start from; optimizer and counters start anew. A file, or ``"best"`` or ``"last"``.
             loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` where its output has the loss as ``loss``.
             optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or one made from its parameters.
@@ -197,7 +200,10 @@ class Trainer(Placed):
                 with a note where a plugin's hook raised them.
         """
         refuse_unknown_of_fit(unknown)
-        self._start("fit", model, {"train": train_dataloaders, "validate": val_dataloaders}, datamodule, checkpoint, loss, optimizer)
+        if ckpt_path is not None and checkpoint is not None:
+            raise UsageError("ckpt_path= goes on with everything, checkpoint= starts from the weights alone. Fix: give one of them")
+        given, resumes = {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path is not None
+        self._start("fit", model, given, datamodule, ckpt_path if resumes else checkpoint, loss, optimizer, resumes)
 
     def validate(
         self,
@@ -247,19 +253,25 @@ class Trainer(Placed):
         return outputs
 
     def check(
-        self, model: Module | type[Module], command: str = "fit", batch_size: int | None = None, datamodule: DataModule | None = None
+        self,
+        model: Module | type[Module],
+        command: str = "fit",
+        batch_size: int | None = None,
+        datamodule: DataModule | None = None,
+        resumes: bool = False,
     ) -> Plan:
         """Complete the plan for a module (or its class) and let every plugin refuse it; starts nothing.
 
         Args:
             batch_size: samples in one batch of the training loader, where it is known.
             datamodule: whose arguments belong to the plan's hyperparameters.
+            resumes: whether ``fit`` goes on with a run that stopped.
 
         Raises:
             UsageError: a module or a plan that cannot work.
         """
         check_module(model, command)
-        self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule))
+        self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
         if is_manual(self.hooks):  # of the module before
             self.hooks = Hooks(self._parts)
         check_joins(self.plan, self.hooks)
@@ -278,6 +290,7 @@ class Trainer(Placed):
         checkpoint: Any,
         loss: Any = None,
         optimizer: Any = None,
+        resumes: bool = False,
     ) -> Any:
         if model is None and command != "fit":
             model, datamodule, checkpoint = self._as_before(command, given, datamodule, checkpoint)
@@ -291,9 +304,9 @@ class Trainer(Placed):
             check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
-        path = None if checkpoint is None else find(checkpoint, self._parts, self.output)
+        start = Start(find(checkpoint, self._parts, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
-        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule)
+        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self
@@ -312,7 +325,7 @@ class Trainer(Placed):
             epoch=epochs,
         )
         source = DataSource(given, datamodule)
-        return hooks.launch(run=run, worker=partial(work, run, source, path))
+        return hooks.launch(run=run, worker=partial(work, run, source, start))
 
     def _as_before(self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any) -> tuple[Any, Any, Any]:
         """The last run's model; its data where none is given; and the best weights where no others are asked for, as in Lightning."""

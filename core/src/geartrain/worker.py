@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from geartrain import loop
 from geartrain.assembly import is_manual
-from geartrain.checkpoint import load_weights
+from geartrain.checkpoint import Start, load
 from geartrain.data import DataSource, count_batches, describe
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
@@ -34,12 +33,12 @@ from geartrain.step import ModuleHooks, Step
 _STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
 
 
-def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int) -> Any:
+def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
     """Set up this process, run the command and tear down, whatever happens.
 
     Args:
         source: where loaders come from.
-        checkpoint: whose weights to start from, or ``None``.
+        start: the checkpoint to start from.
         local_rank: this process on its node, from 0.
 
     Returns:
@@ -55,9 +54,9 @@ def work(run: Run, source: DataSource, checkpoint: Path | None, local_rank: int)
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        compare_with_rank_0(run, checkpoint)
+        compare_with_rank_0(run, start)
         _set_up_loaders(run, source)
-        _set_up_model(run, checkpoint)
+        _set_up_model(run, start)
         if options.seed is not None and run.world.rank:
             seed_everything(options.seed + run.world.rank)  # the same weights on every rank, but not the same dropout
         run.hooks.freeze()
@@ -101,7 +100,7 @@ def _attach(run: Run, source: DataSource) -> None:
         owner.setup(run.command)
 
 
-def compare_with_rank_0(run: Run, checkpoint: Path | None = None) -> None:
+def compare_with_rank_0(run: Run, start: Start | None = None) -> None:
     """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
 
     Raises:
@@ -113,7 +112,7 @@ def compare_with_rank_0(run: Run, checkpoint: Path | None = None) -> None:
     plan = {key: value for key, value in run.plan.as_dict().items() if key not in ("passed_over", "hyperparameters")}
     parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
     # Of a checkpoint the name: nodes may keep their copies in different folders.
-    read = None if checkpoint is None else checkpoint.name
+    read = None if start is None or start.path is None else start.path.name
     mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
     first = run.hooks.broadcast(run=run, obj=mine, src=0)
     odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
@@ -170,7 +169,7 @@ def _agree_on_rounds(run: Run, stage: str) -> None:
     run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
 
 
-def _set_up_model(run: Run, checkpoint: Path | None) -> None:
+def _set_up_model(run: Run, start: Start) -> None:
     asleep = sum(not part.training for part in run.module.modules())
     if run.command == "fit" and asleep:
         warnings.warn(
@@ -188,8 +187,7 @@ def _set_up_model(run: Run, checkpoint: Path | None) -> None:
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
-    if checkpoint is not None:
-        load_weights(run, checkpoint)
+    load(run, start)
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(tmp_
     assert differ(module, trained)
     for path in (tmp_path / "run" / "last.ckpt", best.best_model_path, best.last_model_path):
         state = torch.load(path, weights_only=True)
-        assert set(state) == {"geartrain", "step", "epoch", "model", "trained" if validate else "average"}
+        assert set(state) == {"geartrain", "step", "epoch", "model", "fit", "trained" if validate else "average"}
         assert_equal(state["model"], average if validate else trained)
         assert_equal(state["trained"] if validate else state["average"], trained if validate else average)
 
@@ -149,7 +149,7 @@ def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
     follows = Follows()
     trainer(plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run").fit(EvalNet(), loader(), loader(4))
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert set(state) == {"geartrain", "step", "epoch", "model"}
+    assert set(state) == {"geartrain", "step", "epoch", "model", "fit"}
     assert_equal(state["model"], follows.weights[-1])
 
 

@@ -28,6 +28,8 @@ class CSVLogger:
     that whoever reads it finds a whole one, old or new. One that is larger than 16 MiB and has not doubled since is not written anew:
     the lines go on in ``metrics.2.csv``, with all columns. So no more than about twice a table's length is ever copied.
 
+    A ``fit`` that resumes goes on in the table that is there.
+
     NaN and infinity are written ``nan``, ``inf`` and ``-inf``, as pandas reads them; a metric that was not logged is an empty cell.
 
     Args:
@@ -52,7 +54,7 @@ class CSVLogger:
         if path is None:
             raise UsageError("geartrain[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
         # Only what this object finds at first: a later run of its goes on in the file that the first one began.
-        if not self._began and path.exists():
+        if not self._began and not plan.resumes and path.exists():
             raise UsageError(f"geartrain[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
         self._began = True
 

@@ -5,38 +5,46 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from geartrain.checkpoint import LAST, checkpoint_state, save
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.plan import Plan
 from geartrain.run import Run
 
 
 class RunFolder:
-    """Writes what a run decided, logged and ended with. Rank 0 writes; a checkpoint is every rank's business.
+    """Writes what a run decided, logged and ended with. Rank 0 writes.
 
     Args:
         path: the folder; made where it is not there.
-        first: whether this is rank 0, which must find no other run there; the others find the one that it began.
+        first: whether this is rank 0, which must find no other run there, unless it goes on with it; the others find the one
+            that it began.
 
     Raises:
-        UsageError: it holds another run already, or is a file.
+        UsageError: it is a file; or, by ``check_plan``, holds another run already.
     """
 
     def __init__(self, path: Path, first: bool = True) -> None:
-        if first and (path / "plan.json").exists():
-            raise UsageError(
-                f"output={str(path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one"
-            )
         if path.exists() and not path.is_dir():
             raise UsageError(f"output={str(path)!r} is not a folder.")
-        self.path = path
+        self.path, self._looks = path, first
         self._metrics: IO[str] | None = None
         self._started = 0.0
         self._last: dict[str, float] = {}
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        # Only what this object finds at first: a later run of its goes on in the folder that the first one began.
+        if self._looks and not plan.resumes and (self.path / "plan.json").exists():
+            raise UsageError(
+                f"output={str(self.path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one; "
+                "or go on with that run: fit(..., ckpt_path='last'), on the command line --resume"
+            )
+        self._looks = False
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -52,10 +60,6 @@ class RunFolder:
             line = {"step": step, "epoch": run.epoch, "stage": run.stage, **_writable(metrics)}
             self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()
-
-    @hookimpl
-    def on_epoch_end(self, run: Run) -> None:
-        save(run, checkpoint_state(run, run.epoch + 1), self.path / LAST)
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
@@ -82,6 +86,20 @@ class RunFolder:
             "metrics": _writable(self._last),
         }
         _write_json(self.path / "summary.json", summary)
+
+
+class LastCheckpoint:
+    """Writes the run folder's last.ckpt after each epoch. Every rank's business.
+
+    A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
+    """
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if run.output is not None:
+            save(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
+        return results
 
 
 def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:

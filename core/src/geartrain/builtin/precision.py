@@ -113,6 +113,8 @@ class ScaledPrecision(MixedPrecision):
 
     #: Were another owner preferred, losses would be scaled and gradients not, or the other way round.
     must_own = frozenset({"backward", "optimizer_step"})
+    #: Gradients overflow on all ranks or on none, so the scale is the same.
+    same_on_all_ranks = True
 
     _scaler: torch.amp.GradScaler
 
@@ -175,6 +177,14 @@ class ScaledPrecision(MixedPrecision):
         if optimizer is run.optimizers[-1]:
             self._finish(run)
         return self._stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this scale."""
+        self._scaler.load_state_dict(state)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         """Called where ``optimizer.step`` is: a fused optimizer is called also to skip, and finds the overflow in ``found_inf``."""

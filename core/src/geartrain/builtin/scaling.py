@@ -94,6 +94,14 @@ class ManuallyScaledPrecision(ScaledPrecision):
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         return self._stepped
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "clean": self._clean, "batch": self._batch, "overflowed": self._overflowed, "stepped": self._any_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this scale."""
+        self._scale, self._clean, self._batch = state["scale"], state["clean"], state["batch"]
+        self._overflowed, self._any_step = state["overflowed"], state["stepped"]
+
     def _unscale(self, run: Run, optimizer: Optimizer) -> None:
         now = self._now.get(optimizer)
         if now is _Now.MIXED:

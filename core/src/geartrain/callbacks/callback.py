@@ -185,6 +185,7 @@ class Adapter:
             raise UsageError(f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing")
         if all(callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")):
             self.state_dict, self.load_state_dict = callback.state_dict, callback.load_state_dict  # type: ignore[attr-defined]
+            self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, World, World]:

@@ -38,6 +38,9 @@ class EarlyStopping:
         TrainingError: the metric was not logged.
     """
 
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
     def __init__(
         self,
         monitor: str,

@@ -37,6 +37,9 @@ class EMA:
         UsageError: a decay, ``every`` or ``start_step`` that cannot be; or a state that does not fit the module.
     """
 
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
     def __init__(self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
             raise UsageError(f"ema: decay={decay!r} must lie between 0.0 and 1.0.")

@@ -65,6 +65,9 @@ class ModelCheckpoint:
         TrainingError: ``monitor`` or a metric of ``filename`` was not logged.
     """
 
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
     def __init__(
         self,
         monitor: str | None = None,
@@ -135,16 +138,20 @@ class ModelCheckpoint:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._on = run.command == "fit" and not run.plan.options.fast_dev_run
-        self._validated = self._expected = self._warned = self._looked = False
+        self._validated = self._expected = self._warned = False
+        self._looked = run.resumed is not None and bool(self.best_model_path or self.last_model_path)
         if self._on and self._steps is None:
             self._at_epoch_end = looks_after_epochs(run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end")
 
-    @hookimpl
-    def on_step_end(self, run: Run) -> None:
+    # Wrappers, so that it looks after all others: those that fail the run, those that put other weights in for the validation, and those
+    # whose state goes into the checkpoint.
+
+    @hookimpl(wrapper=True)
+    def on_step_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
         if self._on and self._steps is not None and run.step % self._steps == 0:
             self._look(run, run.epoch)
-
-    # Wrappers, so that it looks after all others: those that fail the run, and those that put other weights in for the validation.
+        return results
 
     @hookimpl(wrapper=True)
     def on_validation_end(self, run: Run) -> Generator[None, Any, Any]:
@@ -193,10 +200,16 @@ class ModelCheckpoint:
             warnings.warn(f"{turn.missing} Until it is, nothing is kept as the best", stacklevel=2)
             self._warned = True
         paths = [path for path in (turn.path, turn.last) if path]
-        state = checkpoint_state(run, epochs) if paths else {}
-        for path in paths:
-            save(run, state, Path(path))
-        self._remember(turn, run)
+        before = self.state_dict()
+        old = self._remember(turn)  # first: the file that is saved is to know of itself
+        try:
+            state = checkpoint_state(run, epochs) if paths else {}
+            for path in paths:
+                save(run, state, Path(path))
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        self._tell_and_delete(run, turn, old)
 
     def _decide(self, run: Run) -> _Turn:
         folder = self._folder(run.plan)
@@ -231,8 +244,8 @@ class ModelCheckpoint:
         worst = self.kth_best_model_path
         return not math.isnan(score) and (not worst or is_better(self.mode, score, self.best_k_models[worst]))
 
-    def _remember(self, turn: _Turn, run: Run) -> None:
-        """Note what is saved, and delete what it takes the place of."""
+    def _remember(self, turn: _Turn) -> list[str]:
+        """Note what is about to be saved. Returns the files that it takes the place of."""
         old = [path for path, new in ((turn.drop, turn.path), (self.last_model_path, turn.last)) if new and path not in ("", new)]
         self.last_model_path = turn.last or self.last_model_path
         if turn.path:
@@ -244,9 +257,12 @@ class ModelCheckpoint:
                 self.best_k_models[turn.path] = turn.score
                 self.best_model_path = next(iter(self._ranked()), "")
                 self.best_model_score = self.best_k_models.get(self.best_model_path)
-            if self.verbose:
-                why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
-                say(run, f"model_checkpoint: saved {turn.path}{why}.")
+        return old
+
+    def _tell_and_delete(self, run: Run, turn: _Turn, old: list[str]) -> None:
+        if turn.path and self.verbose:
+            why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
+            say(run, f"model_checkpoint: saved {turn.path}{why}.")
         if run.world.rank == 0:
             for path in old:
                 _delete(Path(path))

@@ -32,6 +32,9 @@ class Timer:
         UsageError: a duration that cannot be read or is not above 0, or a wrong interval.
     """
 
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
     def __init__(self, duration: Duration, interval: Literal["step", "epoch"] = "step") -> None:
         if interval not in ("step", "epoch"):
             raise UsageError(f"timer: interval={interval!r}. Fix: 'step' or 'epoch'")

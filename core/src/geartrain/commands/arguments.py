@@ -50,7 +50,7 @@ _OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
     },
 }
 #: Options that some commands do not have: in a config file that another command's --print-config wrote they say nothing.
-_OF_SOME = {"checkpoint", "json", "assume", *(option for options in _OWN.values() for option in options)}
+_OF_SOME = {"checkpoint", "resume", "json", "assume", *(option for options in _OWN.values() for option in options)}
 
 
 @dataclass
@@ -165,6 +165,9 @@ def _normalise(argv: list[str]) -> list[str]:
         name = "--" + name[2:].replace("-", "_")
         name = re.sub(r"^--(strategy|accelerator)\.", r"--\1_options.", name)
         bare = not has_value and (i + 1 == len(argv) or argv[i + 1].startswith(("--", "-q")))
+        if bare and name == "--resume":
+            tokens.append("--resume=last")
+            continue
         tokens.append(f"{name}=true" if bare and name[2:] in flags else name + has_value + value)
     return tokens
 
@@ -223,6 +226,9 @@ def build_parser(command: str, target: Target | None, names: Names, registry: Re
         parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that is not here")
     else:
         parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
+    if command == "fit":
+        text = "go on from this checkpoint as if fit had not stopped; without a value from the last one in --output, auto: if there is one"
+        parser.add_argument("--resume", type=str | None, default=None, help=text)
     for option, (kind, default, text) in _OWN.get(command, {}).items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
     parser.add_class_arguments(Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False)

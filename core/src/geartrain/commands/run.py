@@ -21,8 +21,10 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:
         raise UsageError("predict writes predictions.pt into a folder. Fix: --output DIR")
     model, data = request.make_model()
-    checkpoint: Any = {"checkpoint" if name == "fit" else "ckpt_path": request.values.checkpoint}
-    result = getattr(trainer, name)(model, datamodule=data, **checkpoint)
+    values = request.values
+    fit = name == "fit"
+    files: Any = {"checkpoint": values.checkpoint, "ckpt_path": values.resume} if fit else {"ckpt_path": values.checkpoint}
+    result = getattr(trainer, name)(model, datamodule=data, **files)
     if name == "predict" and trainer.output is not None and trainer.is_global_zero:
         # One output a batch, on the CPU: torch.load(path, weights_only=True) reads tensors, numbers, strings and their nestings.
         torch.save(result, trainer.output / "predictions.pt")

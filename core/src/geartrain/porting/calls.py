@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from geartrain.options import CHECKPOINT, RENAMED
+from geartrain.options import RENAMED
 from geartrain.porting import names
 from geartrain.porting.arguments import Arguments
 from geartrain.trainer import Trainer
@@ -96,13 +96,13 @@ def fabric(arguments: Arguments) -> list[Todo]:
 
 
 def fit(arguments: Arguments) -> list[Todo]:
-    """``trainer.fit(ckpt_path=...)``, which goes on with a run there: here only its weights can be read."""
-    if "ckpt_path" not in arguments.names:
-        return []
-    if arguments.literal("ckpt_path") is None:
-        arguments.drop("ckpt_path")
-        return []
-    return [("Trainer.fit(ckpt_path=...)", CHECKPOINT)]
+    """``trainer.fit(ckpt_path=...)``, which means the same, but for two places that Lightning knows and its ``"last"``."""
+    given = arguments.literal("ckpt_path") if "ckpt_path" in arguments.names else None
+    if given == "last":  # which Lightning passes over where there is none
+        arguments.put("ckpt_path", '"auto"')
+    elif given in ("hpc", "registry"):
+        return [(f"Trainer.fit(ckpt_path={given!r})", "ckpt_path=FILE")]
+    return []
 
 
 def _devices(arguments: Arguments) -> list[Todo]:

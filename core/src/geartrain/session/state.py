@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from geartrain.data import not_plain
 from geartrain.errors import TrainingError, UsageError
 
 
@@ -19,7 +18,7 @@ def of(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"save: the state is a dict of names, not {type(state).__name__}. Fix: {{'model': model, 'optimizer': optimizer}}")
-    odd = [name for name, value in state.items() if not hasattr(value, "state_dict") and not _is_plain(value)]
+    odd = [name for name, value in state.items() if not hasattr(value, "state_dict") and not_plain(value)]
     if odd:
         raise UsageError(
             f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and could not be read again as data alone. "
@@ -52,11 +51,3 @@ def take(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[st
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TrainingError(f"{path}: {name!r} does not fit {type(thing).__name__}: {error}") from error
     return {name: value for name, value in found.items() if name not in state}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor) or value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return True
-    if type(value) is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return type(value) in (list, tuple, set) and all(map(_is_plain, value))

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from geartrain.hparams import HyperParameters
 from geartrain.module import DataModule
+from geartrain.sharding import generators
 
 #: Puts one thing back as it was when this was made, and returns it; may be called several times.
 _Rewinder = Callable[[], Any]
@@ -40,7 +41,7 @@ class Rewind:
         for other in others:
             if isinstance(other, DataModule):
                 self._rewinders.append(_names(other, seen))
-            self._rewinders += [_rewinder(generator, seen) for generator in _generators(other)]
+            self._rewinders += [_rewinder(generator, seen) for generator in generators(other)]
 
     def __call__(self) -> None:
         with torch.no_grad():
@@ -158,15 +159,6 @@ def _generator(value: torch.Generator | random.Random) -> _Rewinder:
         return _as_it_is(value)
     told, tell = value.getstate(), value.setstate
     return lambda: (tell(told), value)[1]
-
-
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """The generators that a loader draws its order from."""
-    batches = getattr(loader, "batch_sampler", None)
-    for thing in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-        generator = getattr(thing, "generator", None)
-        if isinstance(generator, torch.Generator):
-            yield generator
 
 
 # --- global generators ---------------------------------------------------------------------------------------------------

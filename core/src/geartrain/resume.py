@@ -1,0 +1,224 @@
+"""Going on from a checkpoint as if ``fit`` had not stopped: what is refused, what is loaded, and how an epoch is taken up within."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from geartrain.data import describe
+from geartrain.errors import TrainingError, UsageError
+from geartrain.fit_state import FORMAT, EpochBegin, begin_epoch, named_parts, set_random
+from geartrain.sharding import set_order_seeds
+
+if TYPE_CHECKING:
+    from geartrain.run import Run
+
+#: What is there in every file.
+_KEYS = ("step", "epoch", "batch_idx", "validated", "batches_seen", "optimizers", "schedulers", "parts", "seeds", "ranks")
+
+
+@dataclass(slots=True)
+class Resumed:
+    """Where a run goes on, in the first epoch after a checkpoint."""
+
+    #: Batches of that epoch that were done.
+    batch_idx: int
+    #: Whether the validation that was due there was done.
+    validated: bool
+    #: This rank's random state there and at the epoch's beginning; ``None`` on a rank that the file knows nothing of.
+    random: dict[str, Any] | None
+    began: dict[str, Any] | None
+    logs: dict[str, Any] | None
+
+    def start(self, run: Run) -> None:
+        """Go on between two epochs, before the next one's hooks are called."""
+        if self.random is not None and not self.batch_idx:
+            set_random(run, self.random)
+
+    def begin_epoch(self, run: Run) -> EpochBegin:
+        """As :func:`begin_epoch`, where the epoch began before."""
+        if self.began is not None:
+            set_random(run, self.began)
+        return begin_epoch(run)
+
+    def skip(self, run: Run, batches: Iterator[Any]) -> None:
+        """Take the batches that were done and leave everything as it was after them.
+
+        Raises:
+            TrainingError: the loader has fewer.
+        """
+        taken = sum(1 for _ in islice(batches, self.batch_idx))
+        if taken < self.batch_idx:
+            raise TrainingError(f"the checkpoint was saved after {self.batch_idx} batches of an epoch, and the loader has only {taken}")
+        run.batch_idx = taken
+        if self.random is not None:
+            set_random(run, self.random)
+        if self.logs is not None:
+            run.logs.load_state_dict(self.logs)
+
+
+def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
+    """Refuse a checkpoint from which this ``fit`` cannot go on, before anything is loaded: on every rank alike.
+
+    Raises:
+        TrainingError: it has weights only, is of a newer version, or of other optimizers or schedulers.
+        UsageError: there is nothing left to do.
+    """
+    fit = state.get("fit")
+    if not isinstance(fit, dict) or "format" not in fit:
+        raise TrainingError(
+            f"{path} holds weights, and not what a fit needs to go on. Fix: checkpoint={str(path)!r} (on the command line --checkpoint), "
+            "which starts from the weights"
+        )
+    if fit["format"] != FORMAT:
+        raise TrainingError(
+            f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} this version does not know. "
+            "Fix: that version, or start from the weights alone with checkpoint="
+        )
+    missing = [key for key in _KEYS if key not in fit]
+    if missing:
+        raise TrainingError(f"{path} is not whole: it has no {', '.join(map(repr, missing))}")
+    options = run.plan.options
+    for name, done, end in (("max_steps", fit["step"], options.max_steps), ("max_epochs", fit["epoch"], options.max_epochs)):
+        if end != -1 and done >= end:
+            unit = name.removeprefix("max_")
+            raise UsageError(f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}")
+    total = run.batches["train"][0]
+    if len(fit["ranks"]) == run.world.size and total is not None and fit["batch_idx"] > total:
+        raise UsageError(
+            f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has {total}. Fix: the same data and batch size"
+        )
+    _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
+    _refuse_others("scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path)
+
+
+def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
+    theirs, ours = [one["class"] for one in saved], [type(one).__name__ for one in now]
+    if theirs != ours:
+        raise TrainingError(
+            f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made {', '.join(ours) or 'none'}. "
+            "Fix: the same ones, or start from the weights alone with checkpoint="
+        )
+
+
+def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
+    """Give optimizers, schedulers, parts and counters their state; the weights are loaded.
+
+    Raises:
+        TrainingError: a state does not fit.
+    """
+    for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
+        with _telling(path, type(optimizer).__name__):
+            _load_optimizer(optimizer, saved["state"])
+    anew = []
+    for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
+        if saved["state"] is None:
+            anew.append(type(schedule.scheduler).__name__)
+            continue
+        with _telling(path, type(schedule.scheduler).__name__):
+            schedule.scheduler.load_state_dict(saved["state"])
+    for stage, seeds in fit["seeds"].items():
+        for loader, seed in zip(run.loaders.get(stage, ()), seeds, strict=False):
+            set_order_seeds(loader, seed)
+    run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
+    mine = _of_this_rank(run, fit)
+    run.metrics.update(mine.get("metrics", {}))
+    batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
+    run.resumed = Resumed(batch_idx, fit["validated"], mine.get("random"), mine.get("began"), mine.get("logs"))
+    _load_parts(run, fit, mine.get("parts", {}), anew, path)
+    _warn_of_replay(run, batch_idx)
+
+
+@contextmanager
+def _telling(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TrainingError(f"{path}: the state of {what} does not fit: {error}") from error
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """``load_state_dict``, with groups and state in the same dicts as before: a scheduler was made with them, and so was an optimizer that
+    a strategy has put another in front of. torch puts new ones in their place, and the old ones would hear of no step."""
+    groups, slots = list(optimizer.param_groups), optimizer.state
+    optimizer.load_state_dict(state)
+    for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        if old is not new:
+            old.clear()
+            old.update(new)
+            optimizer.param_groups[index] = old
+    if optimizer.state is not slots:
+        new_slots = dict(optimizer.state)
+        slots.clear()
+        slots.update(new_slots)
+        optimizer.state = slots
+
+
+def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
+    """What the file has of this rank. In a world of another size that is its random state, if it was there, and rank 0's metrics."""
+    ranks, rank = fit["ranks"], run.world.rank
+    if len(ranks) == run.world.size:
+        return dict(ranks[rank])
+    kept = ranks[rank] if rank < len(ranks) else {}
+    return {"random": kept.get("random"), "began": kept.get("began"), "metrics": ranks[0]["metrics"]}
+
+
+def _in_this_world(run: Run, fit: dict[str, Any]) -> int:
+    """After how many batches of this rank an epoch goes on that a world of another size began."""
+    before, now, done = len(fit["ranks"]), run.world.size, fit["batch_idx"]
+    batches: int = done * before // now
+    if done and run.world.rank == 0:
+        warnings.warn(
+            f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks go on with after {batches}: "
+            "some of its samples may come twice or not at all, and its metrics are of what is left",
+            stacklevel=2,
+        )
+    return batches
+
+
+def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], anew: list[str], path: Path) -> None:
+    """Give each part its state, and say whose is missing.
+
+    Args:
+        own: this rank's; empty in a world of another size.
+        anew: what else begins anew.
+    """
+    shared, here = fit["parts"], named_parts(run.hooks.parts)
+    elsewhere: list[str] = []
+    known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
+    for name, part in here.items():
+        if name in shared or name in own:
+            with _telling(path, part.choice.label):
+                part.plugin.load_state_dict(shared[name] if name in shared else own[name])
+        else:
+            (elsewhere if name in known else anew).append(part.choice.label)
+    absent = sorted(known - here.keys())
+    facts = {
+        f"it has state of {', '.join(absent)}, which this run does not have": absent,
+        f"it has no state of {', '.join(anew)}: begun anew": anew,
+        f"{', '.join(elsewhere)} keeps a state a rank, of {len(fit['ranks'])} ranks and not {run.world.size}: begun anew": elsewhere,
+    }
+    told = [fact for fact, names in facts.items() if names]
+    if told and run.world.rank == 0:
+        warnings.warn(f"{path}: {'; '.join(told)}", stacklevel=2)
+
+
+def _warn_of_replay(run: Run, batch_idx: int) -> None:
+    """Say where a loader may not give again what it gave."""
+    loader = run.loaders["train"][0]
+    one_shot, stream = isinstance(loader, Iterator), isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if run.world.rank == 0 and ((one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)):
+        what = "is an iterator, which goes on from where it stands" if one_shot else "cannot be told where to go on"
+        warnings.warn(
+            f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. They are those that were trained on only "
+            "if it gives the same again",
+            stacklevel=2,
+        )
