@@ -158,6 +158,16 @@ def test_the_raw_code_256_wraps_to_0():
     assert encode(x)[0].tolist() == encode_plain(x)[0].tolist() == [[0] * 40]
 
 
+@pytest.mark.parametrize("value", [1.0, 1e30, torch.nan, torch.inf])
+def test_no_float_that_is_no_byte_is_converted(value):
+    """What a conversion makes of one is undefined: a fast path that works on one processor says nothing about another."""
+    x = torch.cat([torch.randn(1, 40), torch.full((1, 40), value)])
+    with mock.patch.object(minmax_uint8, "_encoded", wraps=minmax_uint8._encoded) as by_plain_lines:
+        encode(x)
+    (chunk, *_), _ = by_plain_lines.call_args
+    torch.testing.assert_close(chunk, x[1:], rtol=0, atol=0, equal_nan=True)
+
+
 # The least element's level is one under ``lower``. Wrapped to 255 it would come back as the greatest.
 @pytest.mark.parametrize(
     ("least", "greatest"), [("0x1.d3f5d4p-1", "0x1.daec78p-1"), ("-0x1.a5eafcp+9", "-0x1.a5baf8p+9"), ("0x1.157ecep+66", "0x1.15b012p+66")]
@@ -221,12 +231,14 @@ def test_costs_less_than_the_bytes_it_saves_at_1_gbit_a_second():
     x = torch.randn(2, 10 * MB // 8)
     saved = (x.numel() * 4 - compress(x).numel()) * 8 / 1e9
     assert saved == pytest.approx(0.0629, rel=0.01)
-    times = []
+    before, times = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # of one thread, CPU time is what it takes on an idle machine
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.process_time()
         decompress(compress(x))
-        times.append(time.perf_counter() - start)
-    assert min(times) < saved  # a twelfth of it where nothing else runs
+        times.append(time.process_time() - start)
+    torch.set_num_threads(before)
+    assert min(times) < saved  # about a twelfth of it
 
 
 # --- the Triton kernels ---------------------------------------------------------------------------------------------------
