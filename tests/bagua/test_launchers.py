@@ -21,7 +21,7 @@ def test_joins_torchrun_and_trains_the_same(tmp_path):
         assert not (tmp_path / "logs").exists()
     for rank in range(2):
         weights = torch.load(tmp_path / f"upstream-{rank}.pt", weights_only=True)
-        assert norm(weights["bytegrad of shards"]) == pytest.approx(NORMS_OF_SHARDS["bytegrad of shards"], abs=1e-5)
+        assert norm(weights["bytegrad of shards"]) == pytest.approx(NORMS_OF_SHARDS["bytegrad of shards"], abs=2e-4)
 
 
 @pytest.mark.slow

@@ -124,7 +124,9 @@ def low_precision_decentralized(ranks: Ranks, hierarchical: bool = False) -> Non
         for i, optimizer in enumerate(ranks.optimizers):
             ranks.backward(i)
             optimizer.step()
-            sent.append(quantised(ranks.weights(i) + left[i] / 3 + right[i] / 3 - 5 / 3 * own[i]))
+            change = torch.add(ranks.weights(i), left[i], alpha=1 / 3)  # Bagua's order: another rounds to another byte here and there
+            change = torch.add(change, right[i], alpha=1 / 3)
+            sent.append(quantised(torch.sub(change, own[i], alpha=5 / 3)))
         for i in range(n):
             left[i] = left[i] + sent[(i - 1) % n]
             right[i] = right[i] + sent[(i + 1) % n]
