@@ -60,6 +60,7 @@ class Decentralized(OwnWeights):
             _check_even(among.size, self.hierarchical)
 
     def start_step(self) -> None:
+        super().start_step()
         if self.due:
             exchange = partial(self._exchange, number=self.steps // self.communication_interval)
             for bucket in self.context.buckets:
