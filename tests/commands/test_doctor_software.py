@@ -249,6 +249,21 @@ def test_plugins_that_cannot_be_imported_are_problems_with_their_fix(install, mo
     assert problems[broken] == "pip install no_such_module_here"
 
 
+def test_strategies_and_plugins_may_say_what_is_wrong(install):
+    source = "class A:\n    @staticmethod\n    def diagnose(): "
+    told = "{'facts': {'library': None}, 'problems': ['it is old. Fix: pip install new']}"
+    install("geartrain-a", f"{source}return {told}\n", strategies={"old": "A"})
+    install("geartrain-b", f"{source}raise RuntimeError('asked')\n", plugins={"bad": "A"})
+    section = examine("plugins", doctor_software.plugins, Registry())
+    rows = {row["name"]: row for row in section.facts["plugins"]}
+    assert rows["old"]["diagnosis"]["facts"] == {"library": None}
+    assert rows["bad"]["diagnosis"] is rows["single"]["diagnosis"] is None
+    findings = {finding.what: finding for finding in section.findings}
+    assert findings.keys() == {"geartrain-a[old]: it is old", "geartrain-b[bad]: its diagnose() fails: RuntimeError: asked"}
+    old = findings["geartrain-a[old]: it is old"]
+    assert (old.fix, old.must) == ("pip install new", False)  # nobody has chosen it
+
+
 # --- versions ------------------------------------------------------------------------------------------------------------
 
 

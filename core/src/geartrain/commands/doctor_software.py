@@ -148,12 +148,10 @@ def _accelerator(section: Section, candidate: Candidate, cls: Any, wanted: str) 
     if candidate.state != "unavailable":
         row["device_count"] = _asked(section, candidate, "device_count", cls.device_count)
     if hasattr(cls, "diagnose"):
-        diagnosis = _asked(section, candidate, "diagnose", lambda: checked(cls.diagnose()))
-        row["diagnosis"] = diagnosis
         # What is wrong with a device that nobody would use need not be fixed.
-        must = candidate.state == "selected" or wanted in ("gpu", candidate.name.lower())
-        for problem in (diagnosis or {}).get("problems", ()):
-            section.problem(f"{candidate.label}: {problem}", must=must)
+        row["diagnosis"] = _diagnosis(
+            section, candidate, cls, must=candidate.state == "selected" or wanted in ("gpu", candidate.name.lower())
+        )
     return row
 
 
@@ -198,10 +196,22 @@ def _processes(device: Any) -> list[Any]:
 
 
 def plugins(section: Section, registry: Registry) -> None:
-    """Whether each strategy and plugin can be imported."""
+    """Whether each strategy and plugin can be imported, and what those say of this machine that say something."""
+    section.facts["plugins"] = rows = []
     for candidate in (*registry.of("strategy"), *registry.of("plugin")):
-        _load(section, registry, candidate)
-    section.facts["plugins"] = [candidate.as_dict() for kind in ("strategy", "plugin") for candidate in registry.of(kind)]
+        cls = _load(section, registry, candidate)
+        row: dict[str, Any] = {**candidate.as_dict(), "diagnosis": None}
+        if hasattr(cls, "diagnose"):
+            row["diagnosis"] = _diagnosis(section, candidate, cls, must=False)  # nobody has chosen it
+        rows.append(row)
+
+
+def _diagnosis(section: Section, candidate: Candidate, cls: Any, must: bool) -> dict[str, Any] | None:
+    """What a class's ``diagnose()`` returned; its problems are findings."""
+    diagnosis: dict[str, Any] | None = _asked(section, candidate, "diagnose", lambda: checked(cls.diagnose()))
+    for problem in (diagnosis or {}).get("problems", ()):
+        section.problem(f"{candidate.label}: {problem}", must=must)
+    return diagnosis
 
 
 def _load(section: Section, registry: Registry, candidate: Candidate) -> Any:

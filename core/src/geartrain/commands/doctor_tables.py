@@ -94,7 +94,11 @@ def _accelerators(section: Section) -> Iterator[Table]:
         distribution = f"{row['distribution']} {row['version']}"
         table.add_row(row["name"], row["state"], _text(row["device_count"]), row["reason"], distribution)
     yield table
-    for row in found:
+    yield from _diagnoses(found)
+
+
+def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
+    for row in rows:
         diagnosis = row["diagnosis"] or {}
         if diagnosis.get("facts"):
             yield _pairs(f"what {row['name']} says", ((str(name), _text(value)) for name, value in diagnosis["facts"].items()))
@@ -121,9 +125,11 @@ def _process(process: Mapping[str, Any]) -> str:
 
 def _plugins(section: Section) -> Iterator[Table]:
     table = _table("strategies and plugins", "name", "kind", "state", "reason", "distribution")
-    for row in section.facts.get("plugins", []):
+    rows = section.facts.get("plugins", [])
+    for row in rows:
         table.add_row(row["name"], row["kind"], row["state"], row["reason"], f"{row['distribution']} {row['version']}")
     yield table
+    yield from _diagnoses(rows)
 
 
 def _all_reduce(section: Section) -> Iterator[Table]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from geartrain import Module, Plan, UsageError
-from geartrain_horovod.install import missing
+from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import horovod, launcher
 
 
@@ -19,12 +19,14 @@ def check_numbers(**options: Any) -> None:
     """Refuse options whose numbers cannot be.
 
     Raises:
-        UsageError: one that is not above 0, or no whole number where one is needed.
+        UsageError: one that is not above 0, or no whole number where one is needed. ``stall_timeout`` may be 0.
     """
     for name, value in options.items():
-        whole = name in ("backward_passes_per_step", "groups")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0):
-            raise UsageError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0.")
+        whole, off = name in ("backward_passes_per_step", "groups"), name == "stall_timeout" and value == 0
+        number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+        if value is not None and not (number and (value > 0 or off)):
+            more = ", or 0: never" if name == "stall_timeout" else ""
+            raise UsageError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0{more}.")
 
 
 def check_ranks(ranks: Sequence[int] | None) -> None:

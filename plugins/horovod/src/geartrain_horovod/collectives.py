@@ -12,18 +12,14 @@ import pickle
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from geartrain import TrainingError
-from geartrain_horovod.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from geartrain_horovod.watchdog import Board, Wait, Watchdog
 
 #: Seconds between two looks at whether an operation is done. Horovod's own wait takes longer to notice, and hears no signal.
 _LOOK = 0.0001
@@ -38,15 +34,16 @@ class Collectives:
         hvd: the module ``horovod.torch``, initialised.
         run_number: which run of the program this is; the same on every rank.
         stall_timeout: seconds that a rank waits for the others in one operation.
-        store: the run's, through which ranks say that they are here; ``None`` where Horovod meets by itself.
+        rendezvous: address and port of Horovod's, through which ranks tell each other what they do; ``None`` where there is none.
     """
 
-    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, store: Store | None = None) -> None:
-        self.hvd, self._store = hvd, store
+    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, rendezvous: tuple[str, int] | None = None) -> None:
+        self.hvd = hvd
         self.rank, self.size = int(hvd.rank()), int(hvd.size())
         self._prefix = f"geartrain.{run_number}"
         self._counts: Counter[str] = Counter()
-        self._watchdog = Watchdog(stall_timeout, self.rank)
+        self._board = None if rendezvous is None else Board(*rendezvous, self._prefix)
+        self._watchdog = Watchdog(stall_timeout, self.rank, self.size, self._board)
 
     def name(self, what: str) -> str:
         """A name that is the same on every rank, for something that is done over and over."""
@@ -67,21 +64,22 @@ class Collectives:
         Raises:
             TrainingError: another rank has gone, or did something else under the same name.
         """
-        with self.watched(what, name):
+        with self.watched(what, name) as wait:
             while not self.hvd.poll(handle):
+                wait.check()
                 time.sleep(_LOOK)
             return self.hvd.synchronize(handle)
 
     @contextmanager
-    def watched(self, what: str, name: str) -> Iterator[None]:
+    def watched(self, what: str, name: str) -> Iterator[Wait]:
         """Around each wait for the others.
 
         Raises:
             TrainingError: as :meth:`wait`.
         """
-        with self._watchdog.watching(what, name):
+        with self._watchdog.watching(what, name) as wait:
             try:
-                yield
+                yield wait
             except self.hvd.HorovodInternalError as error:
                 lines = str(error).strip().splitlines() or ["no reason given"]
                 gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
@@ -91,21 +89,31 @@ class Collectives:
 
     def say_here(self) -> None:
         """Tell the others that this rank lives, though its run has failed."""
-        if self._store is not None:
-            with suppress(dist.DistError, RuntimeError):  # rank 0, which keeps the store, has gone
-                self._store.set(f"{self._prefix}/here/{self.rank}", "1")
+        if self._board is not None:
+            self._board.put(f"here-{self.rank}", "1")
 
     def _roll_call(self) -> list[int]:
         """The ranks that do not say that they are here."""
+        if self._board is None:
+            return []
         self.say_here()
         silent, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ROLL_CALL
         try:
-            while self._store is not None and silent and time.monotonic() < deadline:
-                silent = [rank for rank in silent if not self._store.check([f"{self._prefix}/here/{rank}"])]
+            while silent and time.monotonic() < deadline:
+                silent = [rank for rank in silent if self._board.get(f"here-{rank}") is None]
                 time.sleep(0.05)
-        except (dist.DistError, RuntimeError):
+        except OSError:  # rank 0, which may serve it, has gone
             return []
-        return silent if self._store is not None else []
+        return silent
+
+    def leave(self, shutdown: Callable[[], Any], failed: bool) -> None:
+        """Leave the others.
+
+        Args:
+            shutdown: leaves Horovod.
+            failed: whether the run has.
+        """
+        self._watchdog.leave(shutdown, failed)
 
     # --- bytes -----------------------------------------------------------------------------------------------------------
 

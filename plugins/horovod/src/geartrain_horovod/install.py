@@ -1,12 +1,232 @@
-"""Whether Horovod is installed, and how to install it."""
+"""``python -m geartrain_horovod.install``: build Horovod for the torch that is installed here, keep the wheel, install it.
+
+A plain ``pip install horovod`` fails after minutes: its CMake files ask for C++14, and torch's headers need C++17. Here the standard is
+appended to every call of the compiler, and nothing of Horovod is changed. The wheel is kept under a name that says all it depends on;
+pip's own cache would hand one out that was built for another torch or with other options.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
+
+from geartrain_horovod.installed import missing, torch_version
+
+__all__ = ["main", "missing"]
+
+VERSION = "0.28.1"
+#: Lines of a failed build that are shown.
+_SHOWN = 30
+#: The first CMake that hears CMAKE_CXX_COMPILER_LAUNCHER, and the first that must be told that old projects are welcome.
+_LAUNCHER_SINCE, _POLICY_SINCE = (3, 17), (4, 0)
 
 
-def missing() -> str | None:
-    """Why Horovod cannot be used here, with how to install it; ``None`` where it can."""
-    if find_spec("horovod") is None:
-        return "Horovod is not installed. Fix: see the README of geartrain-horovod for how to build it"
-    return None
+class InstallError(Exception):
+    """What is missing, or what failed, with the fix."""
+
+
+@dataclass
+class Recipe:
+    """How Horovod is built here.
+
+    Raises:
+        InstallError: something that the build needs is not here.
+    """
+
+    mpi: bool = False
+    nccl: bool = False
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    #: Variables for the build.
+    variables: dict[str, str] = field(init=False)
+    #: A script to be used as CXX, where the compiler cannot be told otherwise.
+    wrapper: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        found = torch_version()
+        if found is None:
+            raise InstallError("torch is not installed, and Horovod is built for one. Fix: pip install torch first")
+        self.torch = found
+        compiler = self._compiler()
+        cmake = self._cmake()
+        self._check()
+        self.variables = self._variables(cmake)
+        flag = "-std=c++20" if self.mpi else "-std=c++17"  # Open MPI's C++ header is fine with either, gloo's MPI part only with 20
+        if shutil.which("ccache", path=self.environ.get("PATH")) or cmake < _LAUNCHER_SINCE:
+            # Horovod's CMake files put ccache, where it finds it, in the launcher's place.
+            self.wrapper = f'#!/bin/sh\nexec {compiler} "$@" {flag}\n'
+        else:
+            self.variables["CMAKE_CXX_COMPILER_LAUNCHER"] = f'sh;-c;exec "$0" "$@" {flag}'
+
+    def _compiler(self) -> str:
+        named = self.environ.get("CXX")
+        for name in [named] if named else ["c++", "g++", "clang++"]:
+            if shutil.which(shlex.split(name)[0], path=self.environ.get("PATH")):
+                return name
+        raise InstallError(f"there is no C++ compiler ({named or 'c++, g++ or clang++'}). Fix: apt-get install g++, or set CXX")
+
+    def _cmake(self) -> tuple[int, ...]:
+        name = self.environ.get("HOROVOD_CMAKE", "cmake")
+        path = shutil.which(name, path=self.environ.get("PATH"))
+        if path is None:
+            raise InstallError(f"there is no {name}. Fix: pip install cmake, or apt-get install cmake")
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, env=dict(self.environ)).stdout
+        found = re.search(r"version\s+(\d+)\.(\d+)", told)
+        cmake = (int(found[1]), int(found[2])) if found else (0, 0)
+        if cmake < (3, 13):
+            raise InstallError(f"{path} is older than 3.13. Fix: pip install cmake, or set HOROVOD_CMAKE to a newer one")
+        return cmake
+
+    def _check(self) -> None:
+        """What else the build needs."""
+        path = self.environ.get("PATH")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            raise InstallError("Python's headers are not installed. Fix: apt-get install python3-dev")
+        for module, name in (("pip", "pip"), ("setuptools", "setuptools"), ("packaging", "packaging")):
+            if find_spec(module) is None:
+                fix = "python -m ensurepip" if name == "pip" else f"pip install {name}"
+                raise InstallError(f"the build needs {name}, which is not installed. Fix: {fix}")
+        if self.mpi and shutil.which("mpicxx", path=path) is None:
+            raise InstallError("there is no mpicxx. Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out")
+        home = next((self.environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if self.environ.get(name)), "")
+        if self.nccl and shutil.which("nvcc", path=os.pathsep.join([os.path.join(home, "bin"), path or ""])) is None:
+            raise InstallError("there is no nvcc. Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out")
+
+    def _variables(self, cmake: tuple[int, ...]) -> dict[str, str]:
+        """The build's options. What is set in the environment already stands."""
+        given = {
+            "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1}",
+            "HOROVOD_WITH_PYTORCH": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            "HOROVOD_WITH_GLOO": "1",
+        }
+        given |= {"HOROVOD_WITH_MPI": "1"} if self.mpi else {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_CPU_OPERATIONS": "GLOO"}
+        if self.nccl:
+            given["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        if cmake >= _POLICY_SINCE:
+            given["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
+        return {name: self.environ.get(name, value) for name, value in given.items()}
+
+    @property
+    def key(self) -> str:
+        """What the wheel depends on, as a folder's name."""
+        parts = [f"horovod-{VERSION}", f"torch-{self.torch}", f"cp{sys.version_info[0]}{sys.version_info[1]}", platform.machine()]
+        parts += ["mpi"] * self.mpi + ["nccl"] * self.nccl
+        # Horovod's other variables and the compiler's flags, which make other wheels.
+        own = {name: value for name, value in self.environ.items() if re.match(r"HOROVOD_|(CXX|C|LD)(FLAGS)?$", name)}
+        own = {name: value for name, value in own.items() if not re.match(_OF_A_RUN, name)}
+        if own:
+            parts.append(f"{zlib.crc32(repr(sorted(own.items())).encode()):08x}")
+        return "-".join([*parts, sys.platform])
+
+    def script(self) -> str:
+        """The recipe for a shell."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        if self.wrapper is not None:
+            lines += [f"printf '%s' {shlex.quote(self.wrapper)} > horovod-c++", "chmod +x horovod-c++", 'export CXX="$PWD/horovod-c++"']
+        return "\n".join(
+            [*lines, " ".join(["python -m pip install --force-reinstall", *_PIP]), f"python -m pip install numpy horovod=={VERSION}"]
+        )
+
+
+#: What horovodrun sets in the processes that it starts: nothing of the build.
+_OF_A_RUN = r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|CONTROLLER|ELASTIC|TIMELINE|STALL|LOG_|CYCLE|FUSION|CACHE|SECRET)"
+#: A wheel of pip's own cache may be another torch's.
+_PIP = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--no-binary", "horovod", f"horovod=={VERSION}"]
+
+
+def build(recipe: Recipe, cache: Path) -> Path:
+    """The wheel, from the cache or made now, which takes minutes.
+
+    Raises:
+        InstallError: the build failed; its log is kept in the cache.
+    """
+    folder = cache / recipe.key
+    if ready := sorted(folder.glob("*.whl")):
+        print(f"Horovod's wheel was built before: {ready[0]}")
+        return ready[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
+    print(f"building Horovod {VERSION} for torch {recipe.torch}; this takes some minutes (log: {log})", flush=True)
+    # Beside the place where it will lie, so that it comes there in one step: two builds at once do not meet half a wheel.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary, log.open("w", encoding="utf-8") as out:
+        variables = {**recipe.environ, **recipe.variables, "PYTHONUNBUFFERED": "1"}
+        if recipe.wrapper is not None:
+            script = Path(temporary, "c++")
+            script.write_text(recipe.wrapper, encoding="utf-8")
+            script.chmod(0o755)
+            variables["CXX"] = str(script)
+        command = [sys.executable, "-m", "pip", "wheel", "-v", *_PIP, "--wheel-dir", temporary]
+        done = subprocess.run(command, env=variables, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+        made = sorted(Path(temporary).glob("horovod-*.whl"))
+        if done.returncode != 0 or not made:
+            raise InstallError(
+                f"{_tail(log)}\nthe build of Horovod failed (exit code {done.returncode}). Its whole log: {log}. Fix: what it names"
+            )
+        return Path(shutil.move(made[0], folder / made[0].name))
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN:])
+
+
+def install(wheel: Path) -> None:
+    """Install the wheel in place of any other Horovod, and what it needs.
+
+    Raises:
+        InstallError: pip failed, or what is installed cannot be used.
+    """
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    for arguments in (["--no-deps", "--force-reinstall", str(wheel)], [str(wheel), "numpy"]):
+        done = subprocess.run([*pip, *arguments], check=False, stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            raise InstallError(f"pip could not install {wheel.name} (exit code {done.returncode}). Fix: what pip names above")
+    # Another process: what this one has imported may be the old one.
+    ask = "from geartrain_horovod.installed import missing; print(missing() or '')"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if told.returncode != 0 or told.stdout.strip():
+        raise InstallError(f"{wheel.name} is installed and cannot be used: {told.stdout.strip() or told.stderr.strip()}")
+
+
+def default_cache() -> Path:
+    """Where wheels are kept: a folder of the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache"))
+    return Path(base, "geartrain-horovod")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m geartrain_horovod.install", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mpi", action="store_true", help="with MPI too, for mpirun and horovodrun --mpi")
+    parser.add_argument("--nccl", action="store_true", help="with NCCL, for GPUs: needs nvcc and NCCL's headers")
+    parser.add_argument("--print", action="store_true", dest="show", help="print the steps for doing it by hand, and do nothing")
+    parser.add_argument("--cache", type=Path, default=None, metavar="DIR", help=f"where wheels are kept; default {default_cache()}")
+    options = parser.parse_args(argv)
+    try:
+        recipe = Recipe(options.mpi, options.nccl)
+        if options.show:
+            print(recipe.script())
+            return 0
+        install(build(recipe, (options.cache or default_cache()).absolute()))
+    except InstallError as error:
+        print(f"geartrain_horovod.install: {error}", file=sys.stderr)
+        return 1
+    print(f"Horovod {VERSION} is installed for torch {recipe.torch}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

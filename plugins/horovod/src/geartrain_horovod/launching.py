@@ -19,8 +19,11 @@ from geartrain import Run, TrainingError
 from geartrain.parallel import Place, detect, hear_signals, launch, name_absent_ranks
 
 _MPI = ("Open MPI", "MPICH", "LSF")
-#: Seconds for which Horovod's background threads bear that another's says nothing, as Horovod's own default.
-_SILENCE = 30
+#: Seconds for which Horovod's background threads bear that another's says nothing, as that of a stopped process. Horovod's own default is
+#: 30; on a busy machine less than this would end runs in which nothing is wrong.
+_SILENCE = 20
+#: Seconds that ranks have to come, at the least.
+_TO_COME = 60.0
 #: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
 _DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
 #: The process sets that Horovod was initialised with, by their ranks.
@@ -53,7 +56,7 @@ def start(run: Run, worker: Callable[[int], Any], timeout: float) -> Any:
     Returns:
         What ``worker`` returned here.
     """
-    place = detect()
+    place, timeout = detect(), max(timeout, _TO_COME)
     if place is None or not meets_by_itself(place):
         return launch(run, worker, timedelta(seconds=timeout))
     run.place = place
@@ -81,6 +84,8 @@ class Meeting:
         self._stays = meets_by_itself(place)
         self._server: Any = None
         self._timeline = timeline
+        #: Address and port of Horovod's rendezvous; ``None`` where ranks met without one, as under MPI.
+        self.rendezvous = _prepared()
         #: Horovod's process set of ``ranks``; ``None``: all ranks.
         self.process_set = None if ranks is None else self._kept(ranks)
         sets = [] if self.process_set is None else [self.process_set]
@@ -118,9 +123,10 @@ class Meeting:
                 self._server = _Rendezvous(store.host)  # type: ignore[attr-defined]  # a TCPStore; of it the stubs know less
                 store.set("horovod", self._server.address)
             address, port = store.get("horovod").decode().rsplit(" ", 1)
-            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=timeout))
+            self.rendezvous = (address, int(port))
+            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=max(timeout, _TO_COME)))
         # A rank that was stopped or cut off stops the others' background threads for so long, whatever they do.
-        seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(min(timeout, _SILENCE))))}
+        seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(_SILENCE)}
         self._initialise(place, _variables(place, address, port) | seconds, sets)
 
     def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any]) -> None:
@@ -131,13 +137,16 @@ class Meeting:
             except ValueError as error:
                 raise TrainingError(f"rank {place.rank}: Horovod could not connect to its peers: {error}") from error
 
-    def end(self, failed: bool) -> None:
+    def end(self, failed: bool, leave: Callable[[Callable[[], Any], bool], None]) -> None:
         """Leave the others; after an error they hear of it. Where Horovod meets by itself it stays initialised for the program's next
-        run: an MPI build cannot be initialised twice, and horovodrun's rendezvous may mix two meetings up."""
+        run: an MPI build cannot be initialised twice, and horovodrun's rendezvous may mix two meetings up.
+
+        Args:
+            leave: calls what it is given, and bears that it may hang.
+        """
         if self._timeline is not None and not failed:
             self.hvd.stop_timeline()
-        if failed or not self._stays:
-            self.hvd.shutdown()
+        leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
         if self._server is not None:
             self._server.stop()
 
@@ -158,6 +167,12 @@ class _Rendezvous:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _prepared() -> tuple[str, int] | None:
+    """The rendezvous of horovodrun."""
+    address, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    return (address, int(port)) if address and port.isdigit() else None
 
 
 def _variables(place: Place, address: str, port: str) -> dict[str, str]:

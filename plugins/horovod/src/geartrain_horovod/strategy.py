@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain_horovod import checks, rates
+from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Gradients, Reduction
 from geartrain_horovod.launching import Meeting, launcher, start
@@ -23,6 +23,8 @@ from geartrain_horovod.wrapped import Wrapped
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
+#: Seconds to wait for ranks to come, where ``stall_timeout`` is off.
+_TO_MEET = 1800.0
 #: How many runs this process has begun.
 _runs = 0
 
@@ -43,7 +45,8 @@ class HorovodStrategy:
         gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
         timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
         elastic: not there yet.
-        stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error.
+        stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error that
+            says who did not come; 0: for ever.
         distributed_optimizer: let ``hvd.DistributedOptimizer`` reduce the gradients; parameters that no rank uses then get zeros.
 
     Raises:
@@ -94,6 +97,11 @@ class HorovodStrategy:
         self._meeting: Meeting | None = None
         self._failed = False
 
+    @staticmethod
+    def diagnose() -> dict[str, Any]:
+        """What ``geartrain doctor`` shows of Horovod, and what is missing."""
+        return installed.diagnose()
+
     def lr_factor(self, size: int) -> int:
         """What learning rates are multiplied by in a world of ``size``."""
         workers = size if self.ranks is None else len(self.ranks)
@@ -123,7 +131,7 @@ class HorovodStrategy:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        return start(run, worker, self.stall_timeout)
+        return start(run, worker, self.stall_timeout or _TO_MEET)
 
     # --- set-up ----------------------------------------------------------------------------------------------------------
 
@@ -132,9 +140,9 @@ class HorovodStrategy:
         global _runs
         _runs += 1
         self._failed = False
-        self._meeting = Meeting(run, self.stall_timeout, self.ranks, self.timeline)
+        self._meeting = Meeting(run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline)
         hvd, ranks = self._meeting.hvd, self._meeting.process_set
-        self.collectives = Collectives(hvd, _runs, self.stall_timeout, run.store)
+        self.collectives = Collectives(hvd, _runs, self.stall_timeout, self._meeting.rendezvous)
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
         passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
@@ -209,4 +217,4 @@ class HorovodStrategy:
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             self.gradients.close()
-            meeting.end(self._failed)
+            meeting.end(self._failed, self.collectives.leave)

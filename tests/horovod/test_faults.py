@@ -1,0 +1,91 @@
+"""Whatever happens to a rank under Horovod: the run ends, the cause is named, and no process is left."""
+
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from geartrain.testing.launching import Launched, until
+from geartrain_horovod.installed import missing
+
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc"),
+]
+HERE = Path(__file__).parent
+#: Seconds from a fault to the end of the run; what stalls gets those of its timeout too.
+PROMPT = 30
+STARTED = 90
+#: Seconds after which a wait is a stall; on a busy machine less is none.
+STALL = 12.0
+
+
+class Ended:
+    def __init__(self, run, folder, seconds):
+        self.code, self.seconds, self.printed, self.folder = run.process.returncode, seconds, run.out + run.err, folder
+
+    def error(self, rank):
+        return (self.folder / "marks" / f"error-{rank}").read_text()
+
+
+def run(folder, kind, launcher=(), stall=60.0):
+    """Run the program until nothing is left of it."""
+    command = [*launcher, sys.executable, str(HERE / "fault.py"), kind]
+    program = Launched(command, folder, {"STALL": str(stall)})
+    try:
+        marks = folder / "marks"
+        until(lambda: (marks / "fault-1").exists() or program.process.poll() is not None, STARTED, "the fault")
+        began = time.monotonic()
+        program.wait(PROMPT + (stall if stall < PROMPT else 0))
+        assert (marks / "fault-1").exists(), program.out + program.err
+        until(lambda: not program.processes(), 10, f"no process is left, but {program.processes()}")
+        return Ended(program, folder, time.monotonic() - began)
+    finally:
+        program.kill()
+
+
+def horovodrun(*options):
+    return [str(Path(sysconfig.get_path("scripts"), "horovodrun")), "-np", "2", "--gloo", "--network-interfaces", "lo", *options]
+
+
+LAUNCHERS = {"geartrain": [], "horovodrun": horovodrun()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_rank_that_skips_a_collective(tmp_path, launcher):
+    ended = run(tmp_path, "skip", launcher, stall=STALL)
+    assert ended.code != 0
+    assert "has waited 12 s for the others in log_sync 'geartrain.1.log_sync." in ended.error(0)  # which sizes there are to gather
+    assert "; rank 1 has not joined it: it is in all-reduce" in ended.error(0)
+    assert "--- rank 1 is at ---" in ended.printed
+    assert "self.all_gather(torch.ones(1))" in ended.printed.partition("--- rank 0 is at ---")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_stopped_rank(tmp_path, launcher):
+    ended = run(tmp_path, "SIGSTOP", launcher, stall=STALL)
+    assert ended.code != 0
+    assert "rank 1 has not joined it and has said nothing for" in ended.error(0) or "no answer from rank 1" in ended.error(0)
+
+
+# Ranks that geartrain has started are killed and raise in the conformance kit, and in test_launchers.py.
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes(tmp_path):
+    ended = run(tmp_path, "loop", stall=STALL)
+    assert ended.code != 0
+    assert "; rank 1 has not joined it: it is in no operation of Horovod; its last was " in ended.error(0)
+    assert "threading.Event().wait()" in ended.printed.partition("--- rank 1 is at ---")[2]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_horovodrun(tmp_path):
+    ended = run(tmp_path, "SIGKILL", horovodrun())
+    assert ended.code != 0
+    # horovodrun ends rank 0 too, which may be before it has found out why.
+    assert "Process name: 1\nExit code: 137" in ended.printed

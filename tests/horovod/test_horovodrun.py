@@ -1,0 +1,119 @@
+"""The commands that geartrain's first documents print for Horovod, and MPI's: they run as they are printed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from geartrain.testing.launching import Launched
+from geartrain_horovod.installed import facts, missing
+
+pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300), pytest.mark.slow]
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+SEEDS = Path(__file__).parents[1] / "seeds"
+#: Documents 001, lines 364 and 369: see blocks.md.
+BLOCK = r"^### 001:{line}\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P<lines>.*?)^```$"
+
+
+def block(line):
+    """Expected words and text of a block."""
+    found = re.search(BLOCK.format(line=line), (SEEDS / "blocks.md").read_text(encoding="utf-8"), re.M | re.S)
+    text = "\n".join(each[1:] for each in found["lines"].splitlines() if each[:1] != "-")
+    return found["kind"], found["expected"].split(" | "), text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """train.py is the printed Trainer for the CPU, and what the page leaves out."""
+    shutil.copy(SEEDS / "completion.py", tmp_path)
+    kind, _, text = block(364)
+    assert kind == "plan"
+    (tmp_path / "train.py").write_text(
+        f"""
+from completion import Classifier, data
+from functools import partial
+import geartrain
+
+Trainer = partial(geartrain.Trainer, accelerator="cpu", max_epochs=1, enable_progress_bar=False)
+{text}
+module = Classifier()
+trainer.fit(module, data())
+world = trainer.run.world
+where = f"node {{world.node_rank}}, local rank {{world.local_rank}} of {{world.local_size}}, rank {{world.rank}} of {{world.size}}"
+print(where, f"weights {{module.layer.weight.sum().item()}}", sep="\\n", flush=True)
+"""
+    )
+    return tmp_path
+
+
+def run(folder, command, **environment):
+    """What a command printed; it has succeeded and left nothing."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(SCRIPTS), os.environ["PATH"]])
+    program = Launched(["bash", "-e", "-c", command], folder, {"PATH": path, **environment})
+    try:
+        program.succeed(200)
+        assert program.left_behind() == []
+    finally:
+        program.kill()
+    return program.out
+
+
+def check(printed, ranks):
+    for rank in range(ranks):
+        assert f", rank {rank} of {ranks}\n" in printed
+    assert len(set(re.findall(r"weights (\S+)", printed))) == 1  # every rank has trained the same
+    assert len(re.findall(r"weights (\S+)", printed)) == ranks
+
+
+def test_printed_commands(folder):
+    kind, expected, text = block(369)
+    assert kind == "horovodrun"
+    on_one, on_two = [line for line in text.splitlines() if line.startswith("horovodrun")]
+    printed = run(folder, on_one.replace("horovodrun ", "horovodrun --network-interfaces lo "))
+    check(printed, 4)
+    for words in expected:
+        assert words in printed
+    # Two names of this machine stand for two machines: each is a node of its own to Horovod.
+    assert "-np 8 -H hostname1:4,hostname2:4" in on_two
+    on_two = on_two.replace("-np 8 -H hostname1:4,hostname2:4", "--network-interfaces lo -np 4 -H localhost:2,127.0.0.1:2")
+    printed = run(folder, on_two)
+    check(printed, 4)
+    for node in range(2):
+        for local in range(2):
+            assert f"node {node}, local rank {local} of 2, rank {2 * node + local} of 4" in printed
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)")
+@pytest.mark.skipif(missing() is not None or not facts()["mpi"], reason="Horovod was built without MPI (geartrain_horovod.install --mpi)")
+@pytest.mark.parametrize("command", ["mpirun --allow-run-as-root --oversubscribe -np 2", "horovodrun -np 2 --mpi"])
+def test_mpi(folder, command):
+    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    check(run(folder, f"{command} {sys.executable} train.py", **more), 2)
+
+
+def test_mpirun_with_a_horovod_without_mpi_is_served_by_geartrain_s_own_rendezvous(folder):
+    """Open MPI's variables say who is who; Gloo connects."""
+    if facts()["mpi"]:
+        pytest.skip("this Horovod was built with MPI")
+    common = {"PATH": os.environ["PATH"], "OMPI_MCA_ess_base_jobid": "17", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=folder,
+            env={**common, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        check("".join(each.communicate(timeout=200)[0] for each in ranks), 2)
+    finally:
+        for each in ranks:
+            each.kill()

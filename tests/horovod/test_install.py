@@ -1,0 +1,289 @@
+"""The recipe as a command: what it tells the build, what it keeps, and what it says. pip is real; the Horovod that it builds has no C++."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from geartrain_horovod import installed
+from geartrain_horovod.install import InstallError, Recipe
+
+from ..sites import ROOT, build, environment
+
+SETUP = """
+import json, os, sys, time
+from pathlib import Path
+from setuptools import setup
+
+print("\\n".join(f"line {i}" for i in range(100)))
+if os.environ.get("TEST_FAIL"):
+    sys.exit("the compiler said no")
+with open(os.environ["TEST_BUILDS"], "a") as file:
+    file.write(json.dumps({**os.environ, "COMMAND": sys.argv}) + "\\n")
+Path("horovod/metadata.json").write_text(json.dumps({"pytorch": os.environ["TEST_TORCH"], "dummy": "none"}))
+setup(name="horovod", version="0.28.1", packages=["horovod", "horovod.torch"], package_data={"": ["*.json", "*.so"]})
+"""
+TORCH = installed.torch_version()
+TORCH_PART = "def gloo_built(): return True\ndef mpi_built(): return False\nnccl_built = cuda_built = mpi_built\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """An environment of its own, an index with one Horovod in it, and a way to run the command there."""
+    folder = tmp_path_factory.mktemp("site")
+    source = folder / "horovod-0.28.1"
+    (source / "horovod" / "torch").mkdir(parents=True)
+    (source / "horovod" / "__init__.py").touch()
+    (source / "horovod" / "torch" / "__init__.py").write_text(TORCH_PART)
+    (source / "horovod" / "torch" / "mpi_lib_v2.so").touch()
+    (source / "setup.py").write_text(SETUP)
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+    with tarfile.open(folder / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+        archive.add(source, source.name)
+    made = environment(folder / "venv", build(folder, [ROOT / "plugins" / "horovod"]))
+    made.folder, made.builds = folder, folder / "builds.jsonl"
+    tools = folder / "tools"
+    tools.mkdir()
+    for name in ("cmake", "c++", "sh", "python3"):
+        (tools / name).symlink_to(shutil.which(name) or sys.executable)
+    made.tools = tools
+    return made
+
+
+@pytest.fixture
+def command(site, tmp_path):
+    """Run the command; PATH has no more than it needs, so that what this machine has beside it changes nothing."""
+    site.builds.unlink(missing_ok=True)
+
+    def run(*arguments, cache=tmp_path / "cache", **env):
+        variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(site.folder), "PATH": str(site.tools), "TEST_BUILDS": str(site.builds)}
+        variables |= {"PIP_CACHE_DIR": str(tmp_path / "pip"), "PIP_CONSTRAINT": "", "TEST_TORCH": installed.torch_version(), **env}
+        arguments = ("-m", "geartrain_horovod.install", *arguments, *(() if cache is None else ("--cache", str(cache))))
+        return site.run(site.python, *arguments, cwd=tmp_path, seconds=100, **variables)
+
+    return run
+
+
+def builds(site):
+    return [json.loads(line) for line in site.builds.read_text().splitlines() if "bdist_wheel" in line] if site.builds.exists() else []
+
+
+def wheels(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.whl"))
+
+
+def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
+    first = command()
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert f"is installed for torch {installed.torch_version()}" in first.stdout
+    (built,) = builds(site)
+    assert built["HOROVOD_WITH_PYTORCH"] == built["HOROVOD_WITH_GLOO"] == built["HOROVOD_WITHOUT_MPI"] == "1"
+    assert built["HOROVOD_WITHOUT_TENSORFLOW"] == built["HOROVOD_WITHOUT_MXNET"] == "1"
+    assert built["HOROVOD_CPU_OPERATIONS"] == "GLOO"
+    assert built["MAKEFLAGS"].startswith("-j")
+    assert "HOROVOD_GPU_OPERATIONS" not in built
+    # As CMake calls it: the launcher, the compiler, its arguments.
+    launcher = built["CMAKE_CXX_COMPILER_LAUNCHER"].split(";")
+    told = subprocess.run([*launcher, "echo", "-std=gnu++14", "file.cc"], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["-std=gnu++14", "file.cc", "-std=c++17"]
+    python = site.run(site.python, "-c", "import horovod.torch; print(horovod.torch.__file__)", cwd=tmp_path)
+    assert str(site.folder) in python.stdout, python.stderr
+
+    again = command(TEST_FAIL="1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "was built before" in again.stdout
+    assert len(builds(site)) == 1
+
+    flags = command(HOROVOD_BUILD_ARCH_FLAGS="-mavx")
+    assert flags.returncode == 0, flags.stderr
+    assert len(builds(site)) == 2  # and not the first one's wheel, which pip's own cache would have
+    assert len(wheels(tmp_path / "cache")) == 2
+    assert not list((tmp_path / "cache").rglob("tmp*"))
+
+
+def test_printed_steps_install_it_too(site, command, tmp_path):
+    shown = command("--print", cache=None)
+    assert shown.returncode == 0, shown.stderr
+    assert builds(site) == []
+    script = shown.stdout.replace("python -m pip", f"{site.python} -m pip")
+    variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(site.folder), "TEST_BUILDS": str(site.builds), "PIP_CONSTRAINT": ""}
+    variables |= {"TEST_TORCH": installed.torch_version(), "PATH": os.environ["PATH"]}
+    done = site.run("sh", "-e", "-c", script, cwd=tmp_path, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = builds(site)
+    assert built["CMAKE_CXX_COMPILER_LAUNCHER"].endswith("-std=c++17")
+
+
+def test_failed_build_shows_its_end_and_its_log(site, command, tmp_path):
+    failed = command(TEST_FAIL="1")
+    assert failed.returncode == 1
+    assert "the compiler said no" in failed.stderr
+    assert "line 99" in failed.stderr
+    assert "line 20\n" not in failed.stderr
+    assert "Traceback" not in failed.stderr
+    log = next((tmp_path / "cache").rglob("build.log"))
+    assert str(log) in failed.stderr
+    assert "line 20\n" in log.read_text()
+    assert wheels(tmp_path / "cache") == []
+    assert command().returncode == 0  # the next build is not misled by what the failed one left
+
+
+def test_what_is_built_for_another_torch_is_refused(command):
+    done = command(TEST_TORCH="1.13.0")
+    assert done.returncode == 1
+    assert f"was built for torch 1.13.0, and torch {installed.torch_version()} is installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "told"),
+    [("cmake", "there is no cmake. Fix: pip install cmake"), ("c++", "there is no C++ compiler (c++, g++ or clang++). Fix: ")],
+)
+def test_missing_tool_is_named_before_anything_is_built(site, command, tmp_path, tool, told):
+    tools = tmp_path / "tools"
+    shutil.copytree(site.tools, tools, symlinks=True)
+    (tools / tool).unlink()
+    done = command(PATH=str(tools))
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert builds(site) == []
+
+
+# --- what the build is told ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def make(mpi=False, nccl=False, cmake="3.25.1", tools=(), **environ):
+        for name in ("c++", *tools):
+            tool = tmp_path / name
+            tool.write_text("#!/bin/sh\necho $0 $@\n")
+            tool.chmod(0o755)
+        (tmp_path / "cmake").write_text(f"#!/bin/sh\necho cmake version {cmake}\n")
+        (tmp_path / "cmake").chmod(0o755)
+        return Recipe(mpi, nccl, {"PATH": str(tmp_path), **environ})
+
+    return make
+
+
+def test_ccache_and_old_cmake_get_a_wrapper(recipe, tmp_path):
+    for made in (recipe(tools=["ccache"]), recipe(cmake="3.16.2")):
+        assert "CMAKE_CXX_COMPILER_LAUNCHER" not in made.variables
+        script = tmp_path / "wrapper"
+        script.write_text(made.wrapper)
+        script.chmod(0o755)
+        variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        told = subprocess.run([script, "-c", "a file.cc"], capture_output=True, text=True, check=True, env=variables).stdout
+        assert told.split()[1:] == ["-c", "a", "file.cc", "-std=c++17"]
+        assert "export CXX=" in made.script()
+        (tmp_path / "ccache").unlink(missing_ok=True)
+
+
+def test_new_cmake_is_told_that_old_projects_are_welcome(recipe):
+    assert recipe(cmake="4.1.0").variables["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
+    assert "CMAKE_POLICY_VERSION_MINIMUM" not in recipe(cmake="3.31.0").variables
+
+
+def test_mpi_and_nccl(recipe):
+    made = recipe(mpi=True, tools=["mpicxx"])
+    assert made.variables["HOROVOD_WITH_MPI"] == "1"
+    assert not {"HOROVOD_WITHOUT_MPI", "HOROVOD_CPU_OPERATIONS"} & made.variables.keys()
+    assert made.variables["CMAKE_CXX_COMPILER_LAUNCHER"].endswith("-std=c++20")
+    assert recipe(nccl=True, tools=["nvcc"]).variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+
+
+def test_what_mpi_and_nccl_need(recipe):
+    with pytest.raises(InstallError, match=r"no mpicxx\. Fix: apt-get install openmpi-bin libopenmpi-dev"):
+        recipe(mpi=True)
+    with pytest.raises(InstallError, match=r"no nvcc\. Fix: "):
+        recipe(nccl=True)
+    with pytest.raises(InstallError, match=r"older than 3\.13"):
+        recipe(cmake="3.5.0")
+
+
+def test_what_is_set_already_stands(recipe):
+    made = recipe(MAKEFLAGS="-j1", HOROVOD_CPU_OPERATIONS="CCL")
+    assert made.variables["MAKEFLAGS"] == "-j1"
+    assert made.variables["HOROVOD_CPU_OPERATIONS"] == "CCL"
+
+
+def test_wheel_is_kept_by_all_that_it_depends_on(recipe, monkeypatch):
+    keys = [recipe().key, recipe(mpi=True, tools=["mpicxx"]).key, recipe(nccl=True, tools=["nvcc"]).key]
+    keys += [recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx").key, recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx2").key, recipe(CXXFLAGS="-O1").key]
+    monkeypatch.setattr("geartrain_horovod.install.torch_version", lambda: "2.99.0+cu140")
+    keys.append(recipe().key)
+    assert len(set(keys)) == len(keys)
+    assert "torch-2.99.0+cu140" in keys[-1]
+    # What horovodrun sets in a rank makes no other wheel.
+    assert recipe(HOROVOD_RANK="1", HOROVOD_GLOO_IFACE="lo").key == keys[-1]
+
+
+# --- what is missing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def horovod(tmp_path, monkeypatch):
+    """A Horovod in front of any other: made by hand, to be looked at by ``missing()`` in a process of its own."""
+
+    def make(built=TORCH, extension=True, part=TORCH_PART):
+        folder = tmp_path / "horovod"
+        (folder / "torch").mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "torch" / "__init__.py").write_text(part)
+        if extension:
+            (folder / "torch" / "mpi_lib_v2.so").touch()
+        if built is not None:
+            (folder / "metadata.json").write_text(json.dumps({"pytorch": built}))
+
+    def ask(before=""):
+        code = f"{before}\nfrom geartrain_horovod.installed import missing; print(missing())"
+        environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ, timeout=100).stdout
+
+    make.ask = ask
+    return make
+
+
+_BLOCK = """import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *more: None if name == {0!r} else find(name, *more)
+"""
+
+
+def test_usable(horovod):
+    horovod()
+    assert horovod.ask() == "None\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ({"built": "1.13.1"}, "was built for torch 1.13.1, and torch "),
+        ({"built": None}, "was built for torch None"),
+        ({"extension": False}, "is installed without its part for torch"),
+        ({"part": "raise ImportError('undefined symbol: _ZN5torch')"}, "cannot be loaded: ImportError: undefined symbol: _ZN5torch"),
+        ({"part": TORCH_PART.replace("True", "False")}, "was built with neither Gloo nor MPI"),
+    ],
+)
+def test_unusable(horovod, made, told):
+    horovod(**made)
+    found = horovod.ask()
+    assert told in found
+    assert "Fix: python -m geartrain_horovod.install (" in found
+
+
+def test_not_installed(horovod):
+    assert horovod.ask(_BLOCK.format("horovod")).startswith("Horovod is not installed. Fix: python -m geartrain_horovod.install (")
+
+
+def test_without_numpy(horovod):
+    horovod()
+    assert "not installed. Fix: pip install numpy" in horovod.ask(_BLOCK.format("numpy"))
+
+
+def test_horovod_is_not_imported_where_its_files_are_wrong(horovod):
+    horovod(built="1.13.1", part="raise SystemExit('imported')")
+    assert "was built for torch 1.13.1" in horovod.ask()
