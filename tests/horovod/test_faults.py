@@ -1,5 +1,6 @@
 """Whatever happens to a rank under Horovod: the run ends, the cause is named, and no process is left."""
 
+import re
 import sys
 import sysconfig
 import time
@@ -58,7 +59,8 @@ LAUNCHERS = {"geartrain": [], "horovodrun": horovodrun()}
 def test_a_rank_that_skips_a_collective(tmp_path, launcher):
     ended = run(tmp_path, "skip", launcher, stall=STALL)
     assert ended.code != 0
-    assert "has waited 12 s for the others in log_sync 'geartrain.1.log_sync." in ended.error(0)  # which sizes there are to gather
+    # Of log_sync, because sizes are gathered before tensors.
+    assert re.search(r"rank 0 has waited \d+ s for the others in log_sync 'geartrain\.1\.log_sync\.", ended.error(0))
     assert "; rank 1 has not joined it: it is in all-reduce" in ended.error(0)
     assert "--- rank 1 is at ---" in ended.printed
     assert "self.all_gather(torch.ones(1))" in ended.printed.partition("--- rank 0 is at ---")[2]

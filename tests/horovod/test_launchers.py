@@ -124,17 +124,6 @@ def test_two_nodes_started_by_hand(folder):
         trained(first.out + other.out, 2)
 
 
-def test_a_rank_killed_is_named(folder):
-    """Without a launcher geartrain watches the ranks."""
-    killed = TRAIN.replace('raise KeyError("my own error")', "os.kill(os.getpid(), 9)")
-    (folder / "train.py").write_text(killed)
-    with launched("train.py", "raise", folder=folder, DEVICES="2") as run:
-        assert run.wait(60) != 0
-        assert "rank 1" in run.err
-        assert "SIGKILL" in run.err
-        assert run.left_behind() == []
-
-
 def test_ranks_of_horovodrun_may_train_with_ddp(folder):
     """Other strategies join there as well."""
     pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")

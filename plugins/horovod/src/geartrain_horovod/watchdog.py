@@ -22,9 +22,9 @@ from typing import Any
 from geartrain import TrainingError
 
 #: Seconds that a rank gets to unwind: to leave a wait, or Horovod, after something failed.
-GRACE = 5.0
+GRACE = 3.0
 #: Seconds from the end of a run by the watchdog to the end of the process, where it does not end by itself.
-_LAST = 15.0
+_LAST = 10.0
 #: Seconds between two looks of the thread, at the least and at most.
 _LOOKS = (0.2, 5.0)
 #: Frames of a stack that are shown.
