@@ -159,7 +159,7 @@ def test_a_wrong_master_address_is_named_by_every_node(tmp_path, hosts, address)
 @pytest.mark.parametrize("comes", [0, 1])
 def test_a_node_that_never_comes_is_named(tmp_path, hosts, comes):
     with ExitStack() as stack:
-        run = node(stack, hosts, tmp_path, comes, TIMEOUT="5")
+        run = node(stack, hosts, tmp_path, comes, TIMEOUT="10")
         assert run.wait(60) != 0
         assert ("ranks [2, 3] of 4 did not come" if comes == 0 else "no rank 0 at 10.99.0.1:29511") in run.err
 
