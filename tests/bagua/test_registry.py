@@ -182,6 +182,14 @@ def test_options_of_a_wrong_type_are_refused(wrong):
         BaguaStrategy(algorithm=Typed, **wrong)
 
 
+def test_an_option_that_the_strategy_would_take_is_refused():
+    class Waits(Algorithm):
+        def __init__(self, timeout: float = 1.0) -> None: ...
+
+    with pytest.raises(gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"):
+        BaguaStrategy(algorithm=Waits)
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
 def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
     with pytest.raises(gt.UsageError, match="bucket_bytes"):
