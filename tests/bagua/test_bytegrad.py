@@ -1,0 +1,122 @@
+"""What four ranks on two nodes make of known gradients: in 8 bits, in 16, in full, flat and hierarchical, to the last bit."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from geartrain.testing.launching import free_port
+from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
+
+from .launched import launched
+from .ranks import PREAMBLE
+
+#: Case -> the strategy's options. 33 and 68 elements are padded to 36 and 68 in a bucket each, or together to 104.
+CASES = {
+    "gradient_allreduce": {},
+    "gradient_allreduce, hierarchical": {"hierarchical": True},
+    "gradient_allreduce, summed": {"average": False},
+    "gradient_allreduce, hierarchical, summed": {"hierarchical": True, "average": False},
+    "bytegrad": {"algorithm": "bytegrad", "hierarchical": False},
+    "bytegrad, two buckets": {"algorithm": "bytegrad", "hierarchical": False, "bucket_bytes": 4},
+    "bytegrad, summed": {"algorithm": "bytegrad", "hierarchical": False, "average": False},
+    "bytegrad, hierarchical": {"algorithm": "bytegrad"},
+    "bytegrad, hierarchical, summed": {"algorithm": "bytegrad", "average": False},
+    "half of fp16": {"algorithm": "half", "dtype": "fp16"},
+    "half of bf16": {"algorithm": "half"},
+}
+PROGRAM = (
+    PREAMBLE
+    + f"CASES = {CASES!r}\n"
+    + """
+class Known(gt.Module):
+    '''Its gradients are known numbers, other ones on each rank.'''
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(4, 17)), nn.Parameter(torch.zeros(33))
+
+    def training_step(self, batch, batch_idx):
+        random = torch.Generator().manual_seed(self.trainer.global_rank)
+        gradients = torch.randn(101, generator=random)
+        return (self.a.flatten() * gradients[33:]).sum() + (self.b * gradients[:33]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+
+found = {}
+for name, options in CASES.items():
+    module = Known()
+    trainer = bagua(2, strategy=options, num_nodes=2)
+    trainer.fit(module, [0])
+    found[name] = -torch.cat([module.b.detach(), module.a.detach().flatten()])
+keep(trainer, **found)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "train.py").write_text(PROGRAM)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(launched("train.py", folder=folder, name=f"node-{i}", NODE_RANK=str(i), **address)) for i in range(2)]
+        for node in nodes:
+            node.succeed(110)
+    return [torch.load(folder / f"kept-{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+def gradients():
+    """[4, 101], in the order of the bucket: the last parameter first."""
+    return torch.stack([torch.randn(101, generator=torch.Generator().manual_seed(rank)) for rank in range(4)])
+
+
+def through_8_bits(chunks):
+    return decode_plain(*encode_plain(chunks))
+
+
+def eight_bits(flats, average, pad):
+    """``flats``, [n, d], as n ranks come to their mean or sum."""
+    n, d = flats.shape
+    parts = torch.cat([flats, torch.zeros(n, pad)], 1).view(n, n, -1)  # [of rank, chunk, element]
+    sent = torch.stack([through_8_bits(part) for part in parts])
+    return through_8_bits(sent.mean(0) if average else sent.sum(0)).flatten()[:d]
+
+
+def expected(name):
+    g = gradients()
+    nodes = torch.stack([g[:2].mean(0), g[2:].mean(0)])
+    match name:
+        case "gradient_allreduce" | "gradient_allreduce, hierarchical":
+            return g.mean(0)
+        case "gradient_allreduce, summed" | "gradient_allreduce, hierarchical, summed":
+            return g.sum(0)
+        case "bytegrad":
+            return eight_bits(g, True, 3)
+        case "bytegrad, two buckets":
+            return torch.cat([eight_bits(g[:, :33], True, 3), eight_bits(g[:, 33:], True, 0)])
+        case "bytegrad, summed":
+            return eight_bits(g, False, 3)
+        case "bytegrad, hierarchical":
+            return eight_bits(nodes, True, 3)
+        case "bytegrad, hierarchical, summed":
+            return eight_bits(2 * nodes, False, 3)
+        case "half of fp16":
+            return (g / 4).half().sum(0).float()
+    return (g / 4).bfloat16().sum(0).float()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_come_to_what_the_formula_says(four_ranks, name):
+    tolerance = {"half of fp16": 1e-3, "half of bf16": 8e-3}.get(name, 1e-6)
+    for kept in four_ranks:
+        assert torch.equal(kept[name], four_ranks[0][name])
+    torch.testing.assert_close(four_ranks[0][name], expected(name), rtol=tolerance, atol=tolerance)
+
+
+def test_8_bits_are_not_full_precision(four_ranks):
+    exact = gradients().mean(0)
+    for name in ("bytegrad", "bytegrad, hierarchical", "half of bf16"):
+        assert 1e-4 < (four_ranks[0][name] - exact).abs().max() < 0.05

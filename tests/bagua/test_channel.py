@@ -1,0 +1,93 @@
+"""The communication thread: in order, errors handed over, never in the way of the end."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from geartrain_bagua.channel import Channel
+
+
+@pytest.fixture
+def channel():
+    made = Channel()
+    yield made
+    assert made.close(5)
+
+
+def test_work_is_done_in_order_by_one_thread_other_than_this(channel):
+    done = []
+    jobs = [channel.submit(lambda i=i: (done.append(i), threading.get_ident())[1]) for i in range(500)]
+    idents = {job.result() for job in jobs}
+    assert done == list(range(500))
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_giving_work_does_not_wait_for_it(channel):
+    gate = threading.Event()
+    first, second = channel.submit(lambda: gate.wait(10)), channel.submit(lambda: "second")
+    assert not first.done()
+    assert not second.done()
+    gate.set()
+    assert second.result() == "second"
+
+
+def test_an_error_is_raised_where_one_waits_and_nothing_later_is_done(channel):
+    done = []
+
+    def fails():
+        raise KeyError("my own error")
+
+    first, second = channel.submit(fails), channel.submit(lambda: done.append(1))
+    for job in (first, second):
+        with pytest.raises(KeyError, match="my own error"):
+            job.result()
+    assert done == []
+
+
+def test_close_does_what_was_given_before():
+    channel, done = Channel(), []
+    for i in range(10):
+        channel.submit(lambda i=i: done.append(i))
+    assert channel.close(5)
+    assert done == list(range(10))
+
+
+def test_a_thread_that_never_comes_back_does_not_keep_the_process(tmp_path):
+    program = (
+        "import threading\nfrom geartrain_bagua.channel import Channel\nchannel = Channel()\n"
+        "channel.submit(threading.Event().wait)\nprint(channel.close(0.0), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_work_is_not_kept_alive_by_an_idle_thread(channel):
+    import weakref
+
+    class Held:
+        def __call__(self):
+            return None
+
+    held = Held()
+    gone = weakref.ref(held)
+    channel.submit(held).result()
+    channel.submit(lambda: None).result()  # the thread is past the first
+    del held
+    assert gone() is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_wait_for_each_other_on_cuda():
+    device = torch.device("cuda", 0)
+    channel, x = Channel(device), torch.zeros(1 << 20, device=device)
+    for i in range(50):
+        torch.cuda._sleep(1_000_000)
+        x.fill_(i)  # behind the sleep, on this stream
+        y = channel.submit(lambda: x * 2).result()
+        assert torch.equal(y, torch.full_like(y, 2 * i))
+    assert channel.close(5)

@@ -1,0 +1,177 @@
+"""QAdam: Adam while it warms up; then a frozen variance, and a momentum that travels in 8 bits."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain_bagua import QAdamOptimizer
+
+from .cases import Net, bagua, samples
+from .ranks import results
+
+
+def upstreams_net():
+    torch.manual_seed(13)
+    net = nn.Sequential(nn.Linear(2, 10, bias=False), nn.ReLU(), nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 4, bias=False), nn.Softmax(1))
+    return net, torch.randn(4, 2), torch.randn(4, 4)
+
+
+def trained(make, steps):
+    net, x, y = upstreams_net()
+    optimizer, losses = make(net.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_equals_adam_while_it_warms_up():
+    mine = trained(lambda p: QAdamOptimizer(p, lr=0.001, weight_decay=0.1, warmup_steps=2000), 1000)
+    theirs = trained(lambda p: torch.optim.Adam(p, lr=0.001, weight_decay=0.1, foreach=False), 1000)
+    assert mine == theirs
+
+
+def by_hand(weights, gradients, warmup, lr=0.1, first=0.9, second=0.99, eps=1e-8, decay=0.1):
+    """The formulas, of one tensor."""
+    m = v = torch.zeros_like(weights)
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient + decay * weights
+        if t != warmup:
+            m = first * m + (1 - first) * g
+        if t < warmup:
+            v = second * v + (1 - second) * g * g
+        weights = weights - lr / (1 - first**t) * m / (v.sqrt() / (1 - second**t) ** 0.5 + eps)
+    return weights
+
+
+@pytest.mark.parametrize("warmup", [2, 3, 20])
+def test_step_by_step_past_the_warm_up(warmup):
+    start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
+    parameter = nn.Parameter(start.clone())
+    optimizer = QAdamOptimizer([parameter], lr=0.1, warmup_steps=warmup, betas=(0.9, 0.99), weight_decay=0.1)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        assert torch.equal(parameter.grad, gradient)
+    torch.testing.assert_close(parameter.detach(), by_hand(start, gradients, warmup))
+
+
+def test_its_state_goes_through_state_dict():
+    start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
+    parameter, state = nn.Parameter(start.clone()), None
+    for gradient in gradients:  # a new optimizer in each step
+        optimizer = QAdamOptimizer([parameter], lr=0.1, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.1)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        state = optimizer.state_dict()
+    assert state["param_groups"][0]["step"] == 8
+    torch.testing.assert_close(parameter.detach(), by_hand(start, gradients, 3))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_warmup_steps_must_be_above_0(wrong):
+    with pytest.raises(gt.UsageError, match="warmup_steps"):
+        QAdamOptimizer([nn.Parameter(torch.zeros(1))], warmup_steps=wrong)
+
+
+# --- with the algorithm --------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+class Q(Net):
+    def configure_optimizers(self):
+        groups = [{"params": [*self.first.parameters()], "betas": (0.8, 0.99), "weight_decay": 0.1}, {"params": [
+            *self.second.parameters(), *self.extra.parameters(), *self.last.parameters()]}]
+        self.made = QAdamOptimizer(groups, lr=0.01, warmup_steps=4)
+        return self.made
+
+
+found = {}
+for name, options in {"flat": {}, "accumulating": {"accumulate_grad_batches": 3}}.items():
+    module = Q()
+    trainer = bagua(strategy={"algorithm": "qadam", "bucket_bytes": 300, "hierarchical": False}, max_epochs=2, **options)
+    trainer.fit(module, DataLoader(samples(), 4))
+    found[name] = {key: value.clone() for key, value in module.state_dict().items()}
+    found["mixed", name] = module.made.momentum_is_mixed
+    found["momentum", name] = torch.cat([module.made.state[p]["exp_avg"].flatten() for p in module.parameters()])
+keep(trainer, **{str(key): value for key, value in found.items()})
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("qadam"), PROGRAM)
+
+
+@pytest.mark.parametrize(("name", "window"), [("flat", 1), ("accumulating", 3)])
+def test_two_ranks_are_together_and_near_one_process(two_ranks, name, window):
+    class Q(Net):
+        def configure_optimizers(self):
+            rest = [*self.second.parameters(), *self.extra.parameters(), *self.last.parameters()]
+            groups = [{"params": [*self.first.parameters()], "betas": (0.8, 0.99), "weight_decay": 0.1}, {"params": rest}]
+            return QAdamOptimizer(groups, lr=0.01, warmup_steps=4)
+
+    alone = Q()
+    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=2, enable_progress_bar=False, accumulate_grad_batches=window)
+    trainer.fit(alone, DataLoader(samples(), 8))
+    first, second = two_ranks
+    for key, value in alone.state_dict().items():
+        assert torch.equal(first[name][key], second[name][key]), key
+        moved = (value - Net().state_dict()[key]).norm()
+        assert (first[name][key] - value).norm() <= 0.3 * moved, (
+            key
+        )  # after a warm-up of 3 steps some variances are small: 8 bits are coarse there
+    momenta = [kept[str(("momentum", name))] for kept in two_ranks]
+    assert torch.equal(*momenta)
+    assert not first[str(("mixed", name))]
+
+
+# --- refused -------------------------------------------------------------------------------------------------------------
+
+
+def make(parameters):
+    return QAdamOptimizer(parameters, lr=0.01)
+
+
+def scheduled(optimizer, n):
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("returns", "told"),
+    [
+        (lambda p: torch.optim.Adam(p), "needs exactly one optimizer, a QAdamOptimizer, and configure_optimizers gave Adam"),
+        (lambda p: [make(p[:2]), make(p[2:])], "configure_optimizers gave QAdamOptimizer, QAdamOptimizer"),
+        (lambda p: None, "gave none"),
+        (lambda p: scheduled(make(p), 2), "one scheduler at most, and there are 2"),
+    ],
+    ids=["adam", "two", "none", "two schedulers"],
+)
+@pytest.mark.filterwarnings("ignore:configure_optimizers returned None")
+def test_optimizers_that_it_does_not_go_with(returns, told):
+    class Module(Net):
+        def configure_optimizers(self):
+            return returns([*self.parameters()])
+
+    with pytest.raises(gt.UsageError, match=told):
+        bagua(1, strategy={"algorithm": "qadam"}).fit(Module(), DataLoader(samples(), 8))
+
+
+def test_one_scheduler_is_right():
+    class Module(Net):
+        def configure_optimizers(self):
+            return scheduled(make(self.parameters()), 1)
+
+    bagua(1, strategy={"algorithm": "qadam"}).fit(Module(), DataLoader(samples(), 8))
+
+
+@pytest.mark.parametrize(("options", "told"), [({"precision": "16-mixed"}, "unscaled"), ({"gradient_clip_val": 1.0}, "clipped")])
+def test_what_would_be_done_to_the_momentum_is_refused_before_anything_starts(options, told):
+    with pytest.raises(gt.UsageError, match=rf"qadam.*before they are {told}"):
+        bagua(2, strategy={"algorithm": "qadam"}, **options).fit(Net(), DataLoader(samples(), 8))

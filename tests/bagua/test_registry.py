@@ -1,0 +1,226 @@
+"""Algorithms are chosen by name, those of other distributions too; only the chosen one is imported."""
+
+import json
+import sys
+
+import pytest
+
+import geartrain as gt
+from geartrain_bagua import Algorithm, BaguaStrategy
+from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
+
+from ..sites import build, environment
+
+MINE = """
+from geartrain_bagua import Algorithm
+import torch.distributed as dist
+
+
+class Signs(Algorithm):
+    '''Gradients become the mean of their signs.
+
+    Args:
+        times: what the mean is multiplied with.
+        kind: of sign.
+    '''
+
+    reduces = "gradients"
+
+    def __init__(self, times: float = 1.0, kind: str = "plain") -> None:
+        self.times, self.kind = times, kind
+
+    def reduce(self, bucket):
+        bucket.flat.sign_().mul_(self.times / self.context.everyone.size)
+        dist.all_reduce(bucket.flat, group=self.context.everyone.group)
+"""
+TRAIN = """
+import torch
+import geartrain as gt
+
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.constant_(self.net.weight, 2.0)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def train_dataloader(self):
+        return [torch.tensor([[1.0, 1.0]])]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1.0)
+
+    def on_train_end(self):
+        print("weights", self.net.weight.tolist())
+"""
+ERRORS = """
+import json, sys
+import geartrain as gt
+
+def error(**options):
+    try:
+        gt.Trainer(accelerator="cpu", strategy="bagua", strategy_options=options)
+    except gt.UsageError as error:
+        return str(error)
+
+found = {name: error(algorithm=name) for name in ("shared", "broken", "absent", "no_class", "sings", "signs")}
+found["option"] = error(algorithm="signs", time=2.0)
+found["type"] = error(algorithm="signs", times="twice")
+found["of gradient_allreduce"] = error(times=2.0)
+found["imported"] = sorted(name for name in sys.modules if name.startswith("geartrain_bagua.algorithms."))
+print(json.dumps(found))
+"""
+
+
+def package(folder, name, algorithms, module):
+    """The source of a distribution with algorithms."""
+    folder.mkdir()
+    points = "\n".join(f'{key} = "{value}"' for key, value in algorithms.items())
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
+        f'[project]\nname = "{name}"\nversion = "1"\n\n[project.entry-points."geartrain_bagua.algorithms"]\n{points}\n\n'
+        f'[tool.hatch.build.targets.wheel]\ninclude = ["{name}.py"]\n'
+    )
+    (folder / f"{name}.py").write_text(module)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """An environment with two distributions of other people's algorithms."""
+    folder = tmp_path_factory.mktemp("site")
+    mine = {"signs": "mine:Signs", "shared": "mine:Signs", "broken": "mine_broken:Broken", "absent": "mine:Absent", "no_class": "mine:dist"}
+    sources = [package(folder / "a", "mine", mine, MINE), package(folder / "b", "theirs", {"shared": "theirs:Signs"}, MINE)]
+    (folder / "wheels").mkdir()
+    return environment(folder / "venv", build(folder / "wheels", sources))
+
+
+@pytest.fixture(scope="module")
+def errors(site, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "errors.py").write_text(ERRORS)
+    done = site.run(site.python, "errors.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_cannot_be_chosen_says_why(errors):
+    assert "mine[shared] and theirs[shared] claim the same name" in errors["shared"]
+    assert "mine[broken] could not be imported: ModuleNotFoundError: No module named 'mine_broken'" in errors["broken"]
+    assert "mine[absent] could not be imported: AttributeError" in errors["absent"]
+    assert "which is no geartrain_bagua.Algorithm" in errors["no_class"]
+    assert "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, broken, bytegrad" in errors["sings"]
+    assert errors["signs"] is None
+
+
+def test_options_are_held_to_the_algorithms_own(errors):
+    assert "the algorithm 'signs' has no option 'time'. Did you mean 'times'? Its options: times, kind." in errors["option"]
+    assert "the algorithm 'signs': times='twice' is no float" in errors["type"]
+    assert (
+        "the algorithm 'gradient_allreduce' has no option 'times'. Its options: hierarchical, average." in errors["of gradient_allreduce"]
+    )
+
+
+def test_nothing_is_imported_that_was_not_chosen(errors):
+    assert errors["imported"] == ["geartrain_bagua.algorithms.gradient_allreduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # four programs
+def test_another_distributions_algorithm_trains(site, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "geartrain_command.py").write_text("import sys\nfrom geartrain.commands import main\nsys.exit(main())\n")
+
+    def fit(*arguments):
+        return site.run(site.python, "geartrain_command.py", "fit", "train.py", *options, *arguments, cwd=tmp_path, seconds=150)
+
+    options = ("--strategy", "bagua", "--strategy.algorithm", "signs", "--accelerator", "cpu")
+    help_text = fit("--help").stdout
+    assert "--strategy.times TIMES" in help_text
+    assert "what the mean is multiplied with" in help_text
+    refused = fit("--strategy.times", "twice")
+    assert refused.returncode == 2
+    assert "--strategy.times" in refused.stderr
+    unknown = fit("--strategy.hierarchical", "true")
+    assert unknown.returncode == 2
+    assert "there is no option --strategy.hierarchical" in unknown.stderr
+    done = fit("--strategy.times=0.5", "--devices", "2", "--max-epochs", "1", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "weights [[1.5, 1.5]]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("strategy: {name: bagua, algorithm: half, dtype: fp16}", ()),
+        ("strategy: bagua\nstrategy.algorithm: half\nstrategy.dtype: fp16", ()),
+        ("strategy: {name: bagua, algorithm: bytegrad}", ("--strategy.algorithm", "half", "--strategy.dtype=fp16")),
+    ],
+    ids=["nested", "dotted", "overruled"],
+)
+def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, arguments, request):
+    from geartrain.commands.arguments import read
+
+    target = tmp_path / f"train_{request.node.callspec.id}.py"  # its module's name
+    target.write_text(TRAIN)
+    (tmp_path / "config.yaml").write_text(config)
+    given = [str(target), "--config", str(tmp_path / "config.yaml"), "--accelerator", "cpu", *arguments]
+    trainer = read("fit", given, None).trainer
+    strategy = next(part.plugin for part in trainer._parts if part.choice.kind == "strategy")
+    assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == ("HalfAllReduce", "fp16")
+
+
+# --- in Python -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_class_and_an_object_do_as_well_as_a_name():
+    made = GradientAllReduce(average=False)
+    assert BaguaStrategy(algorithm=made).algorithm is made
+    assert BaguaStrategy(algorithm=GradientAllReduce, average=False).algorithm.average is False
+    with pytest.raises(gt.UsageError, match="is made already, and takes no average"):
+        BaguaStrategy(algorithm=made, average=True)
+    with pytest.raises(gt.UsageError, match=r"is no geartrain_bagua\.Algorithm"):
+        BaguaStrategy(algorithm=dict)
+
+
+class Typed(Algorithm):
+    def __init__(self, n: int = 1, share: float | None = None, on: bool = False, any_thing=None) -> None:
+        self.n, self.share, self.on, self.any_thing = n, share, on, any_thing
+
+
+@pytest.mark.parametrize("right", [{"n": 2}, {"share": 1}, {"share": 0.5}, {"share": None}, {"on": True}, {"any_thing": object()}])
+def test_options_of_the_right_type_arrive(right):
+    algorithm = BaguaStrategy(algorithm=Typed, **right).algorithm
+    assert {name: getattr(algorithm, name) for name in right} == right
+
+
+@pytest.mark.parametrize("wrong", [{"n": 1.5}, {"n": True}, {"share": "half"}, {"share": False}, {"on": 1}])
+def test_options_of_a_wrong_type_are_refused(wrong):
+    with pytest.raises(gt.UsageError, match=f"the algorithm 'Typed': {next(iter(wrong))}="):
+        BaguaStrategy(algorithm=Typed, **wrong)
+
+
+def test_an_option_that_the_strategy_would_take_is_refused():
+    class Waits(Algorithm):
+        def __init__(self, timeout: float = 1.0) -> None: ...
+
+    with pytest.raises(gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"):
+        BaguaStrategy(algorithm=Waits)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
+    with pytest.raises(gt.UsageError, match="bucket_bytes"):
+        BaguaStrategy(bucket_bytes=wrong)
+
+
+def test_names_of_the_plugin_are_among_geartrains_strategies():
+    from geartrain import strategies
+    from geartrain_bagua import QAdamOptimizer
+
+    assert strategies.BaguaStrategy is BaguaStrategy
+    assert strategies.QAdamOptimizer is QAdamOptimizer
+    assert "geartrain_bagua.strategy" in sys.modules
