@@ -129,6 +129,7 @@ def test_nothing_is_imported_that_was_not_chosen(errors):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # four programs
 def test_another_distributions_algorithm_trains(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "geartrain_command.py").write_text("import sys\nfrom geartrain.commands import main\nsys.exit(main())\n")
@@ -160,7 +161,7 @@ def test_a_class_and_an_object_do_as_well_as_a_name():
     assert BaguaStrategy(algorithm=GradientAllReduce, average=False).algorithm.average is False
     with pytest.raises(gt.UsageError, match="is made already, and takes no average"):
         BaguaStrategy(algorithm=made, average=True)
-    with pytest.raises(gt.UsageError, match="is no geartrain_bagua.Algorithm"):
+    with pytest.raises(gt.UsageError, match=r"is no geartrain_bagua\.Algorithm"):
         BaguaStrategy(algorithm=dict)
 
 
@@ -179,6 +180,14 @@ def test_options_of_the_right_type_arrive(right):
 def test_options_of_a_wrong_type_are_refused(wrong):
     with pytest.raises(gt.UsageError, match=f"the algorithm 'Typed': {next(iter(wrong))}="):
         BaguaStrategy(algorithm=Typed, **wrong)
+
+
+def test_an_option_that_the_strategy_would_take_is_refused():
+    class Waits(Algorithm):
+        def __init__(self, timeout: float = 1.0) -> None: ...
+
+    with pytest.raises(gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"):
+        BaguaStrategy(algorithm=Waits)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
