@@ -9,7 +9,10 @@ from geartrain import UsageError
 from geartrain_bagua.algorithms.decentralized import Decentralized
 
 from . import reference_weights as reference
-from .weights_ranks import found
+from .weights_ranks import DEADLINE, found
+
+#: Whichever comes first runs the program of all three files.
+pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 STEPS = 6
 #: Of four ranks, gloo adds the weights in another order than the reference.
@@ -140,6 +143,13 @@ def test_what_fits_is_allowed(hierarchical, mode, processes, nodes):
 def test_what_only_shows_on_the_ranks_is_refused_there():
     assert "1 node" in found()[0]["odd nodes"]
     assert all("closure" in rank["closure"] for rank in found())
+
+
+def test_what_is_unfrozen_later_is_refused_by_each():
+    """It is in no bucket, so ranks would not share it."""
+    for rank in found():
+        assert len(rank["unfrozen"]) == 3
+        assert all("fc3.weight" in message and "Fix:" in message for message in rank["unfrozen"])
 
 
 @pytest.mark.parametrize("options", [{"peer_selection_mode": "ring"}, {"communication_interval": 0}])

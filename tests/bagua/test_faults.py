@@ -13,7 +13,12 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 PROMPT = 18
 STARTED = 60
 #: Options of the strategy -> the optimizer's class, where it is the algorithm's own. Those whose threads and groups differ.
-ALGORITHMS = {"gradient_allreduce": ({"algorithm": "gradient_allreduce"}, "")}
+ALGORITHMS = {
+    "gradient_allreduce": ({"algorithm": "gradient_allreduce"}, ""),
+    "decentralized": ({"algorithm": "decentralized"}, ""),
+    "low_precision_decentralized": ({"algorithm": "low_precision_decentralized", "hierarchical": False}, ""),
+    "async": ({"algorithm": "async", "sync_interval_ms": 10}, ""),
+}
 
 
 def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **environment: str):

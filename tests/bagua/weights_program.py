@@ -1,14 +1,15 @@
-"""One of four ranks that drive the algorithms' methods by hand, as the strategy does; each keeps what it came to in a file.
+"""Four ranks that drive the algorithms' methods by hand, as the strategy does; each keeps what it came to in a file of the given folder.
 
 Cases of two ranks run twice at the same time, on ranks 0 and 1 and on ranks 2 and 3.
 """
 
+import multiprocessing
 import os
 import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from reference_weights import backward, flat, net, optimizers
 from torch import nn
 
-from geartrain import UsageError
+from geartrain import TrainingError, UsageError
 from geartrain_bagua.algorithm import Context, Peers
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
 from geartrain_bagua.algorithms.decentralized import Decentralized
@@ -24,7 +25,7 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 from geartrain_bagua.channel import Channel
 
-RANK, RANKS = int(os.environ["RANK"]), 4
+RANK, RANKS = 0, 4
 found = {}
 
 
@@ -50,7 +51,8 @@ class Hand:
             nodes, leaders = (PAIR, LEADERS if RANK % 2 == 0 else None) if node < ranks else (everyone, ONE if everyone.rank == 0 else None)
         self.buckets = make_buckets(self.module.parameters(), size=bucket_bytes)
         self.channel = Channel()
-        self.context = Context(SimpleNamespace(closure=closure), self.buckets, self.channel, everyone, nodes, leaders)
+        run = SimpleNamespace(closure=closure, module=self.module, optimizers=self.optimizers)
+        self.context = Context(run, self.buckets, self.channel, everyone, nodes, leaders)
         self.rank, self.history, self.seen = everyone.rank, [], []
         algorithm.set_up(self.context)
 
@@ -98,27 +100,27 @@ def case(name, algorithm, steps=6, ranks=4, node=None, kind="sgd", bucket_bytes=
 
 
 def resumed(name, make, kind="momentum"):
-    """Three steps, a checkpoint, and three more by objects that are new but for what was saved; optimizers' state is core's to save."""
+    """Three steps, a checkpoint, and three more by objects that are new but for what was saved."""
     first = Hand(make(), kind=kind).run(3)
     first.algorithm.pause()
-    state = [optimizer.state_dict() for optimizer in first.optimizers]
     torch.save(first.algorithm.state_dict(), f"state-{name}-{RANK}.pt")
     dist.barrier()
-    from_rank_0 = torch.load(f"state-{name}-0.pt")["weights"]
+    from_rank_0 = torch.load(f"state-{name}-0.pt")
     first.close()
+    # As core and the strategy do: a checkpoint has rank 0's weights and optimizers, and every rank gets them.
     algorithm, module = make(), net()
     optims = optimizers(module, kind)
-    for optimizer, was in zip(optims, state, strict=True):
+    for optimizer, was in zip(optims, from_rank_0["optimizers"], strict=True):
         optimizer.load_state_dict(was)
-    for bucket, weights in zip(make_buckets(module.parameters()), from_rank_0, strict=True):
-        bucket.give_weights(weights)  # as core does: a checkpoint has rank 0's, and every rank gets them
+    for bucket, weights in zip(make_buckets(module.parameters()), from_rank_0["weights"], strict=True):
+        bucket.give_weights(weights)
     algorithm.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
     second = Hand(algorithm, kind=kind, module=module, optims=optims).run(3, 6)
     found[f"{name} resumed"] = {"history": first.history + second.close(), "steps": algorithm.steps}
     # Of another number of ranks only the steps are taken up.
     elastic = make()
     elastic.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
-    hand = Hand(elastic, ranks=2)
+    hand = Hand(elastic, ranks=2, kind=kind)
     found[f"{name} on other ranks"] = {"steps": elastic.steps, "weights": flat(hand.module)}
     hand.close()
 
@@ -263,6 +265,21 @@ def failing():
     late.channel.close(10)
 
 
+def unfrozen(make):
+    """A parameter that is in no bucket and learns all the same."""
+    module = net()
+    module.fc3.weight.requires_grad_(False)
+    hand = Hand(make(), module=module)
+    hand.step(0, keep=False)
+    module.fc3.weight.requires_grad_(True)
+    try:
+        hand.algorithm.start_step()
+    except TrainingError as error:
+        return str(error)
+    finally:
+        hand.close()
+
+
 def main():
     torch.set_num_threads(1)
     for mode, interval in (("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)):
@@ -288,6 +305,7 @@ def main():
     norm("norm decentralized", Decentralized(), node=2)
     norm("norm low precision", LowPrecisionDecentralized(), node=2)
     norm("norm low precision ring", LowPrecisionDecentralized(False))
+    found["unfrozen"] = [unfrozen(make) for make in (Decentralized, LowPrecisionDecentralized, Asynchronous)]
     found["closure"] = refused(lambda: Hand(Decentralized(False), closure=True))
     found["odd nodes"] = refused(lambda: Hand(Decentralized(peer_selection_mode="shift_one"), node=4)) if RANK == 0 else None
     for part in (warm_up, aborts, one_round, kept_meanwhile, failing):
@@ -295,8 +313,10 @@ def main():
         dist.barrier()
 
 
-if __name__ == "__main__":
-    store = dist.FileStore(str(Path(sys.argv[1]) / "store"), RANKS)
+def rank_main(rank):
+    global RANK, ALL, LEADERS, PAIR, ONE
+    RANK = rank
+    store = dist.FileStore("store", RANKS)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
     ALL, LEADERS = peers(0, 1, 2, 3), peers(0, 2)
     PAIR = mine(peers(0, 1), peers(2, 3))
@@ -305,3 +325,20 @@ if __name__ == "__main__":
     torch.save(found, f"found-{RANK}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    # Forked, so that torch is imported once; nothing of it has run yet.
+    ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    running = {process.sentinel: process for process in ranks}
+    tests = os.getppid()
+    while running and not any(process.exitcode for process in ranks) and os.getppid() == tests:
+        for sentinel in wait(running, timeout=1):
+            running.pop(sentinel).join()
+    for process in running.values():  # one has failed, or nobody waits for what they find
+        process.join(1)
+        process.kill()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))

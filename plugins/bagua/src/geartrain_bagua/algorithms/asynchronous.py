@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from geartrain import UsageError
 from geartrain_bagua.algorithm import Algorithm, Context
+from geartrain_bagua.algorithms.weights import frozen, refuse_unfrozen
 from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
@@ -71,11 +72,13 @@ class Asynchronous(Algorithm):
     def set_up(self, context: Context) -> None:
         super().set_up(context)
         self.reduces = None if self.warm else "gradients"
+        self._frozen = frozen(context)
         self._turns, self._stop, self._leave = Turns(), threading.Event(), threading.Event()
 
     # --- training's thread -----------------------------------------------------------------------------------------------
 
     def start_step(self) -> None:
+        refuse_unfrozen(self._frozen)
         if self._running is not None and self._running.done():
             self._running.result()  # it failed: nothing else ends it while training goes on
         elif self._running is None and self.warm and self.context.buckets and self.context.everyone.size > 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-from geartrain import UsageError
+from geartrain import TrainingError, UsageError
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
 
@@ -16,9 +18,9 @@ from geartrain_bagua.buckets import Bucket
 class OwnWeights(Algorithm):
     """Ranks whose weights differ, and communicate every ``communication_interval`` steps, from the first on.
 
-    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, and a resumed run goes on with them. Validation
-    is of each rank's own model: its metrics are means over ranks of different models. Where the precision is 16-mixed, each rank's scaler
-    skips steps by itself: communication does not depend on it, so ranks still match.
+    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with its optimizers' state, and a run that resumes
+    on as many ranks goes on with them. Validation is of each rank's own model: its metrics are means over ranks of different models. Where
+    the precision is 16-mixed, each rank's scaler skips steps by itself: communication does not depend on it, so ranks still match.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
@@ -26,6 +28,7 @@ class OwnWeights(Algorithm):
     steps = 0
     _ranks = 0
     _buckets: Sequence[Bucket] | None = None
+    _optimizers: Sequence[Optimizer] = ()
     _loaded: dict[str, Any] | None = None
 
     def __init__(self, hierarchical: bool, communication_interval: int) -> None:
@@ -42,6 +45,7 @@ class OwnWeights(Algorithm):
     def set_up(self, context: Context) -> None:
         super().set_up(context)
         self._buckets, self._ranks = context.buckets, context.everyone.size
+        self._optimizers, self._frozen = context.run.optimizers, frozen(context)
         state, self._loaded = self._loaded, None
         if state is None:
             return
@@ -53,6 +57,11 @@ class OwnWeights(Algorithm):
         """Take up what ``state_dict`` kept of as many ranks as there are now."""
         for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
             bucket.give_weights(weights)
+        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+
+    def start_step(self) -> None:
+        refuse_unfrozen(self._frozen)
 
     def end_step(self) -> None:
         self.steps += 1
@@ -61,10 +70,30 @@ class OwnWeights(Algorithm):
         if self._buckets is None:
             return self._loaded or {"steps": 0, "ranks": 0}
         own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
-        return {"steps": self.steps, "ranks": self._ranks, "weights": own}
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]  # their momenta are of this rank's gradients
+        return {"steps": self.steps, "ranks": self._ranks, "weights": own, "optimizers": optimizers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
+
+
+def frozen(context: Context) -> dict[str, nn.Parameter]:
+    """The parameters that are in no bucket, by name."""
+    return {name: parameter for name, parameter in context.run.module.named_parameters() if not parameter.requires_grad}
+
+
+def refuse_unfrozen(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse to train what is in no bucket.
+
+    Raises:
+        TrainingError: one that was frozen no longer is.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            raise TrainingError(
+                f"{name} needs a gradient, but needed none when training began, so it is in no bucket and would differ between ranks for "
+                "ever. Fix: leave it unfrozen until on_fit_start, and freeze it there"
+            )
 
 
 def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int, torch.Tensor]:
