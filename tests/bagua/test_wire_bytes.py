@@ -22,7 +22,7 @@ MTU = 65000
 #: The largest bucket has as many chunks as there are ranks; there are two buckets.
 CHUNKS = 2 * RANKS
 K = 2 * (RANKS - 1) / RANKS
-FORMULA = {"by_hand_allreduce": K * 4 * PARAMETERS, "by_hand_bytegrad": K * (PARAMETERS + 8 * CHUNKS)}
+FORMULA = {"gradient_allreduce": K * 4 * PARAMETERS, "bytegrad": K * (PARAMETERS + 8 * CHUNKS)}
 
 
 def ip(*arguments: str) -> None:
