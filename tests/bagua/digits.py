@@ -16,8 +16,7 @@ OPTIONS = {"async": {"sync_interval_ms": 50}, "bytegrad": {"hierarchical": False
 
 
 class QDigits(Digits):
-    """A quarter of the steps is warm-up. Weights that had hardly a gradient in it have a variance of nearly 0, and a byte's rounding makes
-    their steps huge; a larger ``eps`` holds them."""
+    """A quarter of the steps is warm-up. Weights that had no gradient in it have a variance of 0; a larger ``eps`` holds their steps."""
 
     def configure_optimizers(self):
         return QAdamOptimizer(self.parameters(), lr=self.lr, warmup_steps=60, eps=1e-3)
