@@ -16,10 +16,10 @@ OPTIONS = {"async": {"sync_interval_ms": 50}, "bytegrad": {"hierarchical": False
 
 
 class QDigits(Digits):
-    """Two epochs of warm-up; the variance must have settled by then."""
+    """A quarter of the steps is warm-up. Weights that had no gradient in it have a variance of 0; a larger ``eps`` holds their steps."""
 
     def configure_optimizers(self):
-        return QAdamOptimizer(self.parameters(), lr=self.lr, warmup_steps=60)
+        return QAdamOptimizer(self.parameters(), lr=self.lr, warmup_steps=60, eps=1e-3)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from .launched import HERE, Launched, launched, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 #: Seconds from a fault to the end of the run.
-PROMPT = 15
+PROMPT = 18
 STARTED = 60
 #: Options of the strategy -> the optimizer's class, where it is the algorithm's own. Those whose threads and groups differ.
 ALGORITHMS = {
@@ -66,8 +66,8 @@ def test_rank_0(tmp_path, algorithm, kind, where):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path, algorithm):
-    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="5") as run:
-        assert ends_after_fault(run, tmp_path, 1, 5 + PROMPT) > 0
+    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="12") as run:
+        assert ends_after_fault(run, tmp_path, 1, 12 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)
 

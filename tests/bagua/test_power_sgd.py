@@ -9,7 +9,7 @@ from geartrain import Trainer, UsageError
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.power_sgd import PowerSGD
 
-from . import reference
+from . import reference_power_sgd as reference
 from .launched import HERE, launched
 from .power_sgd_program import BATCH, CASES, LEARNING_RATE, STEPS, Model, data, loss_of, net
 

@@ -138,12 +138,36 @@ trainer = one_trainer(strategy=strategy, devices=2, accumulate_grad_batches=3, o
 trainer.fit(Net(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
 found["calls"], found["threads"] = list(Watched.calls), set(Watched.threads)
 found["state"] = strategy.state_dict()
-found["left"] = ([t.name for t in threading.enumerate() if "bagua" in t.name], dist.is_initialized(), hasattr(strategy.algorithm, "context"))
+threads = [thread.name for thread in threading.enumerate() if "bagua" in thread.name]
+found["left"] = (threads, dist.is_initialized(), hasattr(strategy.algorithm, "context"))
 
 Watched.calls.clear()
 lbfgs = one_trainer(strategy=strategy, devices=2, max_steps=1)
 lbfgs.fit(Net(optimizer="lbfgs"), DataLoader(samples(), 4))
 found["calls of lbfgs"] = list(Watched.calls)
+
+
+class Signals(GradientAllReduce):
+    reduced = threading.Event()
+
+    def reduce(self, bucket):
+        super().reduce(bucket)
+        self.reduced.set()
+
+
+class Waits(Net):
+    def on_before_backward(self, loss):
+        Signals.reduced.clear()
+
+    def on_after_backward(self):
+        found["overlapped"] = found["overlapped"] and waited[-1]
+
+
+waited, found["overlapped"] = [], True
+module = Waits()
+# The first layer's gradients are the last: backward waits there until others have been reduced.
+module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.wait(20)))
+one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(module, DataLoader(samples(), 4))
 
 
 class Manual(Net):
@@ -176,9 +200,9 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
 found["session"] = weights(model.module)
 session.close()
-keep(trainer, **found)
+keep(trainer, found=found)
 """
-    return results(tmp_path_factory.mktemp("script"), body)
+    return [kept["found"] for kept in results(tmp_path_factory.mktemp("script"), body)]
 
 
 def flat(module):
@@ -206,18 +230,22 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
 def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
     for rank, kept in enumerate(one_script):
         begin, *calls = kept["calls"]
-        assert begin == ("set_up", 6, (0, 1), rank)
+        assert begin == ("set_up", 3, (0, 1), rank)
         pauses = ["pause", "resume"]
-        step = ["start_step", "computing", "computing", "computing", 0, 1, 2, 3, 4, 5, "end_backward", "computing", "computing", "end_step"]
+        step = ["start_step", "computing", "computing", "computing", 0, 1, 2, "end_backward", "computing", "computing", "end_step"]
         # The sanity check, three batches of 8 samples in one window, validation, and the epoch's checkpoint.
         assert calls == [*pauses, *step, *pauses, *pauses, ("close", False)]
         assert kept["threads"] == {"geartrain-bagua"}
         assert kept["state"] == {"algorithm": "Watched", "state": {"n": 3}}
 
 
+def test_communication_goes_on_while_backward_does(one_script):
+    assert [kept["overlapped"] for kept in one_script] == [True, True]
+
+
 def test_a_closure_is_one_step_of_several_backwards(one_script):
     calls = one_script[0]["calls of lbfgs"][1:-1]
-    evaluation = ["computing", 0, 1, 2, 3, 4, 5, "end_backward"]
+    evaluation = ["computing", 0, 1, 2, "end_backward"]
     assert calls == ["start_step", "computing", *evaluation * 4, "end_step"]
 
 
@@ -322,7 +350,7 @@ def test_ddps_own_hook_for_buckets_is_refused(tmp_path):
         @gt.hookimpl
         def reduce_bucket(self, run, bucket): ...
 
-    with pytest.raises(gt.UsageError, match="reduce_bucket.*implements no known hook"):
+    with pytest.raises(gt.UsageError, match=r"reduce_bucket.*implements no known hook"):
         bagua(1, plugins=[Compresses()])
 
 

@@ -334,10 +334,11 @@ if __name__ == "__main__":
     for process in ranks:
         process.start()
     running = {process.sentinel: process for process in ranks}
-    while running and not any(process.exitcode for process in ranks):
-        for sentinel in wait(running):
+    tests = os.getppid()
+    while running and not any(process.exitcode for process in ranks) and os.getppid() == tests:
+        for sentinel in wait(running, timeout=1):
             running.pop(sentinel).join()
-    for process in running.values():  # one has failed
+    for process in running.values():  # one has failed, or nobody waits for what they find
         process.join(1)
         process.kill()
     sys.exit(max(abs(process.exitcode or 0) for process in ranks))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import torch several times, which takes more than ten seconds.
 SLOW = {
+    "bagua.md",
     "devices.md",
     "doctor.md",
     "examples.md",

@@ -2,6 +2,9 @@
 
 All cases on 2 and on 4 ranks take half an hour: they are marked ``long``, and ``tox -e long`` runs them. What is not marked is a
 choice that takes minutes: everything for gradient_allreduce, what is an algorithm's own for the others.
+
+The bounds hold off what diverges or drifts; where each rank has weights of its own they cannot tell whether anything is averaged: ranks
+that train alone learn as well here. That is for tests/bagua, which compares weights with references.
 """
 
 from typing import Any, ClassVar
@@ -15,9 +18,10 @@ OWN = (
     r"equals_one_process\[(sgd|many_buckets|accumulation|fit_twice)\]|identical|apart|buffers|no_sync|fit_validate|left"
     r"|in\[training_step\]|KILL"
 )
-#: QAdam refuses clipping, more than one optimizer, and any other optimizer than its own.
-NOT_FOR_QADAM = r"^(?!.*\[(clipping|two_optimizers|scheduler)\])"
-QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.02, "warmup_steps": 4}
+#: QAdam refuses clipping, more than one optimizer, and any other optimizer than its own. Its steps are as large however wide a layer is,
+#: so that many_buckets, which has wide ones, diverges, on one rank as on several.
+NOT_FOR_QADAM = r"^(?!.*\[(clipping|two_optimizers|scheduler|many_buckets)\])"
+QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.05, "warmup_steps": 4}
 
 
 class Bagua(StrategyConformance):

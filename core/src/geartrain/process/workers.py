@@ -226,7 +226,7 @@ class Workers:
         while (
             self._alive()
             and not isinstance(error, KeyboardInterrupt)
-            and (time.monotonic() < deadline or (time.monotonic() < deadline + GRACE and any(map(self._told, self._alive()))))
+            and (time.monotonic() < deadline or (time.monotonic() < deadline + 2 * GRACE and any(map(self._told, self._alive()))))
         ):
             self._collect()
             select.select([], [], [], 0.02)

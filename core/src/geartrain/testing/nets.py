@@ -72,7 +72,9 @@ class Net(gt.Module):
             return resolve_name(chosen.pop("class"))(trained, **chosen)
         if self.optimizer == "two":
             return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
-        return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+        # Wide layers need smaller steps: where training diverges, an approximate strategy ends anywhere.
+        lr = min(0.1, 1 / self.second.in_features)
+        return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=lr, momentum=0.5)
 
 
 def notes_of(run: gt.Run) -> dict[str, Any]:

@@ -50,6 +50,19 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
     return name, cls(**options)
 
 
+def refuse_taken(cls: type[Algorithm], strategy: type) -> None:
+    """Refuse an algorithm with an option that the strategy has itself, and would take.
+
+    Raises:
+        UsageError: with the option.
+    """
+    taken = [
+        option for option in inspect.signature(cls).parameters if option in inspect.signature(strategy).parameters and option != "options"
+    ]
+    if taken:
+        raise UsageError(f"{cls.__name__}: its option {taken[0]!r} is one of {strategy.__name__}'s own. Fix: rename it")
+
+
 def _find(name: str) -> EntryPoint:
     installed = entry_points(group=GROUP)
     hits = [entry_point for entry_point in installed if entry_point.name.lower() == name.lower()]

@@ -9,7 +9,7 @@ Per chunk, in float32::
 
 ``encode_plain`` and ``decode_plain`` are these lines. ``encode`` and ``decode`` give the same bits sooner: by Triton kernels on CUDA, and
 on the CPU by the same operations in place, a tile of the chunks at a time, so that what is between stays in the cache. (torch.compile would
-halve the CPU's time again, but takes 8 s or more to compile, and a C++ compiler.)
+halve the CPU's time again, but takes seconds to compile, and a C++ compiler.)
 
 - Zeros stay exact. The error is at most 0.52 of a step, ``1 / scale``, in a chunk wider than a 500th of its values, and 2 steps in one
   wider than a 65,000th.

@@ -22,7 +22,7 @@ from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
 from geartrain_bagua.buckets import make_buckets
 from geartrain_bagua.channel import Channel
-from geartrain_bagua.choosing import algorithm_class, make_algorithm
+from geartrain_bagua.choosing import algorithm_class, make_algorithm, refuse_taken
 from geartrain_bagua.hierarchy import node_peers, peers
 from geartrain_bagua.reducer import GradientReducer
 from geartrain_ddp import DDPStrategy
@@ -71,9 +71,12 @@ class BaguaStrategy(DDPStrategy):
             raise UsageError(f"bucket_bytes={bucket_bytes!r} must be a whole number above 0.")
         self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
         self._name, self._chosen = make_algorithm(algorithm, options)
+        refuse_taken(type(self._chosen), type(self))
         #: The algorithm of the run; before one, as it was chosen.
         self.algorithm: Algorithm = self._chosen
         self.capabilities = {**self.capabilities, **self._chosen.capabilities}
+        #: Whether a checkpoint need not keep each rank's state: there is none.
+        self.same_on_all_ranks = not _overridden(self._chosen, "state_dict")
         self._channel: Channel | None = None
         self._reducer: GradientReducer | None = None
         self._pauses, self._failed, self._is_set_up = 0, False, False
@@ -82,10 +85,12 @@ class BaguaStrategy(DDPStrategy):
                 vars(self)[hook] = None  # not a method: no hookimpl, so the loop does not call it
         self._computes = _overridden(self._chosen, "computing")
 
-    @staticmethod
-    def more_options(given: dict[str, Any]) -> list[type]:
+    @classmethod
+    def more_options(cls, given: dict[str, Any]) -> list[type]:
         """The classes whose ``__init__`` has further options, for the command line: the chosen algorithm's."""
-        return [algorithm_class(given.get("algorithm", "gradient_allreduce"))]
+        chosen = algorithm_class(given.get("algorithm", "gradient_allreduce"))
+        refuse_taken(chosen, cls)
+        return [chosen]
 
     # --- before anything starts ------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Decentralized(OwnWeights):
     def set_up(self, context: Context) -> None:
         if context.run.closure:
             raise UsageError(
-                "bagua: algorithm='decentralized' replaces the weights between backward and step, and an optimizer that needs a closure, "
+                "the algorithm 'decentralized' replaces the weights between backward and step, and an optimizer that needs a closure, "
                 "such as LBFGS, goes to and fro between them. Fix: another optimizer, or another algorithm"
             )
         super().set_up(context)
@@ -96,7 +96,9 @@ def _check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> No
     """
     if number % 2 == 0:
         return
-    whose = "bagua" if plan is None else plan.strategy.label
-    what = f"{number} node{'s' * (number > 1)}" if hierarchical else f"{number} process{'es' * (number > 1)}"
-    fix = "hierarchical=False with an even number of processes" if hierarchical else "an even number"
-    raise UsageError(f"{whose}: peer_selection_mode='shift_one' makes pairs, and there are {what}. Fix: {fix}, or 'all'")
+    whose = "" if plan is None else f"{plan.strategy.label}: "
+    one, several, fix = ("node", "nodes", "hierarchical=False") if hierarchical else ("process", "processes", "an even number")
+    what = f"there is 1 {one}" if number == 1 else f"there are {number} {several}"
+    raise UsageError(
+        f"{whose}the algorithm 'decentralized' with peer_selection_mode='shift_one' makes pairs, and {what}. Fix: {fix}, or 'all'"
+    )

@@ -18,10 +18,9 @@ from geartrain_bagua.buckets import Bucket
 class OwnWeights(Algorithm):
     """Ranks whose weights differ, and communicate every ``communication_interval`` steps, from the first on.
 
-    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with
-    the optimizers' state, and a resumed run goes on with them. Validation
-    is of each rank's own model: its metrics are means over ranks of different models. Where the precision is 16-mixed, each rank's scaler
-    skips steps by itself: communication does not depend on it, so ranks still match.
+    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with its optimizers' state, and a run that resumes
+    on as many ranks goes on with them. Validation is of each rank's own model: its metrics are means over ranks of different models. Where
+    the precision is 16-mixed, each rank's scaler skips steps by itself: communication does not depend on it, so ranks still match.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
