@@ -129,13 +129,13 @@ def test_nothing_is_imported_that_was_not_chosen(errors):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # four programs
+@pytest.mark.timeout(400)  # four programs
 def test_another_distributions_algorithm_trains(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "geartrain_command.py").write_text("import sys\nfrom geartrain.commands import main\nsys.exit(main())\n")
 
     def fit(*arguments):
-        return site.run(site.python, "geartrain_command.py", "fit", "train.py", *options, *arguments, cwd=tmp_path)
+        return site.run(site.python, "geartrain_command.py", "fit", "train.py", *options, *arguments, cwd=tmp_path, seconds=150)
 
     options = ("--strategy", "bagua", "--strategy.algorithm", "signs", "--accelerator", "cpu")
     help_text = fit("--help").stdout
@@ -150,6 +150,27 @@ def test_another_distributions_algorithm_trains(site, tmp_path):
     done = fit("--strategy.times=0.5", "--devices", "2", "--max-epochs", "1", "-q")
     assert done.returncode == 0, done.stderr
     assert "weights [[1.5, 1.5]]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ("strategy: {name: bagua, algorithm: half, dtype: fp16}", ()),
+        ("strategy: bagua\nstrategy.algorithm: half\nstrategy.dtype: fp16", ()),
+        ("strategy: {name: bagua, algorithm: bytegrad}", ("--strategy.algorithm", "half", "--strategy.dtype=fp16")),
+    ],
+    ids=["nested", "dotted", "overruled"],
+)
+def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, arguments, request):
+    from geartrain.commands.arguments import read
+
+    target = tmp_path / f"train_{request.node.callspec.id}.py"  # its module's name
+    target.write_text(TRAIN)
+    (tmp_path / "config.yaml").write_text(config)
+    given = [str(target), "--config", str(tmp_path / "config.yaml"), "--accelerator", "cpu", *arguments]
+    trainer = read("fit", given, None).trainer
+    strategy = next(part.plugin for part in trainer._parts if part.choice.kind == "strategy")
+    assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == ("HalfAllReduce", "fp16")
 
 
 # --- in Python -----------------------------------------------------------------------------------------------------------

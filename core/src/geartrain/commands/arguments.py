@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,7 @@ class Names:
     def given(self, group: str) -> dict[str, Any]:
         """What a group's options are given so far, as it was typed: those of the command line over those of config files."""
         found = dict(self.config.get(group) or {})
-        for token, after in zip(self.rest, [*self.rest[1:], ""], strict=True):
+        for token, after in pairwise([*self.rest, ""]):
             name, has_value, value = token.partition("=")
             if name.startswith(f"--{group}."):
                 found[name.removeprefix(f"--{group}.")] = value if has_value else after
