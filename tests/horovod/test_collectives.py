@@ -71,6 +71,10 @@ def test_runs_of_one_program_have_names_of_their_own(three_ranks):
     assert len({next(iter(found)) for found in prefixes}) == len(prefixes)
 
 
+def test_what_a_rank_starts_later_is_no_rank_of_horovods(three_ranks):
+    assert all(kept["average"]["left"] == [] for kept in three_ranks)
+
+
 def test_who_waits_leaves_the_core_to_others(three_ranks):
     """Horovod's own wait would keep it busy."""
     for kept in (three_ranks[0], three_ranks[2]):

@@ -70,6 +70,16 @@ class Collectives:
                 time.sleep(_LOOK)
             return self.hvd.synchronize(handle)
 
+    def start(self, operation: str, *given: Any, name: str, **options: Any) -> int:
+        """Start one of Horovod's operations. Its handle.
+
+        Raises:
+            TrainingError: another rank has gone already.
+        """
+        with self.watched("start of", name):
+            handle: int = getattr(self.hvd, operation)(*given, name=name, **options)
+        return handle
+
     @contextmanager
     def watched(self, what: str, name: str) -> Iterator[Wait]:
         """Around each wait for the others.
@@ -119,7 +129,7 @@ class Collectives:
 
     def _gather_rows(self, row: torch.Tensor, name: str, what: str) -> torch.Tensor:
         """``[n]`` on the CPU, of one length on all ranks -> ``[size, n]``."""
-        table: torch.Tensor = self.wait(self.hvd.allgather_async(row[None].contiguous(), name=name), name, what)
+        table: torch.Tensor = self.wait(self.start("allgather_async", row[None].contiguous(), name=name), name, what)
         return table
 
     def gather_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -137,7 +147,7 @@ class Collectives:
         """
         name = self.next_name("all_gather")
         shapes = self._shapes(tensor, name)
-        whole = self.wait(self.hvd.allgather_async(_bytes(tensor), name=name), name, "all_gather")
+        whole = self.wait(self.start("allgather_async", _bytes(tensor), name=name), name, "all_gather")
         sizes = [_numel(shape) * tensor.element_size() for shape in shapes]
         # Each part gets memory of its own: a view of another type must begin at a multiple of its size.
         parts = [part.clone().view(tensor.dtype).reshape(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
@@ -164,9 +174,9 @@ class Collectives:
         name, mine = self.next_name("broadcast"), self.rank == src
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(data)])
-        size = self.wait(self.hvd.broadcast_async_(size, src, name=f"{name}.size"), f"{name}.size", "broadcast")
+        size = self.wait(self.start("broadcast_async_", size, src, name=f"{name}.size"), f"{name}.size", "broadcast")
         data = data if mine else torch.empty(int(size), dtype=torch.uint8)
-        data = self.wait(self.hvd.broadcast_async_(data, src, name=name), name, "broadcast")
+        data = self.wait(self.start("broadcast_async_", data, src, name=name), name, "broadcast")
         return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -175,7 +185,7 @@ class Collectives:
         for key, tensor in tensors.items():
             name = self.next_name(f"weights.{key}")
             data = _bytes(tensor).clone()
-            sent.append((self.hvd.broadcast_async_(data, 0, name=name), name, tensor))
+            sent.append((self.start("broadcast_async_", data, 0, name=name), name, tensor))
         for handle, name, tensor in sent:
             data = self.wait(handle, name, "broadcast")
             tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))

@@ -137,7 +137,7 @@ class Gradients:
         table = torch.tensor([has, sparse], dtype=torch.int32)
         name = self._collectives.name("gradients")
         options = {} if self._process_set is None else {"process_set": self._process_set}
-        handle = self._collectives.hvd.allreduce_async_(table, op=self._collectives.hvd.Max, name=name, **options)
+        handle = self._collectives.start("allreduce_async_", table, op=self._collectives.hvd.Max, name=name, **options)
         most, sparse_somewhere = self._collectives.wait(handle, name, "all-reduce of which ranks have which gradients,").tolist()
         return {p: (m, bool(s)) for p, m, s in zip(parameters, most, sparse_somewhere, strict=True)}
 
@@ -160,8 +160,9 @@ class Gradients:
             options |= {"prescale_factor": 1 / how.predivide, "postscale_factor": how.predivide}
         if self._process_set is not None:
             options["process_set"] = self._process_set
-        send = hvd.allreduce_async_ if len(copies) == 1 else hvd.grouped_allreduce_async_
-        unit.under_way = send(copies[0] if len(copies) == 1 else copies, **options), name
+        one = len(copies) == 1
+        handle = self._collectives.start("allreduce_async_" if one else "grouped_allreduce_async_", copies[0] if one else copies, **options)
+        unit.under_way = handle, name
         unit.sent = {p: Seen(p.grad) for p in unit.parameters if p.grad is not None}
 
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
