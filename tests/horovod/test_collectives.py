@@ -76,7 +76,7 @@ def test_what_a_rank_starts_later_is_no_rank_of_horovods(three_ranks):
 
 
 def test_who_waits_leaves_the_core_to_others(three_ranks):
-    """Horovod's own wait would keep it busy."""
+    """A loop that looks without a pause would keep it busy."""
     for kept in (three_ranks[0], three_ranks[2]):
         assert kept["waiting"]["waited"] > 1
         assert kept["waiting"]["share"] < 0.6
