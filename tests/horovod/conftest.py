@@ -1,6 +1,5 @@
 """What the tests of horovod run: one program of several ranks for many cases."""
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,5 +26,4 @@ def three_ranks(tmp_path_factory):
     with launched(str(HERE / "trainings.py"), str(folder), folder=folder) as run:
         run.succeed(300)
         assert run.left_behind() == []
-    sys.path.insert(0, str(HERE))
     return [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(3)]

@@ -1,5 +1,6 @@
 """Who may start the ranks: geartrain, horovodrun, torchrun; and what becomes of them when one fails."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from geartrain.testing.launching import Launched, free_port, launched
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
+HERE = Path(__file__).parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 TRAIN = """
 import os, sys
@@ -77,6 +79,19 @@ def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
     assert "RUN 2 RANK 0 OF 2" in logs
     assert (folder / "timeline.json").read_text().count("ALLREDUCE") > 8
     assert "PLAN 2 × 2 (scale_lr, 2 worker(s))" in logs
+
+
+def test_digits_on_two_ranks(tmp_path):
+    """The real handwritten digits, with the example as it is."""
+    pytest.importorskip("sklearn", reason="scikit-learn, whose wheel has the digits, is not installed")
+    digits = str(HERE.parents[1] / "examples" / "digits.py")
+    words = ["fit", digits, "--strategy", "horovod", "--accelerator", "cpu", "--devices", "2", "--max-epochs", "10", "--seed", "1"]
+    run = Launched([str(SCRIPTS / "geartrain"), *words, "--output", "out"], tmp_path)
+    try:
+        run.succeed(200)
+    finally:
+        run.kill()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]["val_acc"] >= 0.97
 
 
 def test_under_horovodrun_its_world_stands(folder):

@@ -1,7 +1,6 @@
 """Manual optimisation, a Session's loops, closures, several optimizers and mixed precision on two ranks come to what one process comes
 to on the whole batch."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -72,7 +71,3 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
     first, second = (kept["fit", "overflow"] for kept in two_ranks)
     assert first["metrics"]["skipped_steps"] == second["metrics"]["skipped_steps"] == 1
     assert all(torch.equal(first[name], second[name]) for name in first if name not in ("metrics", "step"))
-
-
-def test_the_launcher_of_this_process_left_no_mark():
-    assert not [name for name in os.environ if name.startswith("HOROVOD_")]

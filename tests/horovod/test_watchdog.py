@@ -1,7 +1,6 @@
 """A wait that does not end ends the run, and who did not come is named."""
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -137,17 +136,20 @@ def test_all_wait(board):
     assert "every rank waits in it" in told
 
 
-@needs_horovod
-def test_a_server_that_is_gone(board, monkeypatch):
-    monkeypatch.setattr(Board, "_PATIENCE", 0.2)
-    with socket.socket() as listener:  # takes connections and answers none, as a stopped process does
+def test_a_server_that_does_not_answer():
+    """As that in rank 0, which is stopped: what it keeps is out of reach, and blames nobody."""
+    with socket.socket() as listener:  # takes connections and says nothing
         listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
+        listener.listen(64)
         port = listener.getsockname()[1]
+        dog = Watchdog(TIMEOUT, 1, 3, Board("127.0.0.1", port, "geartrain.1"))
+        dog._heard = {0: ({"beat": 1, "in": "all-reduce 'net.weight'"}, time.monotonic() - 100), 2: ({"beat": 1}, time.monotonic() - 100)}
         began = time.monotonic()
-        told = wait_for_ever(Watchdog(TIMEOUT, 1, 2, Board("127.0.0.1", port, "geartrain.1")))
+        told = wait_for_ever(dog)
     assert f"it hears nothing of the others: 127.0.0.1:{port} does not answer" in told
-    assert time.monotonic() - began < 10
+    assert "rank 0" not in told
+    assert "rank 2" not in told
+    assert time.monotonic() - began < 25
 
 
 def test_waits_that_end_in_time_cost_microseconds():
@@ -225,14 +227,12 @@ sleep = ctypes.CDLL(None).sleep  # as a wait in C++: Python hears nothing there
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("with dog.watching('shutdown', ''): sleep(60)", "rank 1 does not come out of shutdown: its process is ended"),
+        ("with dog.watching('shutdown', ''): sleep(600)", "rank 1 does not come out of shutdown: its process is ended"),
         # An error has ended the run; Horovod shuts down at the end of the program too, and hangs there.
-        ("dog.leave(lambda: sleep(60), True); sleep(60)", "rank 1 cannot leave Horovod, whose other ranks hang: its process is ended"),
+        ("dog.leave(lambda: sleep(600), True); sleep(600)", "rank 1 cannot leave Horovod, whose other ranks hang: its process is ended"),
     ],
 )
 def test_what_hangs_in_c_ends_with_its_process(code, told):
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", STUCK + code], capture_output=True, text=True, timeout=50, env={**os.environ})
+    done = subprocess.run([sys.executable, "-c", STUCK + code], capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert told in done.stderr
-    assert time.monotonic() - began < 40

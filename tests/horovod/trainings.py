@@ -1,6 +1,7 @@
 """One program of three ranks that trains case after case; each rank keeps, for each step, its gradients before and after they were
 reduced. What came of a case is in ``CASES[name]``'s place of ``kept-RANK.pt``."""
 
+import os
 import pickle
 import sys
 import time
@@ -228,7 +229,8 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
     )
     with sends:
         trainer.fit(module, DataLoader(samples(), BATCH))
-    return {**vars(watch), "sent": sends.seen, "rank": trainer.global_rank}
+    left = [name for name in os.environ if name.startswith("HOROVOD_")]
+    return {**vars(watch), "sent": sends.seen, "rank": trainer.global_rank, "left": left}
 
 
 def waits():

@@ -9,6 +9,9 @@ from geartrain.testing import StrategyConformance
 pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
 pytest.importorskip("horovod", reason="Horovod is not installed; it is built in an environment of its own")
 
+#: One program runs all scenarios of a class, on the time of the first test that asks for one.
+pytestmark = pytest.mark.timeout(900)
+
 
 class TestHorovod(StrategyConformance):
     strategy = "horovod"

@@ -124,7 +124,10 @@ def _horovodrun(environ: Mapping[str, str]) -> Place | None:
     found = _numbers(
         environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"
     )
-    return None if found is None else Place("horovodrun", *found[:5])
+    if found is None:
+        return None
+    rank, size, local_rank, local_size, node_rank, _ = found
+    return Place("horovodrun", rank, size, local_rank, local_size, node_rank)
 
 
 def _slurm(environ: Mapping[str, str]) -> Place | None:

@@ -120,12 +120,11 @@ class Watchdog:
     # --- the thread ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked = time.monotonic()
         self._tell()
+        began = time.monotonic()
         while not self._stop.wait(self._interval):
             now = time.monotonic()
-            wait, slept = self.current, now - looked - self._interval
-            looked = now
+            wait, slept = self.current, now - began - self._interval
             if wait is not None and slept > 1 + 2 * self._interval:
                 wait.began += slept  # this process itself was stopped, and so perhaps was everything: nobody is late for that
             self._tell()
@@ -135,6 +134,7 @@ class Watchdog:
             if wait is not None and wait is self.current and waited > self.timeout:
                 self._judge(wait, waited)
                 return
+            began = time.monotonic()
 
     def _tell(self) -> None:
         """Tell the others what this rank does."""
@@ -163,9 +163,12 @@ class Watchdog:
     # --- the end of a run ------------------------------------------------------------------------------------------------
 
     def _judge(self, wait: Wait, waited: float) -> None:
-        late = {rank: told for rank in range(self.size) if rank != self.rank and (told := self._late(rank, wait)) is not None}
-        known = f"it hears nothing of the others: {self._board.problem}" if self._board is not None and self._board.problem else ""
-        if self._board is None:
+        late, known = {}, ""
+        if self._board is not None and self._board.problem:
+            known = f"it hears nothing of the others: {self._board.problem}"
+        elif self._board is not None:
+            late = {rank: told for rank in range(self.size) if rank != self.rank and (told := self._late(rank, wait)) is not None}
+        else:
             known = "which rank did not come cannot be told under this launcher"
         if self.size > 1 and not late and not known:
             known = "every rank waits in it: the network between them, or a rank's device, hangs"
