@@ -136,6 +136,29 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(fit, refused, weights):
     assert same(weights("out"), before)
 
 
+def test_resume_goes_on_with_the_folder(command, fit, weights, folder):
+    fit("--seed 1 --max-epochs 2 --output whole")
+    fit("--seed 1 --max-epochs 1 --output out")
+    first = (folder / "out" / "metrics.jsonl").read_text()
+    fit("--seed 1 --max-epochs 2 --output out --resume")
+    assert same(weights("out"), weights("whole"))
+    assert (folder / "out" / "metrics.jsonl").read_text() == (folder / "whole" / "metrics.jsonl").read_text()
+    assert (folder / "out" / "metrics.jsonl").read_text().startswith(first)
+    done = command("fit net.py --seed 1 --max-epochs 2 --output out --resume auto")
+    assert done.code == 2
+    assert "there is nothing left to do" in done.err
+
+
+def test_resume_from_a_file_and_where_there_is_none(fit, refused, weights):
+    assert "has saved no last checkpoint" in refused("fit net.py --max-epochs 1 --output out --resume")
+    fit("--seed 1 --max-epochs 1 --resume auto --output out")  # an option after it is not its value
+    fit("--seed 1 --max-epochs 2 --output whole")
+    fit("--seed 1 --max-epochs 2 --output other --resume out/last.ckpt")
+    assert same(weights("other"), weights("whole"))
+    assert "Fix: give one of them" in refused("fit net.py --max-epochs 2 --resume out/last.ckpt --checkpoint out/last.ckpt")
+    assert "there is no option --resume" in refused("test net.py --resume out/last.ckpt")
+
+
 # --- how they fail -------------------------------------------------------------------------------------------------------
 
 FAILING = {

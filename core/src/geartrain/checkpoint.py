@@ -103,7 +103,7 @@ def find(given: str | Path | None, parts: Iterable[Part], output: Path | None, r
     if given is None or (resumes and given == "auto"):
         return None if given is None else newest_last(parts, output)
     named = given in ("best", "last")
-    path = Path(given) if not named else _best(parts) if given == "best" else _last(parts, output)
+    path = Path(given) if not named else _best(parts) if given == "best" else _last(parts, output, resumes)
     if path.is_file():
         return path
     what = f"there is no checkpoint {path}"
@@ -136,15 +136,14 @@ def _best(parts: Iterable[Part]) -> Path:
     return Path(those[0].best_model_path)
 
 
-def _last(parts: Iterable[Part], output: Path | None) -> Path:
+def _last(parts: Iterable[Part], output: Path | None, resumes: bool) -> Path:
     newest = newest_last(parts, output)
     if newest is None:
-        where = "this trainer has saved no last checkpoint" + (
-            f", and {output} holds none" if output is not None and output.exists() else ""
-        )
+        where = "" if output is None else f", and {str(output)!r} holds none"
+        more = "; or ckpt_path='auto' (--resume auto), which begins anew where there is none" if resumes else ""
         raise UsageError(
-            f"{where}. Fix: fit first, with a folder for the run (output=DIR) or "
-            "plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file"
+            f"this trainer has saved no last checkpoint{where}. Fix: fit first, with a folder for the run (output=DIR) or "
+            f"plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file{more}"
         )
     return newest
 

@@ -11,8 +11,10 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
+from geartrain import metric_objects
 from geartrain.data import map_tensors, not_plain
 from geartrain.parts import Part, keeps_state
 from geartrain.seeding import random_state, set_random_state
@@ -61,6 +63,7 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
         "began": None if began is None else began.random,
         "metrics": dict(run.metrics),
         "logs": run.logs.state_dict() if within else None,
+        "metric_objects": map_tensors(metric_objects.states(run.module), _to_cpu) if within else {},
     }
     return {
         "format": FORMAT,
@@ -109,13 +112,17 @@ def _portable(state: Any, whose: str) -> Any:
     """A state on the CPU; ``None``, with a warning, where it could not be read again as data alone."""
     odd = not_plain(state)
     if odd is None:
-        return map_tensors(state, lambda tensor: tensor.detach().cpu())
+        return map_tensors(state, _to_cpu)
     warnings.warn(
         f"{whose}: its state_dict() holds {odd}, which could not be read again as data alone, so checkpoints leave it out. "
         "Fix: tensors, numbers, strings, and lists, tuples and dicts of them",
         stacklevel=2,
     )
     return None
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
 
 
 def _named(thing: Any) -> dict[str, Any]:

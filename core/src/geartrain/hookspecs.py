@@ -136,7 +136,8 @@ def wrap_optimizer(run: Run, optimizer: Optimizer) -> Optimizer:
 def load_checkpoint(run: Run, path: Path) -> dict[str, Any]:
     """Read a checkpoint.
 
-    Fired: when one was asked for, in each process, after the optimizers are made; in a Session in each ``session.load``.
+    Fired: when one was asked for, in each process, after the optimizers are made and wrapped; in a Session in each ``session.load``.
+        In a ``fit`` that resumes, optimizers and schedulers then get their state, and last the parts that have ``load_state_dict``.
     Arguments: ``path`` of the file.
     Returns: what ``save_checkpoint`` was given.
     Default: ``torch.load(path, map_location="cpu", weights_only=True)``: a file can hold tensors, never code.
@@ -291,7 +292,7 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint whole or not at all.
 
     Fired: in every rank when one is due.
-    Arguments: ``state`` holds tensors and plain values; ``path`` of the file.
+    Arguments: ``state`` holds tensors and plain values, on rank 0 those of all ranks; ``path`` of the file.
     Default: rank 0 writes a temporary file beside ``path`` with ``torch.save`` and renames it.
     """
 
@@ -330,7 +331,7 @@ def on_run_start(run: Run) -> None:
 def on_epoch_start(run: Run) -> None:
     """A training epoch starts.
 
-    Fired: before its first batch.
+    Fired: before its first batch; once more in an epoch that a run which resumes takes up in its middle.
     """
 
 

@@ -6,6 +6,7 @@ GPU. One that is on the CPU is read at once, which costs less than a copy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -222,7 +223,7 @@ class Logs:
             The values by their reported names.
         """
         self.flush()
-        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight]
+        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and _can_reduce(m)]
         values = self._reduce({m.name: Share(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         objects = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
         values.update(metric_objects.end_epoch(self._run, objects))
@@ -298,6 +299,17 @@ class Logs:
             name: _Metric(name, Spec(*spec), last=(last[0], last[1]), total=total, weight=weight, values=list(values))
             for name, (spec, last, total, weight, values) in state["metrics"].items()
         }
+
+
+def _can_reduce(metric: _Metric) -> bool:
+    """Whether the function is there that reduces a metric: one that was loaded gets it when it is logged again."""
+    if metric.function is not None or metric.spec.reduce_fx in reductions.NAMED:
+        return True
+    warnings.warn(
+        f"{metric.name!r} was logged before the checkpoint and not after it in this epoch, so its reduce_fx is not known: it is left out",
+        stacklevel=2,
+    )
+    return False
 
 
 def _with_suffix(name: str, suffix: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from geartrain.data import map_tensors
 from geartrain.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -44,6 +45,25 @@ def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, flo
     for metric, _ in objects.values():
         metric.reset()
     return values
+
+
+def states(module: nn.Module) -> dict[str, Any]:
+    """What the metrics in a module have seen since their last reset, by path: tensors, and lists of them."""
+    metrics = {path: part for path, part in module.named_modules() if is_metric(part) and part._update_count}
+    return {
+        path: {"updates": metric._update_count, "values": {name: getattr(metric, name) for name in metric._defaults}}
+        for path, metric in metrics.items()
+    }
+
+
+def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Let metrics go on from what :func:`states` gave."""
+    for path, state in states.items():
+        metric: Any = module.get_submodule(path)
+        metric.reset()
+        metric._update_count = state["updates"]
+        for name, value in state["values"].items():
+            setattr(metric, name, map_tensors(value, partial(torch.Tensor.to, device=metric.device, copy=True)))
 
 
 def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from geartrain import metric_objects
 from geartrain.data import describe
 from geartrain.errors import TrainingError, UsageError
 from geartrain.fit_state import FORMAT, EpochBegin, begin_epoch, named_parts, set_random
@@ -37,6 +38,7 @@ class Resumed:
     random: dict[str, Any] | None
     began: dict[str, Any] | None
     logs: dict[str, Any] | None
+    metric_objects: dict[str, Any]
 
     def start(self, run: Run) -> None:
         """Go on between two epochs, before the next one's hooks are called."""
@@ -63,6 +65,9 @@ class Resumed:
             set_random(run, self.random)
         if self.logs is not None:
             run.logs.load_state_dict(self.logs)
+        metric_objects.set_states(run.module, self.metric_objects)
+        if run.on.training_epoch_end is not None and run.world.rank == 0:
+            warnings.warn(f"training_epoch_end gets the outputs from batch {taken} of this epoch on: those before are gone", stacklevel=2)
 
 
 def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
@@ -132,7 +137,9 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     mine = _of_this_rank(run, fit)
     run.metrics.update(mine.get("metrics", {}))
     batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
-    run.resumed = Resumed(batch_idx, fit["validated"], mine.get("random"), mine.get("began"), mine.get("logs"))
+    run.resumed = Resumed(
+        batch_idx, fit["validated"], mine.get("random"), mine.get("began"), mine.get("logs"), mine.get("metric_objects", {})
+    )
     _load_parts(run, fit, mine.get("parts", {}), anew, path)
     _warn_of_replay(run, batch_idx)
 

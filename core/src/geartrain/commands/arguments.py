@@ -111,6 +111,8 @@ def read(command: str, argv: list[str], target: Target | None) -> Request:
     given = values.get("checkpoint")
     if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
         raise UsageError(f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints")
+    if given is not None and values.get("resume") is not None:
+        raise UsageError("--resume goes on with everything, --checkpoint starts from the weights alone. Fix: give one of them")
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from geartrain.checkpoint import find
 from geartrain.commands.arguments import read
 from geartrain.commands.target import Target
 from geartrain.errors import UsageError
@@ -20,10 +19,13 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     trainer = request.trainer
     if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:
         raise UsageError("predict writes predictions.pt into a folder. Fix: --output DIR")
+    values, files = request.values, {"ckpt_path": request.values.checkpoint}
+    if name == "fit":
+        files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
+        find(values.resume, trainer._parts, trainer.output, resumes=True)
+    # What the run itself asks again with the module: here nothing is made yet.
+    trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
-    values = request.values
-    fit = name == "fit"
-    files: Any = {"checkpoint": values.checkpoint, "ckpt_path": values.resume} if fit else {"ckpt_path": values.checkpoint}
     result = getattr(trainer, name)(model, datamodule=data, **files)
     if name == "predict" and trainer.output is not None and trainer.is_global_zero:
         # One output a batch, on the CPU: torch.load(path, weights_only=True) reads tensors, numbers, strings and their nestings.

@@ -1,0 +1,621 @@
+"""fit(ckpt_path=...): the rest of a run that stopped is bit for bit what it would have been."""
+
+import itertools
+import json
+import random
+import warnings
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import geartrain as gt
+from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint
+
+from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
+
+Adam = partial(torch.optim.Adam, lr=0.02)
+
+
+class Random(gt.Module):
+    """Draws from every generator: dropout, a shuffled loader, noise of NumPy and of Python."""
+
+    def __init__(self, scheduler=None, interval="step"):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.scheduler, self.interval = scheduler, interval
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = float(numpy.random.rand()) + random.random()
+        loss = nn.functional.mse_loss(self.layers(x), y + 0.1 * noise)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss * 0.01  # of which no gradient overflows float16 at the first scale
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self.layers(x), y))
+
+    def configure_optimizers(self):
+        optimizer = Adam(self.parameters())
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": self.interval}}
+
+
+def train(folder, epochs=3, path=None, module=Random, train=None, plugins=(), steps=True, **options):
+    """One fit into a folder, with a checkpoint every third step; the trainer and what was logged."""
+    lines = Loggers()
+    every = [ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=3, save_top_k=-1)] if steps else []
+    options = {"seed": 3, "log_every_n_steps": 2, **options}
+    one = trainer(output=folder / "run", max_epochs=epochs, plugins=[lines, *every, *plugins], **options)
+    module = module if isinstance(module, nn.Module) else module()  # made after the trainer, which seeds
+    train = DataLoader(samples(28), batch_size=4, shuffle=True) if train is None else train
+    one.fit(module, train, DataLoader(samples(9), batch_size=4), ckpt_path=path)
+    return one, lines.lines
+
+
+def assert_same_end(a, b):
+    """Two trainers have ended in the same place, bit for bit."""
+    assert_equal(a.run.module, b.run.module)
+    for mine, theirs in zip(a.run.optimizers, b.run.optimizers, strict=True):
+        mine, theirs = mine.state_dict(), theirs.state_dict()
+        assert mine["param_groups"] == theirs["param_groups"]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for index, state in mine["state"].items():
+            assert all(torch.equal(value, theirs["state"][index][name]) for name, value in state.items())
+    for mine, theirs in zip(a.run.schedulers, b.run.schedulers, strict=True):
+        assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
+    assert a.callback_metrics == b.callback_metrics
+    counters = ("step", "epoch", "batch_idx", "batches_seen")
+    assert [getattr(a.run, name) for name in counters] == [getattr(b.run, name) for name in counters]
+
+
+def assert_rest(lines, of):
+    """What a resumed run logged is the end of what the whole one did."""
+    assert lines
+    assert of[-len(lines) :] == lines
+
+
+def step_file(folder, step):
+    return folder / "steps" / f"step={step}.ckpt"
+
+
+StepLR = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
+OneCycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40)
+CASES = {
+    "schedule by step": ({"scheduler": StepLR}, {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}),
+    "one cycle": ({"scheduler": OneCycle}, {"gradient_clip_val": 0.001, "val_check_interval": 2}),
+    "schedule by epoch": ({"scheduler": StepLR, "interval": "epoch"}, {"check_val_every_n_epoch": 2}),
+    "validation across epochs": ({}, {"val_check_interval": 5, "check_val_every_n_epoch": None, "limit_train_batches": 6}),
+    "16-mixed": ({"scheduler": StepLR}, {"precision": "16-mixed", "accumulate_grad_batches": 3}),
+    "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
+    "bf16-true": ({}, {"precision": "bf16-true"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rest_is_what_it_would_have_been(tmp_path, case):
+    made, options = CASES[case]
+    whole, lines = train(tmp_path / "whole", module=partial(Random, **made), **options)
+    after = torch.get_rng_state()
+    train(tmp_path / "first", epochs=1, module=partial(Random, **made), **options)
+    files = sorted((tmp_path / "whole" / "steps").iterdir(), key=lambda path: int(path.stem.partition("=")[2]))
+    for path in ("last", files[0], files[-1]):  # after the first epoch, within it, and within or at the end of the last
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            seed(99)
+        rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
+        assert_same_end(rest, whole)
+        assert_rest(more, lines)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_without_a_seed(tmp_path):
+    whole, lines = train(tmp_path / "whole", seed=None)
+    for step in (3, 15):
+        rest, more = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), seed=None)
+        assert_same_end(rest, whole)
+        assert_rest(more, lines)
+
+
+def test_without_the_random_state_it_would_be_another_run(tmp_path):
+    """What the tests above compare does depend on it."""
+    whole, _ = train(tmp_path / "whole")
+    state = torch.load(step_file(tmp_path / "whole", 3), weights_only=True)
+    state["fit"]["ranks"][0]["random"]["torch"] = torch.Generator().manual_seed(5).get_state()
+    torch.save(state, tmp_path / "other.ckpt")
+    other, _ = train(tmp_path / "other", path=tmp_path / "other.ckpt")
+    assert differ(other.run.module, whole.run.module)
+
+
+def test_a_loaders_own_generator_goes_on(tmp_path):
+    def own():
+        return DataLoader(samples(28), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(8))
+
+    whole, _ = train(tmp_path / "whole", train=own())
+    for step in (3, 9, 12, 18):
+        rest, _ = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), train=own())
+        assert_same_end(rest, whole)
+
+
+def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again(tmp_path):
+    def after_validation():
+        return ModelCheckpoint("val_loss", dirpath=tmp_path / "of", filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
+
+    for interval in (1.0, 3):  # at an epoch's end, and within
+        folder = tmp_path / str(interval)
+        options = {"val_check_interval": interval, "steps": False, "epochs": 2}
+        keeps = after_validation()
+        keeps.dirpath = folder / "of"
+        whole, lines = train(folder / "whole", plugins=[keeps], **options)
+        for path in sorted((folder / "of").iterdir())[:-1]:
+            again = after_validation()
+            again.dirpath = folder / f"of {path.stem}"
+            rest, more = train(folder / path.stem, path=path, plugins=[again], **options)
+            assert_same_end(rest, whole)
+            assert_rest(more, lines)
+            assert list(map(str.split, again.best_k_models)) != []
+
+
+# --- parts that keep state -----------------------------------------------------------------------------------------------
+
+
+def test_callbacks_go_on(tmp_path):
+    def callbacks():
+        best = ModelCheckpoint("val_loss", save_top_k=2, filename="{epoch}", save_last=True)
+        return [EMA(0.8), EarlyStopping("val_loss", patience=30), best]
+
+    whole_own, rest_own = callbacks(), callbacks()
+    whole, _ = train(tmp_path / "whole", epochs=4, plugins=whole_own)
+    train(tmp_path / "first", epochs=2, plugins=callbacks())
+    rest, _ = train(tmp_path / "first", epochs=4, path="last", plugins=rest_own)
+    assert_same_end(rest, whole)
+    assert rest_own[0].updates == whole_own[0].updates == 28
+    assert rest_own[1].state_dict() == whole_own[1].state_dict()
+    theirs = {path.replace("first", "whole"): score for path, score in rest_own[2].best_k_models.items()}
+    assert theirs == whole_own[2].best_k_models
+    files = [sorted(path.name for path in (tmp_path / name / "run" / "checkpoints").iterdir()) for name in ("whole", "first")]
+    assert files[0] == files[1]
+    for step in (3, 9):
+        again = callbacks()
+        rest, _ = train(tmp_path / str(step), epochs=4, path=step_file(tmp_path / "whole", step), plugins=again)
+        assert_same_end(rest, whole)
+        assert again[0].updates == 28
+
+
+def test_averaged_weights_go_on_from_the_trained_ones(tmp_path):
+    train(tmp_path / "first", epochs=1, plugins=[EMA(0.5)])
+    state = torch.load(tmp_path / "first" / "run" / "last.ckpt", weights_only=True)
+    seen = {}
+
+    class Looks(Random):
+        def on_train_start(self):
+            seen.update(weights(self))
+
+    train(tmp_path / "first", epochs=2, path="last", module=Looks, plugins=[EMA(0.5)])
+    assert_equal(seen, state["trained"])
+    assert differ(seen, state["model"])
+
+
+def test_a_checkpoint_names_itself_as_the_best(tmp_path):
+    best = ModelCheckpoint("val_loss", save_top_k=1, filename="best")
+    train(tmp_path, epochs=1, plugins=[best], steps=False)
+    state = torch.load(best.best_model_path, weights_only=True)["fit"]["parts"]["model_checkpoint"]
+    assert state["best_model_path"] == best.best_model_path
+    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["fit"]["parts"]["model_checkpoint"]
+    assert last == state
+
+
+def test_early_stopping_goes_on_counting(tmp_path):
+    class Flat(Random):
+        def validation_step(self, batch, batch_idx):
+            self.log("flat", 1.0)
+
+    train(tmp_path, epochs=2, module=Flat, plugins=[EarlyStopping("flat", patience=3)])
+    rest, _ = train(tmp_path, epochs=50, path="last", module=Flat, plugins=[EarlyStopping("flat", patience=3)])
+    assert rest.current_epoch == 4
+
+
+class Counts:
+    """A plugin of the user's own."""
+
+    def __init__(self):
+        self.steps, self.loaded = 0, None
+
+    @hookimpl
+    def on_step_end(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps, "tensor": torch.ones(2, requires_grad=True) * self.steps}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+        self.steps = state["steps"]
+
+
+class CountsToo(Callback):
+    def __init__(self):
+        self.batches = 0
+
+    def on_train_batch_end(self, *_):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.batches = state["batches"]
+
+
+def test_plugins_and_callbacks_of_ones_own_go_on(tmp_path):
+    first, second, callback = Counts(), Counts(), CountsToo()
+    second.steps = 100  # two of one name are told apart by their order
+    train(tmp_path, epochs=1, plugins=[first, second], callbacks=[callback])
+    again = Counts(), Counts(), CountsToo()
+    train(tmp_path, epochs=2, path="last", plugins=again[:2], callbacks=again[2:])
+    assert [again[0].steps, again[1].steps, again[2].batches] == [14, 114, 14]
+    assert torch.equal(again[0].loaded["tensor"], torch.full((2,), 7.0))
+
+
+def test_state_is_loaded_before_the_hooks_are_frozen_and_after_the_optimizers_are_wrapped(tmp_path):
+    seen = []
+
+    class Looks(Counts):
+        @hookimpl(wrapper=True)
+        def wrap_optimizer(self):
+            seen.append("wrap")
+            return (yield)
+
+        @hookimpl
+        def on_run_start(self):
+            seen.append("start")
+
+        def load_state_dict(self, state):
+            seen.append("load")
+
+    train(tmp_path, epochs=1, plugins=[Looks()])
+    seen.clear()
+    train(tmp_path, epochs=2, path="last", plugins=[Looks()])
+    assert seen == ["wrap", "load", "start"]
+
+
+def test_parts_that_came_and_went(tmp_path):
+    train(tmp_path, epochs=1, plugins=[Counts()])
+    with pytest.warns(UserWarning, match="last.ckpt") as caught:
+        train(tmp_path, epochs=2, path="last", plugins=[EarlyStopping("val_loss")])
+    (text,) = [str(one.message) for one in caught if "state" in str(one.message)]
+    assert "it has state of Counts, which this run does not have" in text
+    assert "it has no state of geartrain[early_stopping]: begun anew" in text
+
+
+def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
+    class Odd(Counts):
+        def state_dict(self):
+            return {"path": tmp_path}
+
+    with pytest.warns(UserWarning, match=r"Odd: its state_dict\(\) holds pathlib\.\w+Path.*Fix"):
+        train(tmp_path, epochs=1, plugins=[Odd()])
+    with pytest.warns(UserWarning, match="it has no state of Odd: begun anew"):
+        train(tmp_path, epochs=2, path="last", plugins=[Odd()])
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------------
+
+
+class Replaces:
+    """Puts an optimizer of its own in the place of the module's, as horovod does, with the same groups."""
+
+    replaces = frozenset({"wrap_optimizer"})
+
+    @hookimpl
+    def wrap_optimizer(self, optimizer):
+        other = type(optimizer)(optimizer.param_groups)
+        assert other.param_groups[0] is optimizer.param_groups[0]
+        return other
+
+
+def test_an_optimizer_that_a_strategy_puts_in_place_gets_the_state_and_its_scheduler_still_moves_it(tmp_path):
+    made = {"scheduler": StepLR}
+    whole, _ = train(tmp_path / "whole", module=partial(Random, **made), plugins=[Replaces()])
+    for step in (3, 9):
+        path = step_file(tmp_path / "whole", step)
+        rest, _ = train(tmp_path / str(step), path=path, module=partial(Random, **made), plugins=[Replaces()])
+        assert_same_end(rest, whole)
+    assert whole.run.optimizers[0].param_groups[0]["lr"] < 0.001
+
+
+def test_manual_optimisation(tmp_path):
+    class Manual(Random):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    for precision in ("32-true", "16-mixed"):
+        folder = tmp_path / precision
+        whole, lines = train(folder / "whole", module=Manual, precision=precision)
+        for step in (3, 9):
+            rest, more = train(folder / str(step), path=step_file(folder / "whole", step), module=Manual, precision=precision)
+            assert_same_end(rest, whole)
+            assert_rest(more, lines)
+
+
+def test_a_scale_of_16_mixed_goes_on(tmp_path):
+    class Overflows(Random):
+        def training_step(self, batch, batch_idx):
+            factor = 1e38 if self.global_step < 3 else 1.0
+            return super().training_step(batch, batch_idx) * factor
+
+    scales = []
+
+    class Looks:
+        @hookimpl
+        def on_epoch_start(self, run):
+            scales.append(next(part.plugin for part in run.hooks.parts if part.choice.name == "16-mixed")._scaler.get_scale())
+
+    train(tmp_path, epochs=1, module=Overflows, precision="16-mixed", plugins=[Looks()])
+    train(tmp_path, epochs=2, path="last", module=Overflows, precision="16-mixed", plugins=[Looks()])
+    assert scales == [65536.0, 65536.0 / 8]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of one epoch: its folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    train(folder, epochs=1)
+    return folder
+
+
+def refused(tmp_path, path, words, error, **options):
+    seen = []
+
+    class Tells:
+        @hookimpl
+        def on_run_start(self):
+            seen.append("start")
+
+    with pytest.raises(error, match=words):
+        train(tmp_path, path=path, plugins=[Tells()], steps=False, **options)
+    assert not seen
+
+
+def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
+    state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
+    del state["fit"]
+    torch.save(state, tmp_path / "weights.ckpt")
+    refused(tmp_path, tmp_path / "weights.ckpt", "holds weights, and not what a fit needs.*Fix: checkpoint=", TrainingError)
+    module = Random()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(max_epochs=1).fit(module, loader(), checkpoint=tmp_path / "weights.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda fit: fit.update(format=99), "whose format 99 this version does not know"),
+        (lambda fit: fit.pop("optimizers"), "is not whole: it has no 'optimizers'"),
+        (lambda fit: fit["optimizers"][0].update({"class": "SGD"}), "has the optimizers SGD, and configure_optimizers made Adam.*Fix"),
+        (lambda fit: fit["optimizers"].append(fit["optimizers"][0]), "has the optimizers Adam, Adam, and configure_optimizers made Adam"),
+        (lambda fit: fit["optimizers"][0]["state"]["param_groups"].append({"params": []}), "the state of Adam does not fit"),
+        (lambda fit: fit["schedulers"].append({"class": "StepLR", "state": {}}), "has the schedulers StepLR.*made none"),
+    ],
+)
+def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
+    state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
+    change(state["fit"])
+    torch.save(state, tmp_path / "odd.ckpt")
+    refused(tmp_path, tmp_path / "odd.ckpt", words, TrainingError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epochs": 1}, "nothing left to do.*has 1 epochs done, and max_epochs=1.*Fix: a larger max_epochs"),
+        ({"epochs": -1, "max_steps": 7}, "nothing left to do.*has 7 steps done, and max_steps=7.*Fix"),
+        ({"epochs": -1, "max_steps": 5}, "nothing left to do.*max_steps=5"),
+    ],
+)
+def test_nothing_left_to_do(tmp_path, saved, options, words):
+    refused(tmp_path, saved / "run" / "last.ckpt", words, UsageError, **options)
+
+
+def test_an_epoch_that_is_now_shorter(tmp_path, saved):
+    words = "saved after 6 batches of an epoch, which now has 4"
+    refused(tmp_path, step_file(saved, 6), words, UsageError, limit_train_batches=4)
+
+
+def test_ckpt_path_and_checkpoint_contradict_each_other():
+    with pytest.raises(UsageError, match="Fix: give one of them"):
+        trainer().fit(Net(), loader(), ckpt_path="last", checkpoint="last")
+
+
+def test_nothing_to_go_on_from(tmp_path):
+    with pytest.raises(UsageError, match=r"has saved no last checkpoint.*Fix.*ckpt_path='auto'"):
+        train(tmp_path, path="last")
+    assert not (tmp_path / "run").exists()
+
+
+# --- where it goes on ----------------------------------------------------------------------------------------------------
+
+
+def test_the_runs_folder_goes_on(tmp_path):
+    csv = {"csv": {"path": str(tmp_path / "table.csv")}}
+    train(tmp_path, epochs=1, plugins=["csv"], plugin_options=csv, steps=False)
+    first = (tmp_path / "run" / "metrics.jsonl").read_text(), (tmp_path / "table.csv").read_text()
+    train(tmp_path, epochs=2, path="last", plugins=["csv"], plugin_options=csv, steps=False)
+    whole = (tmp_path / "run" / "metrics.jsonl").read_text(), (tmp_path / "table.csv").read_text()
+    assert all(after.startswith(before) and len(after) > len(before) for before, after in zip(first, whole, strict=True))
+    epochs = [json.loads(line)["epoch"] for line in whole[0].splitlines()]
+    assert epochs == sorted(epochs)
+    assert set(epochs) == {0, 1}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 14
+
+
+def test_auto_begins_anew_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
+    one, _ = train(tmp_path, epochs=1, path="auto")
+    assert one.global_step == 7
+    (tmp_path / "run" / "last.ckpt").unlink()  # as after a crash in the first epoch: the folder has a plan and no checkpoint
+    one, _ = train(tmp_path, epochs=1, path="auto")
+    assert one.global_step == 7
+    one, _ = train(tmp_path, epochs=2, path="auto")
+    assert one.global_step == 14
+
+
+def test_last_is_the_newest_in_the_runs_folder(tmp_path):
+    """Also that of a ModelCheckpoint in a process that is gone."""
+
+    class Stops(Random):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 10:
+                raise KeyError("by hand")
+
+    def plugins():
+        return [ModelCheckpoint(every_n_train_steps=2, save_last=True)]
+
+    whole, lines = train(tmp_path / "whole", epochs=2, steps=False)
+    with pytest.raises(KeyError):
+        train(tmp_path / "run", epochs=2, module=Stops, plugins=plugins(), steps=False)
+    rest, more = train(tmp_path / "run", epochs=2, path="last", plugins=plugins(), steps=False)
+    assert more[0][0] == 10  # whose flush came after its checkpoint; and not after the first epoch, which is step 7
+    assert_same_end(rest, whole)
+    assert_rest(more, lines)
+
+
+def test_one_trainer_may_go_on_by_itself(tmp_path):
+    whole, _ = train(tmp_path / "whole", epochs=2)
+    one, _ = train(tmp_path / "one", epochs=1)
+    assert one.current_epoch == 1
+    other = trainer(output=tmp_path / "one" / "run", max_epochs=2, seed=3, log_every_n_steps=2)
+    module = Random()
+    with pytest.warns(UserWarning, match="it has state of model_checkpoint"):
+        other.fit(module, DataLoader(samples(28), batch_size=4, shuffle=True), DataLoader(samples(9), batch_size=4), ckpt_path="last")
+    assert_same_end(other, whole)
+
+
+def test_a_run_that_resumes_makes_no_sanity_check(tmp_path):
+    module = EvalNet()
+    train(tmp_path, epochs=1, module=EvalNet)
+    train(tmp_path, epochs=2, path="last", module=module, num_sanity_val_steps=2)
+    assert {stage for stage, *_ in module.seen} == {"validate"}
+
+
+def test_on_load_checkpoint_is_called(tmp_path):
+    class Remembers(Random):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = 5
+
+        def on_load_checkpoint(self, checkpoint):
+            self.found = checkpoint["mine"], checkpoint["fit"]["step"]
+
+    train(tmp_path, epochs=1, module=Remembers)
+    module = Remembers()
+    train(tmp_path, epochs=2, path="last", module=module)
+    assert module.found == (5, 7)
+
+
+# --- loaders that cannot be told -----------------------------------------------------------------------------------------
+
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter(samples(28))
+
+
+def test_a_stream_is_read_over_and_says_so(tmp_path):
+    whole, _ = train(tmp_path / "whole", train=DataLoader(Lines(), batch_size=4))
+    with pytest.warns(UserWarning, match="DataLoader of Lines cannot be told where to go on: 3 batches are taken"):
+        rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 3), train=DataLoader(Lines(), batch_size=4))
+    assert_same_end(rest, whole)
+
+
+def test_an_iterator_says_so(tmp_path):
+    batches = [batch for _ in range(3) for batch in loader(28)]
+    train(tmp_path, epochs=1, train=iter(batches), limit_train_batches=7)
+    with pytest.warns(UserWarning, match="is an iterator, which goes on from where it stands"):
+        train(tmp_path, epochs=2, path="last", train=iter(batches), limit_train_batches=7)
+
+
+def test_batches_without_a_length(tmp_path):
+    whole, _ = train(tmp_path / "whole", train=Stream(loader(28)))
+    rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 9), train=Stream(loader(28)))
+    assert_same_end(rest, whole)
+    with pytest.raises(TrainingError, match="saved after 6 batches of an epoch, and the loader has only 3"):
+        train(tmp_path / "short", path=step_file(tmp_path / "whole", 6), train=Stream(itertools.islice(loader(28), 3)))
+
+
+def test_workers(tmp_path):
+    def two():
+        return DataLoader(samples(28), batch_size=4, shuffle=True, num_workers=1)
+
+    whole, _ = train(tmp_path / "whole", epochs=2, train=two())
+    rest, _ = train(tmp_path / "rest", epochs=2, path=step_file(tmp_path / "whole", 3), train=two())
+    assert_same_end(rest, whole)
+
+
+def test_a_reduction_of_ones_own_goes_on_where_it_is_logged_again(tmp_path):
+    class Middle(Random):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("own", loss, on_step=False, on_epoch=True, reduce_fx=lambda values: values.median())
+            return loss
+
+    whole, lines = train(tmp_path / "whole", epochs=1, module=Middle, limit_train_batches=6)
+    rest, more = train(tmp_path / "rest", epochs=1, path=step_file(tmp_path / "whole", 3), module=Middle, limit_train_batches=6)
+    assert_same_end(rest, whole)
+    assert_rest(more, lines)
+    with pytest.warns(UserWarning, match="'own' was logged before the checkpoint and not after it"):
+        rest, _ = train(tmp_path / "end", epochs=1, path=step_file(tmp_path / "whole", 6), module=Middle, limit_train_batches=6)
+    assert "own" not in rest.callback_metrics
+    assert rest.callback_metrics["loss_epoch"] == whole.callback_metrics["loss_epoch"]
+
+
+def test_outputs_of_an_epoch_that_are_gone_say_so(tmp_path):
+    class Collects(Random):
+        def training_epoch_end(self, outputs):
+            self.outputs = len(outputs)
+
+    train(tmp_path / "whole", epochs=1, module=Collects)
+    module = Collects()
+    with pytest.warns(UserWarning, match="gets the outputs from batch 3 of this epoch on"):
+        train(tmp_path / "rest", epochs=1, path=step_file(tmp_path / "whole", 3), module=module)
+    assert module.outputs == 4
+
+
+def test_torchmetrics_objects_go_on(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Random):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.all = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.mean.update(loss.detach())
+            self.all.update(loss.detach())
+            self.log("mean", self.mean, on_epoch=True, on_step=False)
+            return loss
+
+        def on_train_epoch_end(self):
+            self.log("several", float(self.all.compute().sum()))
+            self.all.reset()
+
+    whole, lines = train(tmp_path / "whole", module=Measured)
+    for step in (3, 9):
+        rest, more = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), module=Measured)
+        assert_same_end(rest, whole)
+        assert_rest(more, lines)

@@ -1,0 +1,227 @@
+"""Going on with two ranks: bit for bit what it would have been, each rank with its own state, also in a world of another size."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+
+from .cases import Net, one_trainer, samples
+from .ranks import failure
+
+pytestmark = pytest.mark.timeout(300)  # the program of ten runs, on a machine that does other things as well
+
+BODY = """
+import warnings
+from geartrain.callbacks import ModelCheckpoint
+
+
+class Own(Net):
+    '''Dropout, BatchNorm, Adam and a schedule by steps.'''
+
+    def __init__(self):
+        super().__init__("adam", norm=True)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x, extra=True):
+        return self.drop(super().forward(x, extra))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Keeps:
+    '''Its state is another one on each rank.'''
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def on_step_end(self, run):
+        self.seen.append(100 * run.world.rank + run.step)
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = list(state["seen"])
+
+
+found = {}
+
+
+def go(name, folder, epochs, path=None, **options):
+    keeps, lines = Keeps(), Curve()
+    every = ModelCheckpoint(dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    plugins = [*options.pop("plugins", []), keeps, lines, every]
+    options = {"seed": 5, "accumulate_grad_batches": 2, "plugins": plugins, **options}
+    trainer, module = ddp(max_epochs=epochs, output=f"{folder}/run", **options), Own()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(samples(44), batch_size=4, shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
+    found[name] = {
+        "weights": {key: value.clone() for key, value in module.state_dict().items()},
+        "optimizer": trainer.run.optimizers[0].state_dict(),
+        "scheduler": trainer.run.schedulers[0].scheduler.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "counters": [trainer.run.step, trainer.run.epoch, trainer.run.batch_idx, trainer.run.batches_seen],
+        "random": torch.get_rng_state(),
+        "seen": keeps.seen,
+        "lines": lines.values,
+        "told": [str(one.message) for one in caught if "checkpoint" in str(one.message) or ".ckpt" in str(one.message)],
+    }
+    return trainer
+
+
+go("whole", "whole", 3)
+go("first", "first", 1)
+go("rest", "first", 3, "last")
+go("within", "within", 3, "whole/steps/step=4.ckpt")
+go("16-mixed", "mixed", 2, precision="16-mixed")
+go("16-mixed rest", "mixed rest", 2, "mixed/steps/step=4.ckpt", precision="16-mixed")
+go("no seed", "unseeded", 2, seed=None)
+go("no seed rest", "unseeded rest", 2, "unseeded/steps/step=2.ckpt", seed=None)
+go("one became two", "grown", 3, "one/last.ckpt")
+torch.save(found, f"kept-{os.environ.get('RANK', '0')}.pt")
+
+
+class Tells:
+    @hookimpl
+    def on_exception(self, run, error):
+        with open(f"error-{run.world.rank}.txt", "w") as file:
+            file.write(f"{type(error).__name__}: {error}")
+
+
+go("too late", "late", 3, "whole/run/last.ckpt", plugins=[Tells()])  # which fails
+"""
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The folder, and what each of two ranks kept of all runs."""
+    folder = tmp_path_factory.mktemp("resume")
+    one_trainer(seed=5, output=folder / "one").fit(Same(), DataLoader(samples(44), batch_size=4, shuffle=True))
+    printed = failure(folder, BODY, timeout=240)
+    assert "there is nothing left to do" in printed  # the last run, and none before it
+    return folder, [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+class Same(Net):
+    """As Own there."""
+
+    def __init__(self):
+        super().__init__("adam", norm=True)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_end(a, b):
+    assert equal(a["weights"], b["weights"])
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+    assert all(equal(state, b["optimizer"]["state"][index]) for index, state in a["optimizer"]["state"].items())
+    assert a["scheduler"] == b["scheduler"]
+    assert a["metrics"] == b["metrics"]
+    assert a["counters"] == b["counters"]
+    assert torch.equal(a["random"], b["random"])
+    assert a["seen"] == b["seen"]
+    assert not b["told"]
+
+
+PAIRS = [("whole", "rest"), ("whole", "within"), ("16-mixed", "16-mixed rest"), ("no seed", "no seed rest")]
+
+
+@pytest.mark.parametrize(("whole", "rest"), PAIRS)
+def test_the_rest_is_what_it_would_have_been(kept, whole, rest):
+    _, ranks = kept
+    for rank in ranks:
+        assert_same_end(rank[whole], rank[rest])
+    lines = ranks[0][rest]["lines"]
+    assert lines
+    assert ranks[0][whole]["lines"][-len(lines) :] == lines
+
+
+def test_each_rank_has_its_own_state(kept):
+    folder, ranks = kept
+    for rank, of in enumerate(ranks):
+        assert of["rest"]["seen"] == [100 * rank + step for step in range(1, 10)]
+    state = torch.load(folder / "whole" / "run" / "last.ckpt", weights_only=True)["fit"]
+    assert [one["parts"]["Keeps"]["seen"][0] for one in state["ranks"]] == [1, 101]
+    assert not torch.equal(state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"])
+    # What is the same on all ranks stands there once.
+    assert "model_checkpoint" in state["parts"]
+    assert "model_checkpoint" not in state["ranks"][1]["parts"]
+
+
+def test_what_is_refused_is_refused_on_every_rank_alike(kept):
+    folder, _ = kept
+    told = [(folder / f"error-{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert "UsageError: there is nothing left to do" in told[0]
+    assert told[0] == told[1]
+
+
+# --- in a world of another size ------------------------------------------------------------------------------------------
+
+
+def test_one_became_two(kept):
+    _, ranks = kept
+    (told,) = ranks[0]["one became two"]["told"]
+    assert "it has no state of Keeps, geartrain[model_checkpoint]: begun anew" in told
+    assert not ranks[1]["one became two"]["told"]
+    assert equal(ranks[0]["one became two"]["weights"], ranks[1]["one became two"]["weights"])
+    for rank, of in enumerate(ranks):  # 11 steps of the one, then twice 3 of the two
+        assert of["one became two"]["counters"][:2] == [17, 3]
+        assert of["one became two"]["seen"] == [100 * rank + step for step in range(12, 18)]
+
+
+class Keeps:
+    def __init__(self):
+        self.loaded = None
+
+    @gt.hookimpl
+    def on_run_start(self): ...
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_two_became_one(kept, tmp_path):
+    folder, _ = kept
+    file = torch.load(folder / "whole" / "run" / "last.ckpt", weights_only=True)
+    seen, keeps = {}, Keeps()
+
+    class Looks(Same):
+        def on_train_start(self):
+            seen.update({key: value.clone() for key, value in self.state_dict().items()})
+            seen["step"] = self.trainer.global_step
+            optimizer = self.trainer.run.optimizers[0].state_dict()["state"]
+            assert all(equal(state, file["fit"]["optimizers"][0]["state"]["state"][index]) for index, state in optimizer.items())
+
+    one = one_trainer(max_epochs=4, plugins=[keeps])
+    with pytest.warns(UserWarning, match=r"Keeps keeps a state a rank, of 2 ranks and not 1: begun anew"):
+        one.fit(Looks(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "run" / "last.ckpt")
+    assert keeps.loaded is None
+    assert seen.pop("step") == 9
+    assert equal(seen, file["model"])
+    assert one.global_step == 9 + 11
+
+
+def test_two_became_one_within_an_epoch(kept):
+    folder, _ = kept
+    one = one_trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks go on with after 4") as caught:
+        one.fit(Same(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
+    assert any("state of Keeps, model_checkpoint, which this run does not have" in str(one.message) for one in caught)
+    assert one.global_step == 4 + 7
