@@ -59,6 +59,13 @@ def test_resumed_and_aborted_many_times():
             assert torch.equal(mine, theirs)
 
 
+def test_rounds_go_on_until_all_ranks_stop_and_the_last_one_gives_all_the_same_bits():
+    first = found()[0]["async late"]
+    assert first.abs().max() > 100  # what the others learnt while rank 0 had stopped
+    for rank in found():
+        assert torch.equal(rank["async late"], first)
+
+
 def test_a_threads_error_is_raised_in_the_next_step():
     for rank in found():
         assert "not callable" in rank["async failing"]["message"]

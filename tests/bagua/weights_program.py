@@ -6,7 +6,6 @@ Cases of two ranks run twice at the same time, on ranks 0 and 1 and on ranks 2 a
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -181,9 +180,28 @@ def aborts():
         algorithm.pause()
         weights.append(flat(hand.module))
         rounds.append(algorithm.rounds)
-    threads = [thread.name for thread in threading.enumerate()]
     hand.close()
-    found["async aborts"] = {"weights": weights, "rounds": rounds, "threads": threads, "steps": algorithm.steps}
+    found["async aborts"] = {"weights": weights, "rounds": rounds, "steps": algorithm.steps}
+
+
+def late():
+    """Rank 0 stops first; the others' rounds go on with it while they train. Weights lie so far apart that adding a difference rounds."""
+    module = nn.Linear(64, 1, bias=False)
+    with torch.no_grad():
+        module.weight.mul_(100.0**RANK)
+    algorithm = Asynchronous(sync_interval_ms=1)
+    hand = Hand(algorithm, module=module, optims=[])
+    algorithm.start_step()
+    dist.barrier()
+    if RANK:
+        # One round may be under way with flags from before rank 0 stopped.
+        before = algorithm.rounds
+        until(lambda: algorithm.rounds >= before + 5)
+        with algorithm.computing(), torch.no_grad():
+            module.weight.mul_(100.0**RANK)
+    algorithm.pause()
+    found["async late"] = module.weight.detach().clone()
+    hand.close()
 
 
 def one_round():
@@ -308,7 +326,7 @@ def main():
     found["unfrozen"] = [unfrozen(make) for make in (Decentralized, LowPrecisionDecentralized, Asynchronous)]
     found["closure"] = refused(lambda: Hand(Decentralized(False), closure=True))
     found["odd nodes"] = refused(lambda: Hand(Decentralized(peer_selection_mode="shift_one"), node=4)) if RANK == 0 else None
-    for part in (warm_up, aborts, one_round, kept_meanwhile, failing):
+    for part in (warm_up, aborts, late, one_round, kept_meanwhile, failing):
         part()
         dist.barrier()
 
