@@ -142,7 +142,7 @@ def test_a_server_that_does_not_answer():
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         port = listener.getsockname()[1]
-        dog = Watchdog(TIMEOUT, 1, 3, Board("127.0.0.1", port, "geartrain.1"))
+        dog = Watchdog(5.0, 1, 3, Board("127.0.0.1", port, "geartrain.1"))
         dog._heard = {0: ({"beat": 1, "in": "all-reduce 'net.weight'"}, time.monotonic() - 100), 2: ({"beat": 1}, time.monotonic() - 100)}
         began = time.monotonic()
         told = wait_for_ever(dog)
