@@ -42,7 +42,7 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"compression": "bf16"}, ("compression='bf16'", "'none', 'fp16'")),
         ({"groups": 0}, ("groups=0", "whole number", "above 0")),
         ({"groups": 2.5}, ("groups=2.5",)),
-        ({"stall_timeout": 0}, ("stall_timeout=0", "above 0")),
+        ({"stall_timeout": -1}, ("stall_timeout=-1", "above 0", "0: never")),
         ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
         ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ("gradient_predivide_factor=2.0", "op='average'", "op='sum'")),
