@@ -80,6 +80,8 @@ class Watchdog:
         self.verdict: str | None = None
         self._watched = threading.get_ident()
         self._interval = min(_LOOKS[1], max(_LOOKS[0], timeout / 10))
+        #: Seconds without a word after which a rank is called silent.
+        self._silence = 1 + 2.5 * self._interval
         self._beats = 0
         #: Of other ranks: what they told last, and when that was new.
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
@@ -131,9 +133,11 @@ class Watchdog:
             waited = 0.0 if wait is None else now - wait.began
             if wait is not None and waited > self.timeout / 2:
                 self._listen()
-            if wait is not None and wait is self.current and waited > self.timeout:
-                self._judge(wait, waited)
-                return
+            if wait is not None and waited > self.timeout:
+                self._make_sure()
+                if wait is self.current:
+                    self._judge(wait, waited)
+                    return
             began = time.monotonic()
 
     def _tell(self) -> None:
@@ -155,6 +159,19 @@ class Watchdog:
                 return  # whoever serves it hangs or has gone; so says the report
             if rank not in self._heard or self._heard[rank][0].get("beat") != told.get("beat"):
                 self._heard[rank] = (told, time.monotonic())
+
+    def _make_sure(self) -> None:
+        """Listen until every rank has said something new, or nothing for so long that it is called silent."""
+        before = {rank: told.get("beat") for rank, (told, _) in self._heard.items()}
+        deadline = time.monotonic() + 2 * self._silence
+        while time.monotonic() < deadline and any(
+            self._heard[rank][0].get("beat") == beat and time.monotonic() - self._heard[rank][1] <= self._silence
+            for rank, beat in before.items()
+            if rank != self.rank
+        ):
+            self._stop.wait(self._interval / 2)
+            self._tell()
+            self._listen()
 
     def _stack(self) -> list[str]:
         frame = sys._current_frames().get(self._watched)
@@ -198,7 +215,7 @@ class Watchdog:
         if not told.get("in") and told.get("last"):
             doing += f"; its last was {told['last']}"
         silent = time.monotonic() - when
-        if silent > 1 + 2.5 * self._interval:
+        if silent > self._silence:
             why = "it is stopped, or its machine or network has gone"
             return f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
         return None if told.get("in") == str(wait) else f"has not joined it: it is {doing}"
