@@ -75,7 +75,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
         "print(trainer.log_dir)": ["trainer.output"],
         "trainer = Trainer(": [
             *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "min_epochs"),
-            *("logger=True", "overfit_batches", "checkpoint=PATH", "invented", "**"),
+            *("logger=True", "overfit_batches", "ckpt_path=PATH", "invented", "**"),
         ],
         "trainer.tune(net)": ["geartrain tune"],
         "pl.utilities.model_summary.summarize(net)": ["docs/from-lightning.md"],
