@@ -170,6 +170,7 @@ class Cases:
     @uses("fit_validate_test")
     def test_fit_validate_test(self, kit: Kit) -> None:
         """After ``fit``, validation and test in the same program use the trained weights."""
+        need(kit.ranks == 1 or kit.can.identical_weights, "validation in fit is of each rank's own weights, and later of rank 0's")
         fitted, validated, tested = kit.report("fit_validate_test").caller
         expected = fitted["metrics"]["val_loss"]
         for what, found in (("validate", validated["result"][0]["val_loss"]), ("test", tested["result"][0]["test_loss"])):
