@@ -112,7 +112,7 @@ def test_what_cannot_be_chosen_says_why(errors):
     assert "mine[broken] could not be imported: ModuleNotFoundError: No module named 'mine_broken'" in errors["broken"]
     assert "mine[absent] could not be imported: AttributeError" in errors["absent"]
     assert "which is no geartrain_bagua.Algorithm" in errors["no_class"]
-    assert "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, broken, bytegrad" in errors["sings"]
+    assert "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, async, broken, bytegrad" in errors["sings"]
     assert errors["signs"] is None
 
 
