@@ -78,7 +78,7 @@ def test_a_run_that_failed_waits_for_no_rank():
 
 def test_validation_counts_no_step():
     algorithm = Asynchronous(warmup_steps=2)
-    algorithm.set_up(Context(SimpleNamespace(module=torch.nn.Linear(1, 1)), [], None, Peers(None, 0, 1, (0,))))
+    algorithm.set_up(Context(SimpleNamespace(closure=False, module=torch.nn.Linear(1, 1)), [], None, Peers(None, 0, 1, (0,))))
     algorithm.pause()
     algorithm.resume()
     assert not algorithm.warm

@@ -12,13 +12,25 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 #: Seconds from a fault to the end of the run.
 PROMPT = 18
 STARTED = 60
-#: Options of the strategy -> the optimizer's class, where it is the algorithm's own. Those whose threads and groups differ.
+#: Options of the strategy -> the optimizer's class, where it is the algorithm's own.
 ALGORITHMS = {
     "gradient_allreduce": ({"algorithm": "gradient_allreduce"}, ""),
+    "bytegrad": ({"algorithm": "bytegrad", "hierarchical": False}, ""),
+    "qadam": ({"algorithm": "qadam", "hierarchical": False}, "QAdamOptimizer"),
     "decentralized": ({"algorithm": "decentralized"}, ""),
     "low_precision_decentralized": ({"algorithm": "low_precision_decentralized", "hierarchical": False}, ""),
     "async": ({"algorithm": "async", "sync_interval_ms": 10}, ""),
 }
+#: Those whose threads and groups differ: the others communicate where gradient_allreduce does.
+DIFFERENT = ("gradient_allreduce", "decentralized", "low_precision_decentralized", "async")
+
+
+def chosen(algorithm, *fault):
+    """A case; marked ``long`` unless it is one of few: an error and a kill for those that differ, every phase for the one with a thread of
+    its own, and a backward whose gradients are on their way."""
+    ever = fault in ((1, "exception", "train"), (1, "SIGKILL", "train")) and algorithm in DIFFERENT
+    also = algorithm == "async" or (algorithm, *fault) == ("gradient_allreduce", 1, "exception", "backward")
+    return pytest.param(algorithm, *fault, marks=() if ever or also else pytest.mark.long, id="-".join(map(str, (algorithm, *fault))))
 
 
 def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **environment: str):
@@ -40,11 +52,14 @@ def marks(folder: Path) -> set[str]:
     return {path.name for path in (folder / "marks").iterdir()}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("kind", "where"), [("exception", "train"), ("exception", "backward"), ("SIGKILL", "train")])
-def test_rank_1(tmp_path, algorithm, kind, where):
-    with start(tmp_path, algorithm, kind, 1, where) as run:
-        assert ends_after_fault(run, tmp_path, 1) > 0
+FAULTS_1 = [(1, "exception", "train"), (1, "exception", "backward"), (1, "SIGKILL", "train")]
+FAULTS_0 = [(0, "exception", "train"), (0, "SIGTERM", "train"), (0, "exception", "validation")]
+
+
+@pytest.mark.parametrize(("algorithm", "rank", "kind", "where"), [chosen(one, *fault) for one in ALGORITHMS for fault in FAULTS_1])
+def test_rank_1(tmp_path, algorithm, rank, kind, where):
+    with start(tmp_path, algorithm, kind, rank, where) as run:
+        assert ends_after_fault(run, tmp_path, rank) > 0
         assert "rank 1" in run.err
         assert ("my own error" if kind == "exception" else kind) in run.err
         assert "terminate called" not in run.err
@@ -52,11 +67,10 @@ def test_rank_1(tmp_path, algorithm, kind, where):
     assert "done-0" not in marks(tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("kind", "where"), [("exception", "train"), ("SIGTERM", "train"), ("exception", "validation")])
-def test_rank_0(tmp_path, algorithm, kind, where):
-    with start(tmp_path, algorithm, kind, 0, where) as run:
-        assert ends_after_fault(run, tmp_path, 0) != 0
+@pytest.mark.parametrize(("algorithm", "rank", "kind", "where"), [chosen(one, *fault) for one in ALGORITHMS for fault in FAULTS_0])
+def test_rank_0(tmp_path, algorithm, rank, kind, where):
+    with start(tmp_path, algorithm, kind, rank, where) as run:
+        assert ends_after_fault(run, tmp_path, rank) != 0
         assert ("KeyError: 'my own error'" if kind == "exception" else kind) in run.err
         assert "rank 1 failed" not in run.err
         assert "terminate called" not in run.err
@@ -64,7 +78,7 @@ def test_rank_0(tmp_path, algorithm, kind, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [pytest.param(one, marks=() if one in DIFFERENT else pytest.mark.long) for one in ALGORITHMS])
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path, algorithm):
     with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="12") as run:
         assert ends_after_fault(run, tmp_path, 1, 12 + PROMPT) > 0

@@ -98,7 +98,10 @@ def test_one_rank_alone_trains_as_without_a_strategy():
     algorithm = LowPrecisionDecentralized()
     algorithm.set_up(
         Context(
-            SimpleNamespace(closure=False, module=module, optimizers=[]), make_buckets(module.parameters()), None, Peers(None, 0, 1, (0,))
+            SimpleNamespace(closure=False, module=module, optimizers=[], schedulers=[]),
+            make_buckets(module.parameters()),
+            None,
+            Peers(None, 0, 1, (0,)),
         )
     )
     for step in range(3):
@@ -107,6 +110,17 @@ def test_one_rank_alone_trains_as_without_a_strategy():
             reference.optimizers(one)[0].step()
         algorithm.end_step()
     assert torch.equal(reference.flat(module), reference.flat(plain))
+
+
+def test_a_state_of_other_nodes_is_refused():
+    module, one = reference.net(), Peers(None, 0, 1, (0,))
+    run = SimpleNamespace(closure=False, module=module, optimizers=[], schedulers=[])
+    buckets = make_buckets(module.parameters())
+    saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
+    saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.raises(UsageError, match=r"this rank is not in the ring of nodes, and was when .* Fix: the same nodes as in the run"):
+        resumed.set_up(Context(run, buckets, None, one, node=one))  # one that is not its node's first
 
 
 def test_an_interval_that_means_nothing():

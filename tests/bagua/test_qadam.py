@@ -173,5 +173,5 @@ def test_one_scheduler_is_right():
 
 @pytest.mark.parametrize(("options", "told"), [({"precision": "16-mixed"}, "unscaled"), ({"gradient_clip_val": 1.0}, "clipped")])
 def test_what_would_be_done_to_the_momentum_is_refused_before_anything_starts(options, told):
-    with pytest.raises(gt.UsageError, match=rf"qadam.*before they are {told}"):
+    with pytest.raises(gt.UsageError, match=rf"geartrain-bagua\[bagua\]: the algorithm 'qadam'.*before they are {told}"):
         bagua(2, strategy={"algorithm": "qadam"}, **options).fit(Net(), DataLoader(samples(), 8))

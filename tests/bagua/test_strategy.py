@@ -231,10 +231,9 @@ def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
     for rank, kept in enumerate(one_script):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
-        pauses = ["pause", "resume"]
         step = ["start_step", "computing", "computing", "computing", 0, 1, 2, "end_backward", "computing", "computing", "end_step"]
-        # The sanity check, three batches of 8 samples in one window, validation, and the epoch's checkpoint.
-        assert calls == [*pauses, *step, *pauses, *pauses, ("close", False)]
+        # The sanity check, three batches of 8 samples in one window, and one pause for validation and the epoch's checkpoint.
+        assert calls == ["pause", "resume", *step, "pause", ("close", False)]
         assert kept["threads"] == {"geartrain-bagua"}
         assert kept["state"] == {"algorithm": "Watched", "state": {"n": 3}}
 
@@ -338,11 +337,26 @@ def test_a_state_of_another_algorithm_is_refused_by_name():
 
 def test_hooks_that_an_algorithm_has_no_use_for_are_not_there():
     hooks = bagua(1).hooks
-    for hook in ("step", "optimizer_step", "save_checkpoint"):
+    for hook in ("step", "optimizer_step", "on_validation_start"):
         assert not any(choice.kind == "strategy" for choice in hooks.implementers(hook)), hook
     assert hooks.owner("micro_step").kind == hooks.owner("reduce_gradients").kind == "strategy"
     idle = gt.Trainer(accelerator="cpu", devices=1, strategy=BaguaStrategy(Other)).hooks
     assert idle.owner("micro_step").kind == idle.owner("reduce_gradients").kind == "default"
+
+
+@pytest.mark.parametrize("method", ["configure_ddp", "ddp_device_ids"])
+def test_what_a_subclass_overrides_of_ddp_in_vain_is_refused(method):
+    mine = type("Mine", (BaguaStrategy,), {method: lambda self, *_: None})
+    with pytest.raises(gt.UsageError, match=rf"Mine\.{method} would never be called"):
+        mine()
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "async"])
+def test_an_optimizer_with_a_closure_is_refused_where_ranks_have_weights_of_their_own(algorithm):
+    """Each would evaluate its closure another number of times, and the loss in it is the mean over all ranks."""
+    told = refused(Net(optimizer="lbfgs"), strategy={"algorithm": algorithm})
+    assert "such as LBFGS" in told
+    assert "Fix: another optimizer" in told
 
 
 def test_ddps_own_hook_for_buckets_is_refused(tmp_path):

@@ -29,9 +29,12 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     Args:
         epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
     """
-    state = {"geartrain": __version__, "step": run.step, "epoch": epochs, "model": run.module.state_dict()}
-    if run.command == "fit" and not run.own_loop:
-        state["fit"] = fit_state(run, epochs)
+    state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
+    # First: a strategy whose thread changes weights lets them be when it is asked for its state.
+    fit = fit_state(run, epochs) if run.command == "fit" and not run.own_loop else None
+    state["model"] = run.module.state_dict()
+    if fit is not None:
+        state["fit"] = fit
     if overridden(run.module, "on_save_checkpoint"):
         run.module.on_save_checkpoint(state)
     return state

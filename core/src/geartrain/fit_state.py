@@ -8,6 +8,7 @@ metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that eve
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +82,20 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of each part that keeps state, by name: that which is the same on all ranks, and this rank's own."""
+    """Of each part that keeps state, by name: that which is the same on all ranks, and this rank's own.
+
+    Where ranks' weights differ, what follows from them does too (an average of them, a scaler's skipped steps): then each rank keeps all of
+    its own, and rank 0's is for a world of another size.
+    """
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
+    alike = _same_weights(run.hooks.parts)
     for name, part in named_parts(run.hooks.parts).items():
         state = _portable(part.plugin.state_dict(), part.choice.label)
-        if state is not None:
-            (shared if _same_on_all_ranks(part) else own)[name] = state
+        if state is not None and _same_on_all_ranks(part):
+            shared[name] = state
+        if state is not None and not (alike and _same_on_all_ranks(part)):
+            own[name] = state
     return shared, own
 
 
@@ -106,6 +114,12 @@ def named_parts(parts: tuple[Part, ...]) -> dict[str, Part]:
 
 def _same_on_all_ranks(part: Part) -> bool:
     return bool(getattr(part.plugin, "same_on_all_ranks", False))
+
+
+def _same_weights(parts: tuple[Part, ...]) -> bool:
+    """Whether all ranks have the same weights: so it is unless the strategy declares that it is not."""
+    declared = [getattr(part.plugin, "capabilities", None) for part in parts if part.choice.kind == "strategy"]
+    return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
 
 
 def _portable(state: Any, whose: str) -> Any:

@@ -204,7 +204,7 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], anew: list[s
     for name, part in here.items():
         if name in shared or name in own:
             with _telling(path, part.choice.label):
-                part.plugin.load_state_dict(shared[name] if name in shared else own[name])
+                part.plugin.load_state_dict(own[name] if name in own else shared[name])
         else:
             (elsewhere if name in known else anew).append(part.choice.label)
     absent = sorted(known - here.keys())

@@ -19,7 +19,7 @@ class EMA:
 
     Averaged are parameters and floating-point buffers (BatchNorm's statistics among them); other buffers are as the module has them.
     Weights of 16 bits are averaged in 32: there, small changes would be rounded away. Every rank keeps the same average, since every
-    rank has the same weights; buffers are rank 0's.
+    rank has the same weights; buffers are rank 0's. Under a strategy whose ranks have weights of their own each averages its own.
 
     The module holds the average while it is validated during ``fit``, and from the end of ``fit`` on: what you test, predict with
     and save afterwards is the average. In between it holds the weights that are trained. A ``fit`` that fails leaves those.

@@ -101,10 +101,10 @@ class Algorithm:
         """After all optimizers."""
 
     def pause(self) -> None:
-        """An evaluation or a checkpoint comes: weights must stay as they are until ``resume``."""
+        """An evaluation or a checkpoint comes: weights must stay as they are until ``resume`` or ``close``."""
 
     def resume(self) -> None:
-        """Training goes on."""
+        """Training goes on, after a ``pause``: before ``start_step``."""
 
     def close(self, failed: bool) -> None:
         """The end of what ``set_up`` began, also after an error; must not wait for ranks that may be gone where ``failed``. The context

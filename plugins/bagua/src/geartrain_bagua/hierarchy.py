@@ -32,7 +32,9 @@ def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
     for rank, (node,) in enumerate(table.tolist()):
         nodes.setdefault(node, []).append(rank)
     if len({len(ranks) for ranks in nodes.values()}) > 1:
-        raise UsageError(f"hierarchical=True needs equally many ranks on each node, not {[len(r) for r in nodes.values()]}. Fix: False")
+        raise UsageError(
+            f"hierarchical=True needs equally many ranks on each node, not {[len(r) for r in nodes.values()]}. Fix: hierarchical=False"
+        )
     found = [peers(ranks, timeout) for ranks in nodes.values()]  # every rank takes part in making each
     leaders = peers([ranks[0] for ranks in nodes.values()], timeout)
     return next(node for node in found if node is not None), leaders

@@ -32,12 +32,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _FOR = {
     "micro_step": ("computing", "reduce"),
     "reduce_gradients": ("end_backward", "reduce"),
-    "step": ("start_step", "end_step"),
+    "step": ("start_step", "end_step", "pause", "resume"),
     "optimizer_step": ("computing",),
     "on_validation_start": ("pause", "resume"),
-    "on_validation_end": ("pause", "resume"),
-    "save_checkpoint": ("pause", "resume"),
 }
+#: What ddp lets a subclass override, and nothing here would call: there is no DDP.
+_NOT_CALLED = ("configure_ddp", "ddp_device_ids")
 
 
 class BaguaStrategy(DDPStrategy):
@@ -52,7 +52,7 @@ class BaguaStrategy(DDPStrategy):
         options: the algorithm's own.
 
     Raises:
-        UsageError: no such algorithm, or options that it does not have.
+        UsageError: no such algorithm, or options that it does not have; a subclass with a method that would not be called.
     """
 
     hookspecs: Any = None  # ddp's reduce_bucket is asked by DDP's buckets, which are not there
@@ -67,6 +67,12 @@ class BaguaStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(process_group_backend, timeout, find_unused_parameters)
+        for method in _NOT_CALLED:
+            if getattr(type(self), method) is not getattr(DDPStrategy, method):
+                raise UsageError(
+                    f"{type(self).__name__}.{method} would never be called: bagua does not use DistributedDataParallel. "
+                    "Fix: wrap_model, or a subclass of DDPStrategy"
+                )
         if bucket_bytes is not None and (isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1):
             raise UsageError(f"bucket_bytes={bucket_bytes!r} must be a whole number above 0.")
         self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
@@ -79,7 +85,7 @@ class BaguaStrategy(DDPStrategy):
         self.same_on_all_ranks = not _overridden(self._chosen, "state_dict")
         self._channel: Channel | None = None
         self._reducer: GradientReducer | None = None
-        self._pauses, self._failed, self._is_set_up = 0, False, False
+        self._paused, self._failed, self._is_set_up = False, False, False
         for hook, methods in _FOR.items():
             if not any(_overridden(self._chosen, method) for method in methods):
                 vars(self)[hook] = None  # not a method: no hookimpl, so the loop does not call it
@@ -116,7 +122,7 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        self.algorithm, self._pauses, self._failed, self._is_set_up = copy(self._chosen), 0, False, False
+        self.algorithm, self._paused, self._failed, self._is_set_up = copy(self._chosen), False, False, False
         return super().setup_process_group(run)
 
     @hookimpl
@@ -126,11 +132,12 @@ class BaguaStrategy(DDPStrategy):
             broadcast_weights(run, model)  # without a seed every rank has made other weights
         return model
 
-    @hookimpl
-    def on_run_start(self, run: Run) -> None:
+    @hookimpl(wrapper=True)
+    def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
         # In manual optimisation core averages in manual_backward, and a Session has begun before this: see reduce_gradients.
         if run.command == "fit" and run.automatic and not run.own_loop:
             self._begin(run)
+        return (yield)  # plugins find the weights that this rank trains
 
     def _begin(self, run: Run) -> None:
         for optimizer in run.optimizers:
@@ -150,9 +157,10 @@ class BaguaStrategy(DDPStrategy):
         if _overridden(self.algorithm, "reduce"):
             self._reducer = GradientReducer(context, self.algorithm, names, self._unused)
 
-    @hookimpl
-    def on_run_end(self) -> None:
-        self._end()  # now, while every rank is still here
+    @hookimpl(wrapper=True)
+    def on_run_end(self) -> Generator[None, Any, Any]:
+        self._end()  # now, while every rank is still here, and before a plugin puts other weights into the module, as EMA does
+        return (yield)
 
     @hookimpl
     def on_exception(self) -> None:
@@ -186,6 +194,9 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl(wrapper=True)
     def step(self) -> Generator[None, None, None]:
+        if self._paused:
+            self._paused = False
+            self.algorithm.resume()
         self.algorithm.start_step()
         yield
         self.algorithm.end_step()
@@ -217,36 +228,23 @@ class BaguaStrategy(DDPStrategy):
         with self.algorithm.computing():
             return (yield)
 
-    # --- pauses ----------------------------------------------------------------------------------------------------------
-
-    @hookimpl
-    def on_validation_start(self) -> None:
-        self._pause()
-
-    @hookimpl
-    def on_validation_end(self) -> None:
-        self._resume()
+    # --- pauses and checkpoints ------------------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
-    def save_checkpoint(self) -> Generator[None, None, None]:
-        self._pause()
-        yield
-        self._resume()
+    def on_validation_start(self) -> Generator[None, Any, Any]:
+        self._pause()  # before a plugin puts other weights into the module
+        return (yield)
 
     def _pause(self) -> None:
-        self._pauses += 1  # a checkpoint may be written within a validation
-        if self._pauses == 1 and self._channel is not None:
+        """Let weights stay as they are until the next step."""
+        if self._channel is not None and not self._paused:
+            self._paused = True
             self.algorithm.pause()
 
-    def _resume(self) -> None:
-        self._pauses -= 1
-        if self._pauses == 0 and self._channel is not None:
-            self.algorithm.resume()
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the algorithm's, under its name."""
+        """This rank's state: the algorithm's, under its name. Core asks for it on every rank, before it looks at anything else that a
+        checkpoint is made of."""
+        self._pause()
         return {"algorithm": self._name, "state": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from geartrain import UsageError
 from geartrain_bagua.algorithm import Algorithm, Context
-from geartrain_bagua.algorithms.weights import frozen, refuse_unfrozen
+from geartrain_bagua.algorithms.weights import frozen, refuse_closure, refuse_unfrozen
 from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
@@ -71,6 +71,7 @@ class Asynchronous(Algorithm):
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)
+        refuse_closure(context)
         self.reduces = None if self.warm else "gradients"
         self._frozen = frozen(context)
         self._turns, self._stop, self._leave = Turns(), threading.Event(), threading.Event()

@@ -48,11 +48,6 @@ class Decentralized(OwnWeights):
             _check_even(partners, self.hierarchical, plan)
 
     def set_up(self, context: Context) -> None:
-        if context.run.closure:
-            raise UsageError(
-                "the algorithm 'decentralized' replaces the weights between backward and step, and an optimizer that needs a closure, "
-                "such as LBFGS, goes to and fro between them. Fix: another optimizer, or another algorithm"
-            )
         super().set_up(context)
         self._averages = []
         among = context.everyone if context.node is None else context.leaders

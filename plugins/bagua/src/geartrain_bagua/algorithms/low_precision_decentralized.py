@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from geartrain import UsageError
 from geartrain_bagua.algorithm import Context, Peers
-from geartrain_bagua.algorithms.weights import OwnWeights, swap
+from geartrain_bagua.algorithms.weights import SAME_AS_THEN, OwnWeights, swap
 from geartrain_bagua.hierarchy import across_nodes
 from geartrain_bagua.minmax_uint8 import compress, decompress
 
@@ -85,6 +86,9 @@ class LowPrecisionDecentralized(OwnWeights):
         return {**super().state_dict(), "replicas": replicas}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if len(state["replicas"]) != len(self.replicas):
+            now, then = ("in the ring", "not") if self.replicas else ("not in the ring", "was")
+            raise UsageError(f"this rank is {now} of nodes, and {then} when the checkpoint was saved. {SAME_AS_THEN.format('nodes')}")
         super().restore(state)
         for known, kept in zip(self.replicas, state["replicas"], strict=True):
             known.own.copy_(kept["own"])

@@ -37,10 +37,14 @@ class QAdam(Algorithm):
         # Both would be done to the momentum, which is mixed during backward.
         if plan.precision.name == "16-mixed":
             raise UsageError(
-                "the algorithm 'qadam' mixes gradients into the momentum before they are unscaled. Fix: --precision bf16-mixed"
+                f"{plan.strategy.label}: the algorithm 'qadam' mixes gradients into the momentum before they are unscaled. "
+                "Fix: precision='bf16-mixed', or another algorithm"
             )
         if plan.options.gradient_clip_val is not None:
-            raise UsageError("the algorithm 'qadam' mixes gradients into the momentum before they are clipped. Fix: no gradient_clip_val")
+            raise UsageError(
+                f"{plan.strategy.label}: the algorithm 'qadam' mixes gradients into the momentum before they are clipped. "
+                "Fix: no gradient_clip_val, or another algorithm"
+            )
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)

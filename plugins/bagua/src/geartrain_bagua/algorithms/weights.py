@@ -11,16 +11,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import TrainingError, UsageError
+from geartrain.data import not_plain
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
+
+#: The end of an error.
+SAME_AS_THEN = "Fix: the same {} as in the run that saved it, or start from its weights alone with checkpoint="
 
 
 class OwnWeights(Algorithm):
     """Ranks whose weights differ, and communicate every ``communication_interval`` steps, from the first on.
 
-    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with its optimizers' state, and a run that resumes
-    on as many ranks goes on with them. Validation is of each rank's own model: its metrics are means over ranks of different models. Where
-    the precision is 16-mixed, each rank's scaler skips steps by itself: communication does not depend on it, so ranks still match.
+    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with the state of its optimizers and schedulers,
+    and a run that resumes on as many ranks goes on with them. Validation is of each rank's own model: its metrics are means over ranks of
+    different models. Where the precision is 16-mixed, each rank's scaler skips steps by itself, and schedulers wait with it: communication
+    does not depend on it, so ranks still match.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
@@ -29,6 +34,7 @@ class OwnWeights(Algorithm):
     _ranks = 0
     _buckets: Sequence[Bucket] | None = None
     _optimizers: Sequence[Optimizer] = ()
+    _schedules: Sequence[Any] = ()
     _loaded: dict[str, Any] | None = None
 
     def __init__(self, hierarchical: bool, communication_interval: int) -> None:
@@ -44,8 +50,9 @@ class OwnWeights(Algorithm):
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)
+        refuse_closure(context)
         self._buckets, self._ranks = context.buckets, context.everyone.size
-        self._optimizers, self._frozen = context.run.optimizers, frozen(context)
+        self._optimizers, self._schedules, self._frozen = context.run.optimizers, context.run.schedulers, frozen(context)
         state, self._loaded = self._loaded, None
         if state is None:
             return
@@ -54,11 +61,24 @@ class OwnWeights(Algorithm):
             self.restore(state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` kept of as many ranks as there are now."""
+        """Take up what ``state_dict`` kept of as many ranks as there are now.
+
+        Raises:
+            UsageError: of other buckets.
+        """
+        then, now = [len(weights) for weights in state["weights"]], [len(bucket.flat) for bucket in self.context.buckets]
+        if then != now:
+            raise UsageError(
+                f"the checkpoint has each rank's weights in {len(then)} buckets of {sum(then)} elements, and here they are {len(now)} of "
+                f"{sum(now)}. {SAME_AS_THEN.format('bucket_bytes and frozen parameters')}"
+            )
         for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
             bucket.give_weights(weights)
         for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
+        for schedule, kept in zip(self._schedules, state["schedulers"], strict=True):
+            if kept is not None:
+                schedule.scheduler.load_state_dict(kept)
 
     def start_step(self) -> None:
         refuse_unfrozen(self._frozen)
@@ -71,10 +91,29 @@ class OwnWeights(Algorithm):
             return self._loaded or {"steps": 0, "ranks": 0}
         own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
         optimizers = [optimizer.state_dict() for optimizer in self._optimizers]  # their momenta are of this rank's gradients
-        return {"steps": self.steps, "ranks": self._ranks, "weights": own, "optimizers": optimizers}
+        return {"steps": self.steps, "ranks": self._ranks, "weights": own, "optimizers": optimizers, "schedulers": self._of_schedulers()}
+
+    def _of_schedulers(self) -> list[dict[str, Any] | None]:
+        """States of schedulers; ``None`` where there is none that a file could hold."""
+        states: list[dict[str, Any]] = [getattr(schedule.scheduler, "state_dict", dict)() for schedule in self._schedules]
+        return [state if state and not_plain(state) is None else None for state in states]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
+
+
+def refuse_closure(context: Context) -> None:
+    """Refuse LBFGS and its like.
+
+    Raises:
+        UsageError: the optimizer computes the loss itself.
+    """
+    if context.run.closure:
+        raise UsageError(
+            "each rank has weights of its own under this algorithm, and an optimizer that needs a closure, such as LBFGS, would go another "
+            "way on each, by a loss that is the mean over all, and ask for it another number of times: ranks would wait for each other for "
+            "ever. Fix: another optimizer, or an algorithm that averages gradients"
+        )
 
 
 def frozen(context: Context) -> dict[str, nn.Parameter]:
