@@ -181,7 +181,9 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
 def _in_this_world(run: Run, fit: dict[str, Any]) -> int:
     """After how many batches of this rank an epoch goes on that a world of another size began."""
     before, now, done = len(fit["ranks"]), run.world.size, fit["batch_idx"]
+    total = run.batches["train"][0]
     batches: int = done * before // now
+    batches = batches if total is None else min(batches, total)  # shards are padded: the smaller world's epoch may be shorter
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks go on with after {batches}: "
