@@ -185,7 +185,7 @@ class HorovodStrategy:
             warnings.warn(f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says", stacklevel=2)
         if run.world.rank == 0 and self._meeting is not None and self._meeting.process_set is not None:
             warnings.warn(
-                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no others", stacklevel=2
+                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2
             )
 
     # --- a step ----------------------------------------------------------------------------------------------------------
