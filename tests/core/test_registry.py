@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 
+import geartrain
 from geartrain import UsageError
 from geartrain.parts import Choice
 from geartrain.registry import KNOWN, NOT_SHIPPED, Registry, make
@@ -50,6 +51,19 @@ def test_listing_and_choosing_import_nothing_else(dists):
     assert mine in sys.modules
     assert not set(modules) & set(sys.modules)
     assert {c.state for c in registry.candidates if c.name == "broken"} == {"available"}
+
+
+def test_metadata_is_read_once(monkeypatch):
+    """It takes milliseconds for some hundred distributions, and every Trainer does it."""
+    scans, read = [], []
+    real, dist = geartrain.registry.entry_points, type(next(iter(geartrain.registry.entry_points(name="cpu"))).dist)
+    monkeypatch.setattr(geartrain.registry, "entry_points", lambda **wanted: scans.append(wanted) or real(**wanted))
+    version = dist.version
+    monkeypatch.setattr(dist, "version", property(lambda self: read.append(self) or version.fget(self)))
+    names = {candidate.distribution for candidate in Registry().candidates}
+    assert "geartrain" in names
+    assert len(scans) == 1
+    assert len(read) == len(names)
 
 
 # --- find ----------------------------------------------------------------------------------------------------------------

@@ -421,6 +421,53 @@ def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
     refused(tmp_path, tmp_path / "odd.ckpt", words, TrainingError)
 
 
+class Reordered(Random):
+    """Two layers of one shape, which a refactoring has swapped: torch would give each the other's momenta."""
+
+    def __init__(self, swapped=False, all_of_it=True):
+        super().__init__()
+        for name in ("b", "a") if swapped else ("a", "b"):
+            self.add_module(name, nn.Linear(3, 3))
+        self.all_of_it = all_of_it
+
+    def training_step(self, batch, batch_idx):
+        return self.b(self.a(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return Adam(list(self.parameters())[: None if self.all_of_it else -1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"swapped": True}, r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters in the same order"),
+        ({"all_of_it": False}, r"parameter 9 of Adam was b\.bias, and is none now\. Fix"),
+    ],
+)
+def test_parameters_in_another_order(tmp_path, change, words):
+    train(tmp_path, epochs=1, module=Reordered)
+    last = tmp_path / "run" / "last.ckpt"
+    refused(tmp_path, last, words, TrainingError, module=partial(Reordered, **change))
+    state = torch.load(last, weights_only=True)
+    del state["fit"]["optimizers"][0]["parameters"]  # as in files that were saved before
+    torch.save(state, last)
+    train(tmp_path, epochs=2, path="last", module=Reordered)
+
+
+@pytest.mark.parametrize("kind", ["empty", "half", "text", "code"])
+def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
+    whole, odd = (saved / "run" / "last.ckpt").read_bytes(), tmp_path / "run" / "last.ckpt"
+    odd.parent.mkdir()
+    if kind == "code":
+        torch.save(Random(), odd)
+    else:
+        odd.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[kind])
+    with pytest.raises(TrainingError, match=r"could not be read as a checkpoint.*Fix: another file") as caught:
+        train(tmp_path, path="auto")
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -225,3 +225,12 @@ def test_two_became_one_within_an_epoch(kept):
         one.fit(Same(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
     assert any("state of Keeps, model_checkpoint, which this run does not have" in str(one.message) for one in caught)
     assert one.global_step == 4 + 7
+
+
+def test_two_became_one_at_an_epochs_last_batch(kept):
+    """Two ranks have 6 batches each, the last of them padded; one has 11, and no 12."""
+    folder, _ = kept
+    one = one_trainer(max_epochs=3)
+    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks go on with after 11"):
+        one.fit(Same(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=6.ckpt")
+    assert one.global_step == 6 + 11

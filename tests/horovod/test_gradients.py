@@ -76,6 +76,11 @@ def test_only_ranks_of_a_process_set_reduce(three_ranks):
     assert not torch.equal(ends[0], ends[1])
 
 
+def test_a_checkpoint_has_no_weights_of_ranks_outside(three_ranks):
+    told = [kept["resumed in a set"]["told"] for kept in three_ranks]
+    assert told == [["ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"], [], []]
+
+
 def test_a_parameter_of_one_rank_alone(three_ranks):
     """Rank 1 alone uses ``extra``, in the second step: others take part with zeros. Nobody uses ``unused``, which no decay may move."""
     for case in ("one rank only", "groups"):

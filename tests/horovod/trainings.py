@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 
 import horovod.torch as hvd
 import torch
@@ -297,6 +298,17 @@ def gather():
     return {**{name: getattr(module, name) for name in names}, "sent": sends.seen}
 
 
+def goes_on_in_a_set():
+    """What is told of a checkpoint that has rank 0's weights, where rank 1 has others."""
+    made = {"strategy": "horovod", "accelerator": "cpu", "devices": RANKS, "enable_progress_bar": False}
+    made |= {"strategy_options": {"process_set": [0, 2]}, "output": f"{sys.argv[1]}/set"}
+    gt.Trainer(max_epochs=1, **made).fit(Net(), DataLoader(samples(), BATCH))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gt.Trainer(max_epochs=2, **made).fit(Net(), DataLoader(samples(), BATCH), ckpt_path="last")
+    return {"told": [str(one.message) for one in caught if "process_set" in str(one.message)]}
+
+
 CASES = {
     "average": train,
     "sum": lambda: train(op="sum"),
@@ -325,6 +337,7 @@ CASES = {
     "apart": lambda: train(Apart),
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),
+    "resumed in a set": goes_on_in_a_set,
     "gathered": gather,
     "waiting": waits,
 }

@@ -73,7 +73,7 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
         "batch_idx": run.batch_idx if within else 0,
         "validated": within and run.stage == "validate",
         "batches_seen": run.batches_seen if began is None else began.batches_seen,
-        "optimizers": [_named(optimizer) for optimizer in run.optimizers],
+        "optimizers": [{**_named(optimizer), "parameters": parameter_names(run, optimizer)} for optimizer in run.optimizers],
         "schedulers": [_named(schedule.scheduler) for schedule in run.schedulers],
         "parts": shared,
         "seeds": {stage: [order_seeds(loader) for loader in loaders] for stage, loaders in run.loaders.items()},
@@ -145,6 +145,12 @@ def _named(thing: Any) -> dict[str, Any]:
     if not isinstance(thing, Optimizer):
         state = _portable(state, type(thing).__name__)
     return {"class": type(thing).__name__, "state": state}
+
+
+def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in its order, by which its state knows them; ``""`` for one that is not the module's."""
+    named = {parameter: name for name, parameter in run.module.named_parameters()}
+    return [named.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _from_all_ranks(run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:

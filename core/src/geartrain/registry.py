@@ -85,11 +85,7 @@ class Registry:
     """
 
     def __init__(self, block: Iterable[str] = ()) -> None:
-        self.candidates = [
-            Candidate(ep.name, kind, ep.dist.name if ep.dist else "?", ep.dist.version if ep.dist else "?", ep)
-            for kind, group in GROUPS.items()
-            for ep in sorted(entry_points(group=group), key=lambda ep: (ep.name, ep.value))
-        ]
+        self.candidates = _installed()
         for candidate in self.candidates:
             same = [c.label for c in self.candidates if (c.kind, c.name.lower()) == (candidate.kind, candidate.name.lower())]
             if len(same) > 1:
@@ -207,6 +203,23 @@ class Registry:
                 return Part(Choice(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
         return Part(Choice(name, kind, None, None, reason), plugin)
+
+
+def _installed() -> list[Candidate]:
+    """All that is installed, from one pass over the metadata; of each distribution it is read once."""
+    every = entry_points()
+    named: dict[int, tuple[str, str]] = {}
+
+    def candidate(kind: str, ep: EntryPoint) -> Candidate:
+        if id(ep.dist) not in named:
+            named[id(ep.dist)] = (ep.dist.name, ep.dist.version) if ep.dist else ("?", "?")
+        return Candidate(ep.name, kind, *named[id(ep.dist)], ep)
+
+    return [
+        candidate(kind, ep)
+        for kind, group in GROUPS.items()
+        for ep in sorted((ep for ep in every if ep.group == group), key=lambda ep: (ep.name, ep.value))
+    ]
 
 
 def _names(entry_point: EntryPoint, cls: type) -> bool:

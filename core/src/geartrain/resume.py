@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from geartrain import metric_objects
 from geartrain.data import describe
 from geartrain.errors import TrainingError, UsageError
-from geartrain.fit_state import FORMAT, EpochBegin, begin_epoch, named_parts, set_random
+from geartrain.fit_state import FORMAT, EpochBegin, begin_epoch, named_parts, parameter_names, set_random
 from geartrain.sharding import set_order_seeds
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
         TrainingError: a state does not fit.
     """
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
+        _refuse_other_parameters(optimizer, saved.get("parameters"), parameter_names(run, optimizer), path)
         with _telling(path, type(optimizer).__name__):
             _load_optimizer(optimizer, saved["state"])
     anew = []
@@ -142,6 +143,21 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     )
     _load_parts(run, fit, mine.get("parts", {}), anew, path)
     _warn_of_replay(run, batch_idx)
+
+
+def _refuse_other_parameters(optimizer: Optimizer, saved: list[str] | None, now: list[str], path: Path) -> None:
+    """torch pairs state and parameters by their order, and looks at nothing else: not even at shapes.
+
+    Args:
+        saved: names, in order; ``None`` in files that have none.
+    """
+    if saved is None or saved == now:
+        return
+    index, was, here = next((i, a, b) for i, (a, b) in enumerate(zip_longest(saved, now, fillvalue="none")) if a != b)
+    raise TrainingError(
+        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, and is {here or 'one of no name'} now. "
+        "Fix: the same parameters in the same order, or start from the weights alone with checkpoint="
+    )
 
 
 @contextmanager
@@ -181,7 +197,9 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
 def _in_this_world(run: Run, fit: dict[str, Any]) -> int:
     """After how many batches of this rank an epoch goes on that a world of another size began."""
     before, now, done = len(fit["ranks"]), run.world.size, fit["batch_idx"]
+    total = run.batches["train"][0]
     batches: int = done * before // now
+    batches = batches if total is None else min(batches, total)  # shards are padded: the smaller world's epoch may be shorter
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks go on with after {batches}: "

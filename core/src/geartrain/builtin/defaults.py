@@ -72,8 +72,11 @@ class Defaults:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise UsageError(f"there is no checkpoint {path}") from error
-        except Exception as error:
-            raise TrainingError(f"{path} could not be read as a checkpoint: {error}") from error
+        except Exception as error:  # torch's own words advise to read it with code
+            raise TrainingError(
+                f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, cut off, or holds more than "
+                "tensors and plain values. Fix: another file"
+            ) from error
         return state
 
     @hookimpl

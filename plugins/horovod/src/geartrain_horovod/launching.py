@@ -86,8 +86,8 @@ class Meeting:
         self._timeline = timeline
         #: Address and port of Horovod's rendezvous; ``None`` where ranks met without one, as under MPI.
         self.rendezvous = _prepared()
-        #: Horovod's process set of ``ranks``; ``None``: all ranks.
-        self.process_set = None if ranks is None else self._kept(ranks)
+        #: Horovod's process set of ``ranks``; ``None``: all ranks, which Horovod refuses as a set of its own.
+        self.process_set = None if ranks is None or len(ranks) == place.size else self._kept(ranks)
         sets = [] if self.process_set is None else [self.process_set]
         if not self._stays:
             self._meet(run, timeout, sets)

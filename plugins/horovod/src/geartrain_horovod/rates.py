@@ -16,18 +16,28 @@ from torch.optim import Optimizer
 _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
 #: Where a scheduler does: all of them; CyclicLR; ReduceLROnPlateau, whose old name for it is the second; the cosine ones.
 _IN_SCHEDULERS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
-#: On an optimizer that was scaled: one that ``configure_optimizers`` hands out again must not be scaled twice.
-_MARK = "_geartrain_lr_scale"
+#: In the first parameter group: by what its optimizer's rates are multiplied already. It goes with the optimizer's state into checkpoints:
+#: what one of them holds, or what ``configure_optimizers`` hands out again, is not scaled twice, and follows the number of workers.
+_MARK = "geartrain_lr_scale"
 
 
-def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> None:
+def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: int) -> int:
     """Multiply every learning rate of an optimizer, and those of the schedulers that change it, nested ones included.
 
     The whole schedule keeps its shape: what it comes to at any step is ``factor`` times what it was.
+
+    Returns:
+        What the rates were multiplied by before: 1, or the factor of a call with this optimizer or with the one whose state it has.
     """
-    if getattr(optimizer, _MARK, 1.0) == factor:
-        return
-    factor, before = factor / getattr(optimizer, _MARK, 1.0), factor
+    before: int = optimizer.param_groups[0].get(_MARK, 1)
+    if before == factor:
+        return before
+    optimizer.param_groups[0][_MARK] = factor
+    _scale_all(optimizer, schedulers, factor / before)
+    return before
+
+
+def _scale_all(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> None:
     for group in optimizer.param_groups:
         _scale(group, _IN_GROUPS, factor)
     seen: dict[int, Any] = {}
@@ -35,7 +45,6 @@ def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> Non
         seen |= {id(one): one for one in _nested(scheduler) if getattr(one, "optimizer", optimizer) is optimizer}
     for one in seen.values():
         _scale(vars(one), _IN_SCHEDULERS, factor)
-    setattr(optimizer, _MARK, before)
 
 
 def _scale(values: dict[str, Any], names: Iterable[str], factor: float) -> None:

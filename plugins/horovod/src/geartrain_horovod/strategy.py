@@ -5,6 +5,7 @@ Horovod: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -171,6 +172,21 @@ class HorovodStrategy:
         elif self._reduces:
             self.gradients.watch(run)
         return optimizer
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        """Of a run that goes on: its checkpoint's learning rates, which may be of another number of workers, become those of this one."""
+        if run.resumed is None:
+            return
+        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size)
+        before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
+        if before - {factor} and run.world.rank == 0:
+            was = ", ".join(f"× {one}" for one in sorted(before))
+            warnings.warn(f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says", stacklevel=2)
+        if run.world.rank == 0 and self._meeting is not None and self._meeting.process_set is not None:
+            warnings.warn(
+                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2
+            )
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,153 @@
+"""Fits that stop and go on, in one program: ``resuming.py FOLDER RANKS``. With two ranks each case trains without a stop, and again in two
+runs, the second from a checkpoint of the first; with one it goes on from what two have saved, and from what ddp would have."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import lr_scheduler as lr
+from torch.utils.data import DataLoader, TensorDataset
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain.callbacks import EMA, ModelCheckpoint
+
+FOLDER, RANKS = Path(sys.argv[1]), int(sys.argv[2])
+RATE = 0.02
+
+
+class Net(gt.Module):
+    """Dropout, BatchNorm, and one optimizer or two, each with a nested schedule by steps."""
+
+    def __init__(self, optimizers=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizers_ = optimizers
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+    def loss(self, batch):
+        loss = mse_loss(self.layers(batch[0]), batch[1]) * 0.1  # of which no gradient overflows float16
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        parts = [parameters] if self.optimizers_ == 1 else [parameters[:2], parameters[2:]]
+        made = [torch.optim.AdamW(part, lr=RATE) for part in parts]
+        return [{"optimizer": one, "lr_scheduler": {"scheduler": schedule(one), "interval": "step"}} for one in made]
+
+
+def schedule(optimizer):
+    return lr.SequentialLR(optimizer, [lr.LinearLR(optimizer, 0.2, total_iters=3), lr.CosineAnnealingLR(optimizer, 9, eta_min=0.002)], [3])
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.5)
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+class Rates:
+    """Notes each step's learning rates."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def on_step_end(self, run):
+        self.seen.append([group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups])
+
+
+def data():
+    x = torch.randn(44, 3, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), 4, shuffle=True)
+
+
+def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="horovod", **options):
+    """One fit; where it came to."""
+    rates, every = Rates(), ModelCheckpoint(dirpath=FOLDER / folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = gt.Trainer(
+        strategy=strategy,
+        strategy_options=own,
+        accelerator="cpu",
+        devices=RANKS,
+        max_epochs=epochs,
+        seed=5,
+        output=FOLDER / folder / "run",
+        enable_progress_bar=False,
+        plugins=[rates, every, *plugins],
+        **options,
+    )
+    module = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data(), ckpt_path=path)
+    told = [str(one.message) for one in caught if "checkpoint" in str(one.message) or ".ckpt" in str(one.message)]
+    return trainer, {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.run.optimizers],
+        "schedulers": [one.scheduler.state_dict() for one in trainer.run.schedulers],
+        "metrics": dict(trainer.callback_metrics),
+        "step": trainer.global_step,
+        "rates": rates.seen,
+        "told": told,
+    }
+
+
+#: What is trained, and with what.
+CASES = {
+    "plain": {},
+    "not scaled": {"own": {"scale_lr": False}},
+    "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    "16-mixed": {"precision": "16-mixed"},
+    "bf16-mixed": {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
+    "two optimizers": {"make": lambda: Net(2)},
+    "manual": {"make": Manual},
+    "averaged": {"plugins": "EMA"},
+    "in groups, in float16": {"own": {"groups": 2, "compression": "fp16"}},
+    "horovod's own": {"own": {"distributed_optimizer": True}, "accumulate_grad_batches": 2},
+}
+
+
+def trained(folder, epochs, path=None, **case):
+    return fit(folder, epochs, path, **{**case, "plugins": [EMA(0.9)] if "plugins" in case else []})
+
+
+def both(name, case):
+    """A run of two epochs, one that goes on within the first, and in one case one that was stopped between them."""
+    _, whole = trained(f"{name} whole", 2, **case)
+    _, within = trained(f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case)
+    if name != "plain":
+        return {"whole": whole, "within": within}
+    trained("plain rest", 1)
+    return {"whole": whole, "within": within, "rest": trained("plain rest", 2, "last")[1]}
+
+
+def main():
+    kept = {}
+    if RANKS == 2:
+        for name, case in CASES.items():
+            print("case", name, flush=True)
+            kept[name] = both(name, case)
+        fit("ddp", 1, strategy="ddp")
+        _, kept["was ddp's"] = fit("ddp", 2, "last")
+        trainer, kept["process set"] = fit("set", 2, own={"process_set": [1, 0]})
+    else:
+        trainer, kept["two became one"] = fit("shrunk", 2, FOLDER / "plain whole" / "steps" / "step=6.ckpt")
+    torch.save(kept, FOLDER / f"kept-{RANKS}-{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
