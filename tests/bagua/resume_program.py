@@ -100,8 +100,15 @@ class Copies(Own):
             average = dict(zip(self.ema._names, self.ema._average, strict=True))
             self.validated.append(all(torch.equal(p, average[name]) for name, p in self.named_parameters()))
 
+    def on_train_start(self):
+        self.momenta = [buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()]
+
     def on_train_epoch_end(self):
         self.after.append(self.flat())
+        self.ended = [buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 
 class Saved:
@@ -118,18 +125,21 @@ class Saved:
         self.files.append((torch.cat([trained[name].flatten() for name, _ in run.module.named_parameters()]), state["copy"]))
 
 
-def asynchronous(name, ema):
+def asynchronous(name, ema, path=None):
     module, saved = Copies(ema), Saved()
     trainer = one_trainer(
         devices=2,
         strategy=BaguaStrategy(algorithm="async", sync_interval_ms=1),
-        max_epochs=3,
+        max_epochs=3 if path is None else 4,
         output=name,
         plugins=[saved] if ema is None else [ema, saved],
     )
     # Without a validation a checkpoint comes while ranks are apart.
-    trainer.fit(module, DataLoader(samples(32), batch_size=2), None if ema is None else DataLoader(samples(7), batch_size=2))
+    trainer.fit(
+        module, DataLoader(samples(32), batch_size=2), None if ema is None else DataLoader(samples(7), batch_size=2), ckpt_path=path
+    )
     found[name] = {
+        "momenta": (module.momenta, module.ended),
         "copies": module.copies,
         "validated": module.validated,
         "after": module.after,
@@ -146,6 +156,7 @@ def main():
         for step in (2, 8):  # within the first epoch, and within another
             go(f"{name} from {step}", options, f"{name} from {step}", f"{name}/steps/step={step}.ckpt", **more)
     asynchronous("async", None)
+    asynchronous("async resumed", None, "async/last.ckpt")
     asynchronous("async with ema", EMA(0.5))
     torch.save(found, f"kept-{rank}.pt")
 

@@ -76,9 +76,14 @@ def test_a_run_that_failed_waits_for_no_rank():
         assert rank["async failing"]["seconds"] < 4  # the group's timeout is 5
 
 
+def alone():
+    run = SimpleNamespace(closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[])
+    return Context(run, [], None, Peers(None, 0, 1, (0,)))
+
+
 def test_validation_counts_no_step():
     algorithm = Asynchronous(warmup_steps=2)
-    algorithm.set_up(Context(SimpleNamespace(closure=False, module=torch.nn.Linear(1, 1)), [], None, Peers(None, 0, 1, (0,))))
+    algorithm.set_up(alone())
     algorithm.pause()
     algorithm.resume()
     assert not algorithm.warm
@@ -89,10 +94,14 @@ def test_validation_counts_no_step():
 
 def test_a_resumed_run_is_as_warm_as_it_was():
     algorithm, again = Asynchronous(warmup_steps=2), Asynchronous(warmup_steps=2)
+    algorithm.set_up(alone())
     algorithm.end_step()
     algorithm.end_step()
     again.load_state_dict(algorithm.state_dict())
+    assert again.state_dict() == algorithm.state_dict()
+    again.set_up(alone())
     assert again.warm
+    assert again.reduces is None
 
 
 def test_the_one_that_waits_comes_next():

@@ -80,6 +80,14 @@ def test_a_checkpoint_of_async_holds_one_model(kept, name):
         assert torch.equal(saved, copied)
 
 
+def test_async_goes_on_with_each_ranks_momenta(kept):
+    for rank in kept[1]:
+        (_, ended), (begun, _) = rank["async"]["momenta"], rank["async resumed"]["momenta"]
+        assert len(ended) == 8
+        assert same(begun, ended)
+    assert not same(kept[1][0]["async"]["momenta"][1], kept[1][1]["async"]["momenta"][1])
+
+
 def test_under_async_the_average_of_an_ema_is_validated_and_nobody_averages_it(kept):
     first, second = (rank["async with ema"] for rank in kept[1])
     for rank in (first, second):

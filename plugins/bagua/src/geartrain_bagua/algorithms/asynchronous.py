@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from geartrain import UsageError
+from geartrain import Run, UsageError
 from geartrain_bagua.algorithm import Algorithm, Context
-from geartrain_bagua.algorithms.weights import frozen, refuse_closure, refuse_unfrozen
+from geartrain_bagua.algorithms.weights import frozen, give_states, refuse_closure, refuse_unfrozen, states
 from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
@@ -45,7 +45,7 @@ class Asynchronous(Algorithm):
         UsageError: another mode, an interval that is not above 0, or a negative number of steps.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.25}
+    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.15}
     #: Training steps done; evaluation does not count.
     steps = 0
     #: Rounds that averaged weights.
@@ -53,6 +53,8 @@ class Asynchronous(Algorithm):
     _turns: Turns
     _thread: Channel | None = None
     _running: Job | None = None
+    _run: Run | None = None
+    _loaded: dict[str, Any] | None = None
 
     def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
         if peer_selection_mode != "all":
@@ -72,6 +74,10 @@ class Asynchronous(Algorithm):
     def set_up(self, context: Context) -> None:
         super().set_up(context)
         refuse_closure(context)
+        self._run, state, self._loaded = context.run, self._loaded, None
+        if state is not None:
+            self.steps = state["steps"]
+            give_states(context.run, state)
         self.reduces = None if self.warm else "gradients"
         self._frozen = frozen(context)
         self._turns, self._stop, self._leave = Turns(), threading.Event(), threading.Event()
@@ -93,8 +99,7 @@ class Asynchronous(Algorithm):
         return self._turns.training()
 
     def reduce(self, bucket: Bucket) -> None:
-        if not self.warm:  # the group is the other thread's from then on
-            dist.all_reduce(bucket.flat.div_(self.context.everyone.size), group=self.context.everyone.group)
+        dist.all_reduce(bucket.flat.div_(self.context.everyone.size), group=self.context.everyone.group)
 
     def end_step(self) -> None:
         self.steps += 1
@@ -118,10 +123,13 @@ class Asynchronous(Algorithm):
                 self._thread.close(_GRACE)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        """Training steps, and this rank's optimizers and schedulers; weights are everybody's in a checkpoint."""
+        if self._run is None:
+            return self._loaded or {"steps": 0}
+        return {"steps": self.steps, **states(self._run)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self._loaded = state
 
     # --- communication's thread ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ class ByteGrad(Algorithm):
 
     reduces = "gradients"
     pads: ClassVar[bool] = True
-    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.1}
+    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.002}
 
     def __init__(self, hierarchical: bool = True, average: bool = True) -> None:
         self.hierarchical, self.average = hierarchical, average

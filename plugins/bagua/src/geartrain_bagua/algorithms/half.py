@@ -21,7 +21,7 @@ class HalfAllReduce(Algorithm):
     """
 
     reduces = "gradients"
-    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.1}
+    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.002}
 
     def __init__(self, dtype: Literal["bf16", "fp16"] = "bf16") -> None:
         self.dtype = dtype

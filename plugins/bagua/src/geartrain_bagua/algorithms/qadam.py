@@ -28,7 +28,7 @@ class QAdam(Algorithm):
 
     reduces = "gradients"
     pads: ClassVar[bool] = True
-    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.1}
+    capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.01}
 
     def __init__(self, hierarchical: bool = True) -> None:
         self.hierarchical = hierarchical

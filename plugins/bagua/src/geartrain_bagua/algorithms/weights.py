@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
-from geartrain import TrainingError, UsageError
+from geartrain import Run, TrainingError, UsageError
 from geartrain.data import not_plain
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
@@ -32,9 +31,8 @@ class OwnWeights(Algorithm):
     #: Training steps done.
     steps = 0
     _ranks = 0
+    _run: Run
     _buckets: Sequence[Bucket] | None = None
-    _optimizers: Sequence[Optimizer] = ()
-    _schedules: Sequence[Any] = ()
     _loaded: dict[str, Any] | None = None
 
     def __init__(self, hierarchical: bool, communication_interval: int) -> None:
@@ -52,7 +50,7 @@ class OwnWeights(Algorithm):
         super().set_up(context)
         refuse_closure(context)
         self._buckets, self._ranks = context.buckets, context.everyone.size
-        self._optimizers, self._schedules, self._frozen = context.run.optimizers, context.run.schedulers, frozen(context)
+        self._run, self._frozen = context.run, frozen(context)
         state, self._loaded = self._loaded, None
         if state is None:
             return
@@ -74,11 +72,7 @@ class OwnWeights(Algorithm):
             )
         for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
             bucket.give_weights(weights)
-        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-        for schedule, kept in zip(self._schedules, state["schedulers"], strict=True):
-            if kept is not None:
-                schedule.scheduler.load_state_dict(kept)
+        give_states(self._run, state)
 
     def start_step(self) -> None:
         refuse_unfrozen(self._frozen)
@@ -90,16 +84,29 @@ class OwnWeights(Algorithm):
         if self._buckets is None:
             return self._loaded or {"steps": 0, "ranks": 0}
         own = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in self._buckets]
-        optimizers = [optimizer.state_dict() for optimizer in self._optimizers]  # their momenta are of this rank's gradients
-        return {"steps": self.steps, "ranks": self._ranks, "weights": own, "optimizers": optimizers, "schedulers": self._of_schedulers()}
-
-    def _of_schedulers(self) -> list[dict[str, Any] | None]:
-        """States of schedulers; ``None`` where there is none that a file could hold."""
-        states: list[dict[str, Any]] = [getattr(schedule.scheduler, "state_dict", dict)() for schedule in self._schedules]
-        return [state if state and not_plain(state) is None else None for state in states]
+        return {"steps": self.steps, "ranks": self._ranks, "weights": own, **states(self._run)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
+
+
+def states(run: Run) -> dict[str, list[Any]]:
+    """States of this rank's optimizers, whose momenta are of its own gradients, and of its schedulers; ``None`` for one that a file could
+    not hold."""
+    of_schedulers: list[dict[str, Any]] = [getattr(schedule.scheduler, "state_dict", dict)() for schedule in run.schedulers]
+    return {
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "schedulers": [state if state and not_plain(state) is None else None for state in of_schedulers],
+    }
+
+
+def give_states(run: Run, kept: Mapping[str, list[Any]]) -> None:
+    """Give optimizers and schedulers what :func:`states` found."""
+    for optimizer, state in zip(run.optimizers, kept["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    for schedule, state in zip(run.schedulers, kept["schedulers"], strict=True):
+        if state is not None:
+            schedule.scheduler.load_state_dict(state)
 
 
 def refuse_closure(context: Context) -> None:
