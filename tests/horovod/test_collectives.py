@@ -78,4 +78,4 @@ def test_the_thread_that_waits_looks_with_pauses(three_ranks):
     """Without them it would keep a core busy. Horovod's background thread does so all the same, in any program, and is not looked at."""
     for kept in (three_ranks[0], three_ranks[2]):
         assert kept["waiting"]["waited"] > 1
-        assert kept["waiting"]["share"] < 0.6
+        assert kept["waiting"]["share"] < 0.4
