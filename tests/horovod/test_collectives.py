@@ -74,8 +74,8 @@ def test_what_a_rank_starts_later_is_no_rank_of_horovods(three_ranks):
     assert all(kept["average"]["left"] == [] for kept in three_ranks)
 
 
-def test_who_waits_leaves_the_core_to_others(three_ranks):
-    """A loop that looks without a pause would keep it busy."""
+def test_the_thread_that_waits_looks_with_pauses(three_ranks):
+    """Without them it would keep a core busy. Horovod's background thread does so all the same, in any program, and is not looked at."""
     for kept in (three_ranks[0], three_ranks[2]):
         assert kept["waiting"]["waited"] > 1
-        assert kept["waiting"]["share"] < 0.6
+        assert kept["waiting"]["share"] < 0.4

@@ -12,6 +12,7 @@ import pytest
 
 from geartrain.testing.launching import Launched, free_port, launched
 
+pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -35,10 +36,13 @@ class Net(gt.Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-for number, options in enumerate([{}, {"op": "sum", "timeline": "timeline.json"}, {}]):
+fits = [{}] if sys.argv[1:] == ["once"] else [{}, {"op": "sum", "timeline": "timeline.json"}, {}]
+fits += ["ddp"] if sys.argv[1:] == ["ddp"] else []
+for number, options in enumerate(fits):
     module = Net()
-    trainer = gt.Trainer(strategy="horovod", accelerator="cpu", devices=int(os.environ.get("DEVICES", "1")), strategy_options=options,
-                         num_nodes=int(os.environ.get("NODES", "1")), max_epochs=1, enable_progress_bar=False)
+    ours = {"strategy": "ddp", "devices": 3} if options == "ddp" else {"strategy": "horovod", "strategy_options": options}
+    ours = {"devices": int(os.environ.get("DEVICES", "1")), "num_nodes": int(os.environ.get("NODES", "1")), **ours}
+    trainer = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, **ours)
     torch.manual_seed(trainer.global_rank)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 3)), 4))
     if number == 0:
@@ -53,17 +57,16 @@ def folder(tmp_path):
     return tmp_path
 
 
-def trained(text, ranks):
-    """run -> rank -> weights, as printed."""
+def trained(text, ranks, fits=1):
+    """In every fit all ranks have come to the same."""
     found = {}
     for number, rank, size, weights in re.findall(r"RUN (\d) RANK (\d) OF (\d): (.*)", text):
         assert int(size) == ranks
         found.setdefault(int(number), {})[int(rank)] = weights
-    assert sorted(found) == [0, 1, 2], text
+    assert sorted(found) == list(range(fits)), text
     for by_rank in found.values():
         assert sorted(by_rank) == list(range(ranks)), text
         assert len(set(by_rank.values())) == 1, text
-    return found
 
 
 def horovodrun(folder, *arguments, ranks=2, **environment):
@@ -95,10 +98,11 @@ def test_digits_on_two_ranks(tmp_path):
 
 
 def test_under_horovodrun_its_world_stands(folder):
-    run = horovodrun(folder, "train.py", ranks=3, DEVICES="1")
+    """And another strategy joins its ranks, too."""
+    run = horovodrun(folder, "train.py", "ddp", ranks=3, DEVICES="1")
     try:
         run.succeed(120)
-        trained(run.out, 3)
+        trained(run.out, 3, fits=4)
         assert "PLAN None × 3 (scale_lr, 3 worker(s))" in run.out
         assert (folder / "timeline.json").read_text().count("ALLREDUCE") > 8
         assert run.left_behind() == []
@@ -119,7 +123,8 @@ def test_a_rank_that_raises_under_horovodrun_ends_all(folder):
 
 
 def test_under_torchrun(folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "train.py"]
+    port = str(free_port())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "train.py", "once"]
     run = Launched(command, folder)
     try:
         run.succeed(120)
@@ -131,26 +136,12 @@ def test_under_torchrun(folder):
 def test_two_nodes_started_by_hand(folder):
     where = {"NODES": "2", "DEVICES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (
-        launched("train.py", folder=folder, name="one", NODE_RANK="1", **where) as other,
-        launched("train.py", folder=folder, name="zero", NODE_RANK="0", **where) as first,
+        launched("train.py", "once", folder=folder, name="one", NODE_RANK="1", **where) as other,
+        launched("train.py", "once", folder=folder, name="zero", NODE_RANK="0", **where) as first,
     ):
         first.succeed(120)
         other.succeed(60)
         trained(first.out + other.out, 2)
-
-
-def test_ranks_of_horovodrun_may_train_with_ddp(folder):
-    """Other strategies join there as well."""
-    pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
-    text = TRAIN.replace('strategy="horovod"', 'strategy="ddp"').replace("strategy_options=options", "strategy_options={}")
-    text = text.replace('dict(trainer.plan.notes)["learning rates"]', '""').replace('os.environ.get("DEVICES", "1")', '"2"')
-    (folder / "train.py").write_text(text)
-    run = horovodrun(folder, "train.py")
-    try:
-        run.succeed(120)
-        trained(run.out, 2)
-    finally:
-        run.kill()
 
 
 def test_missing_horovod_is_said_before_anything_starts(folder):

@@ -83,6 +83,17 @@ def test_an_optimizer_that_is_handed_out_again_is_not_scaled_twice():
     assert [group["lr"] for group in one.param_groups] == pytest.approx([0.1, 0.01])
 
 
+def test_a_state_that_was_saved_scaled_is_not_scaled_twice():
+    """As when a Session's loop reads it before ``setup``; on another number of workers it gets those workers' rates."""
+    saved, one = optimizer(), optimizer()
+    rates.scale(saved, [], 4)
+    one.load_state_dict(saved.state_dict())
+    assert rates.scale(one, [], 4) == 4
+    assert [group["lr"] for group in one.param_groups] == pytest.approx([0.4, 0.04])
+    assert rates.scale(one, [], 2) == 4
+    assert [group["lr"] for group in one.param_groups] == pytest.approx([0.2, 0.02])
+
+
 def test_schedulers_of_another_optimizer_are_left_alone():
     mine, other = optimizer(), optimizer()
     theirs = lr.StepLR(other, 3)

@@ -235,7 +235,7 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
 
 
 def waits():
-    """Rank 1 comes a second and a half late; how much of the others' time went into waiting, as a share of one core."""
+    """Rank 1 comes a second and a half late; how much of the others' time their main threads spent on waiting."""
 
     class Late(gt.Module):
         def validation_step(self, batch, batch_idx):

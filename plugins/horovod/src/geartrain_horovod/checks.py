@@ -14,6 +14,25 @@ from geartrain import Module, Plan, UsageError
 from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import horovod, launcher
 
+_OPS = ("average", "sum", "adasum")
+_COMPRESSIONS = ("none", "fp16")
+
+
+def check_choices(op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool) -> None:
+    """Refuse an unknown ``op`` or ``compression``, and what does not go with an ``op``.
+
+    Raises:
+        UsageError: with both sides and the way out.
+    """
+    for name, value, known in (("op", op, _OPS), ("compression", compression, _COMPRESSIONS)):
+        if value not in known:
+            raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
+    if predivide != 1 and op != "average":
+        raise UsageError(f"gradient_predivide_factor={predivide} is for op='average', not op={op!r}. Fix: leave it out")
+    if op == "adasum" and (ranks is not None or distributed_optimizer):
+        which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={list(ranks or ())!r}"
+        raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")
+
 
 def check_numbers(**options: Any) -> None:
     """Refuse options whose numbers cannot be.

@@ -22,8 +22,6 @@ from geartrain_horovod.launching import Meeting, launcher, start
 from geartrain_horovod.wrapped import Wrapped
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_OPS = ("average", "sum", "adasum")
-_COMPRESSIONS = ("none", "fp16")
 #: Seconds to wait for ranks to come, where ``stall_timeout`` is off.
 _TO_MEET = 1800.0
 #: How many runs this process has begun.
@@ -68,9 +66,6 @@ class HorovodStrategy:
         stall_timeout: float = 1800.0,
         distributed_optimizer: bool = False,
     ) -> None:
-        for name, value, known in (("op", op, _OPS), ("compression", compression, _COMPRESSIONS)):
-            if value not in known:
-                raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
         checks.check_numbers(
             backward_passes_per_step=backward_passes_per_step,
             groups=groups,
@@ -78,11 +73,7 @@ class HorovodStrategy:
             stall_timeout=stall_timeout,
         )
         checks.check_ranks(process_set)
-        if gradient_predivide_factor != 1 and op != "average":
-            raise UsageError(f"gradient_predivide_factor={gradient_predivide_factor} is for op='average', not op={op!r}. Fix: leave it out")
-        if op == "adasum" and (process_set is not None or distributed_optimizer):
-            which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={process_set!r}"
-            raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")
+        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer)
         if elastic:
             raise UsageError("elastic=True is not there yet. Fix: elastic=False")
         approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
@@ -184,9 +175,7 @@ class HorovodStrategy:
             was = ", ".join(f"× {one}" for one in sorted(before))
             warnings.warn(f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says", stacklevel=2)
         if run.world.rank == 0 and self._meeting is not None and self._meeting.process_set is not None:
-            warnings.warn(
-                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2
-            )
+            warnings.warn(f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2)
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
