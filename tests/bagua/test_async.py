@@ -133,7 +133,16 @@ def test_an_error_inside_a_turn_ends_it():
             raise KeyError
 
 
-@pytest.mark.parametrize("options", [{"peer_selection_mode": "shift_one"}, {"sync_interval_ms": 0}, {"warmup_steps": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"peer_selection_mode": "shift_one"},
+        {"sync_interval_ms": 0},
+        {"sync_interval_ms": float("nan")},
+        {"sync_interval_ms": float("inf")},
+        {"warmup_steps": -1},
+    ],
+)
 def test_options_that_mean_nothing(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         Asynchronous(**options)

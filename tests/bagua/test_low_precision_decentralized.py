@@ -1,5 +1,6 @@
 """low_precision_decentralized: neighbours are told, a byte an element, how weights changed."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +111,22 @@ def test_one_rank_alone_trains_as_without_a_strategy():
             reference.optimizers(one)[0].step()
         algorithm.end_step()
     assert torch.equal(reference.flat(module), reference.flat(plain))
+
+
+def test_optimizers_go_on_with_the_groups_that_a_scheduler_or_a_wrapper_knows():
+    module, one = reference.net(), Peers(None, 0, 1, (0,))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    run = SimpleNamespace(closure=False, module=module, optimizers=[optimizer], schedulers=[])
+    context = Context(run, make_buckets(module.parameters()), None, one)
+    saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
+    saved.set_up(context)
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    group, slots = optimizer.param_groups[0], optimizer.state
+    group["lr"] = 5.0
+    resumed.set_up(context)
+    assert optimizer.param_groups[0] is group
+    assert optimizer.state is slots
+    assert group["lr"] == 0.1
 
 
 def test_a_state_of_other_nodes_is_refused():

@@ -4,12 +4,14 @@ import re
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from geartrain import Trainer, UsageError
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.power_sgd import PowerSGD
 
 from . import reference_power_sgd as reference
+from .cases import Net, one_trainer, samples
 from .launched import HERE, launched
 from .power_sgd_program import BATCH, CASES, LEARNING_RATE, STEPS, Model, data, loss_of, net
 
@@ -120,6 +122,12 @@ def test_what_ranks_left_out_that_are_no_longer_there_is_forgotten(found):
 def test_numbers_out_of_range_are_refused(options, error):
     with pytest.raises(UsageError, match=re.escape(error)):
         BaguaStrategy(algorithm="power_sgd", **options)
+
+
+def test_a_closure_that_is_evaluated_often_is_one_step_of_the_warm_up():
+    strategy = BaguaStrategy(algorithm="power_sgd", warmup_steps=5)
+    one_trainer(devices=1, strategy=strategy, max_steps=2).fit(Net(optimizer="lbfgs"), DataLoader(samples(), batch_size=8))
+    assert strategy.algorithm.state_dict()["steps"] == 2
 
 
 def test_16_mixed_is_refused_before_anything_starts():

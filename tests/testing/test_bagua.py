@@ -3,8 +3,9 @@
 All cases on 2 and on 4 ranks take half an hour: they are marked ``long``, and ``tox -e long`` runs them. What is not marked is a
 choice that takes minutes: everything for gradient_allreduce, what is an algorithm's own for the others.
 
-The bounds hold off what diverges or drifts; where each rank has weights of its own they cannot tell whether anything is averaged: ranks
-that train alone learn as well here. That is for tests/bagua, which compares weights with references.
+The bounds hold off what diverges or drifts, and bytegrad's a rank that steps from its own gradients; where each rank has weights of its
+own they cannot tell whether anything is averaged: ranks that train alone learn as well here. That is for tests/bagua, which compares
+weights with references.
 """
 
 from typing import Any, ClassVar

@@ -123,7 +123,7 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
         _refuse_other_parameters(optimizer, saved.get("parameters"), parameter_names(run, optimizer), path)
         with _telling(path, type(optimizer).__name__):
-            _load_optimizer(optimizer, saved["state"])
+            load_optimizer(optimizer, saved["state"])
     anew = []
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
         if saved["state"] is None:
@@ -168,7 +168,7 @@ def _telling(path: Path, what: str) -> Iterator[None]:
         raise TrainingError(f"{path}: the state of {what} does not fit: {error}") from error
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """``load_state_dict``, with groups and state in the same dicts as before: a scheduler was made with them, and so was an optimizer that
     a strategy has put another in front of. torch puts new ones in their place, and the old ones would hear of no step."""
     groups, slots = list(optimizer.param_groups), optimizer.state

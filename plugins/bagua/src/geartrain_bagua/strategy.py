@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
 from geartrain.data import map_tensors
 from geartrain.parallel import average_gradients, broadcast_weights, launch
+from geartrain.resume import load_optimizer
 from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
 from geartrain_bagua.buckets import make_buckets
@@ -272,4 +273,4 @@ def _same_state(run: Run, optimizer: Optimizer) -> None:
     mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
     first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
     if run.world.rank and (first["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
-        optimizer.load_state_dict(first)
+        load_optimizer(optimizer, first)

@@ -59,8 +59,8 @@ class Asynchronous(Algorithm):
     def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
         if peer_selection_mode != "all":
             raise UsageError(f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all', the only one of algorithm='async'")
-        if sync_interval_ms <= 0:
-            raise UsageError(f"sync_interval_ms={sync_interval_ms!r} must be above 0 milliseconds.")
+        if not 0 < sync_interval_ms < threading.TIMEOUT_MAX:
+            raise UsageError(f"sync_interval_ms={sync_interval_ms!r} must be a number of milliseconds above 0.")
         if warmup_steps < 0:
             raise UsageError(f"warmup_steps={warmup_steps!r} must be 0 or more steps.")
         self.interval = sync_interval_ms / 1000

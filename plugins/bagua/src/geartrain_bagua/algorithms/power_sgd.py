@@ -121,8 +121,9 @@ class PowerSGD(Algorithm):
             self._mean_of(bucket.flat)
         elif self._ranks > 1:
             self._approximate(bucket, list(low))
-        if bucket.index == len(self._low) - 1:
-            self.steps += 1
+
+    def end_step(self) -> None:
+        self.steps += 1
 
     def _approximate(self, bucket: Bucket, low: Sequence[LowRank]) -> None:
         """Two collectives: one for all left factors and what is sent as it is, one for all right factors."""

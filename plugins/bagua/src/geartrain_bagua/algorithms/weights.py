@@ -11,6 +11,7 @@ from torch import nn
 
 from geartrain import Run, TrainingError, UsageError
 from geartrain.data import not_plain
+from geartrain.resume import load_optimizer
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
 
@@ -103,7 +104,7 @@ def states(run: Run) -> dict[str, list[Any]]:
 def give_states(run: Run, kept: Mapping[str, list[Any]]) -> None:
     """Give optimizers and schedulers what :func:`states` found."""
     for optimizer, state in zip(run.optimizers, kept["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
+        load_optimizer(optimizer, state)
     for schedule, state in zip(run.schedulers, kept["schedulers"], strict=True):
         if state is not None:
             schedule.scheduler.load_state_dict(state)
