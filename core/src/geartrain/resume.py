@@ -182,6 +182,8 @@ def _in_this_world(run: Run, fit: dict[str, Any]) -> int:
     """After how many batches of this rank an epoch goes on that a world of another size began."""
     before, now, done = len(fit["ranks"]), run.world.size, fit["batch_idx"]
     batches: int = done * before // now
+    total = run.batches["train"][0]
+    batches = batches if total is None else min(batches, total)  # the last batches of more ranks were not whole
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks go on with after {batches}: "
