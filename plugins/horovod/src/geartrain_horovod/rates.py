@@ -38,6 +38,12 @@ def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: float) -> Non
     setattr(optimizer, _MARK, before)
 
 
+def rescale(optimizer: Optimizer, schedulers: Iterable[Any], before: float, factor: float) -> None:
+    """Where learning rates came from a state in which they were ``before`` times what was configured: make them ``factor`` times that."""
+    setattr(optimizer, _MARK, before)
+    scale(optimizer, schedulers, factor)
+
+
 def _scale(values: dict[str, Any], names: Iterable[str], factor: float) -> None:
     for name in names:
         if values.get(name) is not None:
