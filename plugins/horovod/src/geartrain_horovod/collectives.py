@@ -100,7 +100,7 @@ class Collectives:
                 yield wait
             except self.hvd.HorovodInternalError as error:
                 lines = str(error).strip().splitlines() or ["no reason given"]
-                gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
+                gone = "a peer has gone: " if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport")) else ""
                 silent = self._roll_call() if gone else []
                 who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
                 kind = self._gone if gone else TrainingError

@@ -249,4 +249,5 @@ class HorovodStrategy:
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             self.gradients.close()
+            self.wrapped.close()
             meeting.end(self._failed, self.collectives.leave)
