@@ -92,5 +92,6 @@ trainer = gt.Trainer(
 model = Net()
 trainer.fit(model, loader)
 world = trainer.run.world
-end = {"weights": model.state_dict(), "step": trainer.global_step, "epoch": trainer.current_epoch, "size": world.size}
+counts = {"step": trainer.global_step, "epoch": trainer.current_epoch, "size": world.size, "resumes": trainer.run.plan.resumes}
+end = {"weights": model.state_dict(), **counts}
 torch.save(end, FOLDER / f"end-{world.rank}.pt")

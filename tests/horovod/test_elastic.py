@@ -7,6 +7,7 @@ import signal
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from geartrain.testing.launching import Launched, until
+from geartrain_horovod.elastic import Elastic
 from geartrain_horovod.installed import missing
 
 pytestmark = [
@@ -124,6 +126,8 @@ def test_a_worker_joins(job):
             assert note["lr"] == pytest.approx(0.01 * note["size"] * 0.5 ** note["epoch"])
     ends = [job.end(rank) for rank in range(2)]
     assert [(end["step"], end["epoch"], end["size"]) for end in ends] == [(20, 4, 2)] * 2
+    assert ends[0]["resumes"]
+    assert ends[1]["resumes"]
     for name, value in ends[0]["weights"].items():
         assert torch.equal(value, ends[1]["weights"][name])
     assert same(ends[0]["weights"], by_hand((1, 0, 0, 8), (2, 1, 0, 4), (2, 2, 0, 4), (2, 3, 0, 4)))
@@ -163,3 +167,10 @@ def test_an_error_of_the_user_s_code_is_no_reset(job):
     assert [note["error"] for note in notes[0] if "error" in note] == ["WorldChanged"]
     assert job.end(0)["size"] == 1  # horovodrun goes on with the others, as with those of a worker that died
     assert same(job.end(0)["weights"], by_hand((2, 0, 0, 4), (1, 1, 0, 8), (1, 2, 0, 8), (1, 3, 0, 8)))
+
+
+def test_an_epoch_that_is_taken_up_in_its_middle_is_not_committed_as_one_that_begins():
+    """Its commit would have the step of the middle, and none of the batches before it."""
+    elastic, within = Elastic(every=None), SimpleNamespace(resumed=SimpleNamespace(batch_idx=2))
+    elastic.commit_epoch(within, collectives=None, factor=2)
+    assert elastic.last is None
