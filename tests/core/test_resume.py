@@ -1,5 +1,6 @@
 """fit(ckpt_path=...): the rest of a run that stopped is bit for bit what it would have been."""
 
+import copy
 import itertools
 import json
 import random
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint
+from geartrain.checkpoint import checkpoint_state
 
 from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
 
@@ -666,3 +668,64 @@ def test_torchmetrics_objects_go_on(tmp_path):
         rest, more = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), module=Measured)
         assert_same_end(rest, whole)
         assert_rest(more, lines)
+
+
+class Again:
+    """What a strategy does whose ranks come and go: after an error it calls the worker again, with a checkpoint from memory."""
+
+    replaces = frozenset({"launch"})
+
+    def __init__(self, commits_at, breaks_at):
+        self.commits_at, self.breaks_at, self.commit, self.ends = commits_at, breaks_at, None, 0
+
+    @hookimpl
+    def launch(self, run, worker):
+        try:
+            return worker(0)
+        except ZeroDivisionError:
+            run.again()
+        return worker(0)
+
+    @hookimpl(wrapper=True)
+    def setup_process_group(self, run):
+        run.commit = copy.deepcopy(self.commit)
+        return (yield)
+
+    @hookimpl
+    def on_step_end(self, run):
+        if run.step == self.commits_at and self.commit is None:
+            self.commit = copy.deepcopy(checkpoint_state(run, run.epoch))
+        if run.step == self.breaks_at and not self.ends:
+            self.ends = 1
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("breaks_at", [9, 18])
+def test_a_run_goes_on_in_the_same_process_from_a_checkpoint_in_memory(tmp_path, breaks_at):
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    whole, lines = train(tmp_path / "whole", steps=False)
+    broken, theirs = train(tmp_path / "broken", steps=False, plugins=[Again(9, breaks_at)])
+    assert_same_end(whole, broken)
+    assert (broken.global_step, broken.current_epoch) == (21, 3)
+    assert theirs[-1] == lines[-1]
+    assert broken.run.resumed is None
+    assert json.loads((tmp_path / "broken" / "run" / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_run_that_broke_before_there_was_a_checkpoint_begins_anew(tmp_path):
+    broken, _ = train(tmp_path, steps=False, plugins=[Again(commits_at=-1, breaks_at=9)])
+    assert (broken.global_step, broken.current_epoch) == (21, 3)
+
+
+def test_a_checkpoint_in_memory_goes_before_a_file(tmp_path):
+    train(tmp_path, epochs=1, steps=False)  # last.ckpt of step 7
+    seen = []
+
+    class Counts:
+        @hookimpl
+        def on_epoch_start(self, run):
+            seen.append((run.epoch, run.step))
+
+    train(tmp_path, path="last", plugins=[Again(commits_at=9, breaks_at=18), Counts()], steps=False)
+    assert seen == [(1, 7), (2, 14), (1, 9), (2, 14)]

@@ -52,7 +52,12 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"process_set": [0, -1]}, ("process_set=[0, -1]",)),
         ({"op": "adasum", "process_set": [0, 1]}, ("adasum", "process_set=[0, 1]")),
         ({"op": "adasum", "distributed_optimizer": True}, ("adasum", "distributed_optimizer=True")),
-        ({"elastic": True}, ("elastic=True",)),
+        ({"elastic": True}, ("elastic=True needs", "horovodrun -np 2 --min-np 1", "--host-discovery-script")),
+        ({"elastic": True, "process_set": [0, 1]}, ("elastic=True", "process_set=[0, 1]", "come and go")),
+        ({"elastic": True, "op": "adasum"}, ("elastic=True", "op='adasum'")),
+        ({"elastic": True, "timeline": "t.json"}, ("elastic=True", "timeline")),
+        ({"commit_every_n_steps": 5}, ("commit_every_n_steps=5", "elastic=True")),
+        ({"elastic": True, "commit_every_n_steps": 0}, ("commit_every_n_steps=0", "above 0")),
     ],
     ids=str,
 )
@@ -155,3 +160,14 @@ def test_planning_imports_no_horovod():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+@real
+def test_the_plan_of_an_elastic_run_is_the_same_on_every_rank(monkeypatch):
+    """Whoever comes later to a larger world compares it with rank 0's."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    notes = planned(options={"elastic": True, "commit_every_n_steps": 5}).notes
+    assert notes == {
+        "elastic": "a commit at the beginning of each epoch and after every 5 steps",
+        "learning rates": "× workers, as many as there are (scale_lr)",
+    }

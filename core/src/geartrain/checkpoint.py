@@ -62,16 +62,19 @@ class Start:
 
 
 def load(run: Run, start: Start) -> None:
-    """Read a checkpoint's weights into the module and, where the run resumes, everything else to where it belongs.
+    """Read a checkpoint's weights into the module and, where the run resumes, everything else to where it belongs. ``run.commit`` goes
+    before any file.
 
     Raises:
         TrainingError: it is no checkpoint, or does not fit.
         UsageError: it resumes, and there is nothing left to do.
     """
+    if run.commit is not None:
+        start = Start(Path("the last commit"), resumes=True)
     path = start.path
     if path is None:
         return
-    state = run.hooks.load_checkpoint(run=run, path=path)
+    state = run.hooks.load_checkpoint(run=run, path=path) if run.commit is None else run.commit
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:

@@ -110,6 +110,9 @@ class Run:
     began: EpochBegin | None = None
     #: Where a run that resumes goes on, in its first epoch; ``None`` after it, and in other runs.
     resumed: Resumed | None = None
+    #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
+    #: ranks come and go; all ranks have the same.
+    commit: dict[str, Any] | None = None
     #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.
     handed_over: frozenset[str] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.
@@ -133,6 +136,15 @@ class Run:
         trainer = state["trainer"]
         Run.__init__(self, hooks=Hooks(parts_for(trainer._parts, state["module"], state["command"])), **state)
         trainer._run = self
+
+    def again(self) -> None:
+        """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
+        come and go. The module keeps its weights: ``commit`` says where ``fit`` goes on."""
+        place, state = self.place, self.__getstate__()
+        if self.command == "fit":
+            state |= {"step": 0, "epoch": 0}
+        self.__setstate__(state)
+        self.place = place
 
     @property
     def automatic(self) -> bool:

@@ -109,10 +109,12 @@ def compare_with_rank_0(run: Run, start: Start | None = None) -> None:
     if run.world.size == 1:
         return
     # A module's arguments may well differ, as a folder's name does; what it became must not.
-    plan = {key: value for key, value in run.plan.as_dict().items() if key not in ("passed_over", "hyperparameters")}
+    # What a launcher decides may differ from node to node, and from ranks that came at first to those that came later.
+    own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
+    plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
     parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
     # Of a checkpoint the name: nodes may keep their copies in different folders.
-    read = None if start is None or start.path is None else start.path.name
+    read = None if start is None or start.path is None or run.commit is not None else start.path.name
     mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
     first = run.hooks.broadcast(run=run, obj=mine, src=0)
     odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]

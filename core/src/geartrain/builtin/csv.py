@@ -13,6 +13,7 @@ from typing import IO, Any
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
+from geartrain.process.environment import detect
 from geartrain.run import Run
 
 #: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
@@ -54,7 +55,10 @@ class CSVLogger:
         if path is None:
             raise UsageError("geartrain[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
         # Only what this object finds at first: a later run of its goes on in the file that the first one began.
-        if not self._began and not plan.resumes and path.exists():
+        # Rank 0 writes it: a rank that comes later, to a run that goes on, finds the table that rank 0 began.
+        place = detect()
+        first = place is None or place.rank == 0
+        if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(f"geartrain[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
         self._began = True
 

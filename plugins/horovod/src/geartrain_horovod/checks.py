@@ -41,7 +41,7 @@ def check_numbers(**options: Any) -> None:
         UsageError: one that is not above 0, or no whole number where one is needed. ``stall_timeout`` may be 0.
     """
     for name, value in options.items():
-        whole, off = name in ("backward_passes_per_step", "groups"), name == "stall_timeout" and value == 0
+        whole, off = name in ("backward_passes_per_step", "groups", "commit_every_n_steps"), name == "stall_timeout" and value == 0
         number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
         if value is not None and not (number and (value > 0 or off)):
             more = ", or 0: never" if name == "stall_timeout" else ""
@@ -91,6 +91,36 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
         )
     if timeline is not None and not os.access(Path(timeline).absolute().parent, os.W_OK):
         raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")
+
+
+def check_elastic_options(elastic: bool, every: int | None, **others: Any) -> None:
+    """Refuse options that need ranks to stay as they are, and those that are for elastic mode alone.
+
+    Args:
+        every: steps from one commit to the next.
+        others: options by name, as they were given.
+
+    Raises:
+        UsageError: two that cannot go together.
+    """
+    for name, value in others.items():
+        if elastic and (value == "adasum" if name == "op" else value is not None):
+            raise UsageError(f"elastic=True and {name}={value!r} do not go together: ranks come and go. Fix: leave one out")
+    if every is not None and not elastic:
+        raise UsageError(f"commit_every_n_steps={every} is for elastic=True. Fix: leave it out, or elastic=True")
+
+
+def check_elastic(label: str) -> None:
+    """Refuse elastic mode where nobody brings workers.
+
+    Raises:
+        UsageError: this process was not started by horovodrun in elastic mode.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        raise UsageError(
+            f"{label}: elastic=True needs horovodrun's elastic mode, in which workers come and go. Fix: horovodrun -np 2 --min-np 1 "
+            "--max-np 4 --host-discovery-script hosts.sh --network-interfaces NAME python train.py; or elastic=False"
+        )
 
 
 def check_combination(plan: Plan, module: Module | type[Module], op: str, ranks: Sequence[int] | None, passes: int) -> None:

@@ -35,10 +35,18 @@ class Collectives:
         run_number: which run of the program this is; the same on every rank.
         stall_timeout: seconds that a rank waits for the others in one operation.
         rendezvous: address and port of Horovod's, through which ranks tell each other what they do; ``None`` where there is none.
+        gone: the error where another rank has gone.
     """
 
-    def __init__(self, hvd: Any, run_number: int, stall_timeout: float, rendezvous: tuple[str, int] | None = None) -> None:
-        self.hvd = hvd
+    def __init__(
+        self,
+        hvd: Any,
+        run_number: int,
+        stall_timeout: float,
+        rendezvous: tuple[str, int] | None = None,
+        gone: type[TrainingError] = TrainingError,
+    ) -> None:
+        self.hvd, self._gone = hvd, gone
         self.rank, self.size = int(hvd.rank()), int(hvd.size())
         self._prefix = f"geartrain.{run_number}"
         self._counts: Counter[str] = Counter()
@@ -92,10 +100,11 @@ class Collectives:
                 yield wait
             except self.hvd.HorovodInternalError as error:
                 lines = str(error).strip().splitlines() or ["no reason given"]
-                gone = "a peer has gone: " if "shut down" in lines[0] or "onnect" in lines[0] else ""
+                gone = "a peer has gone: " if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport")) else ""
                 silent = self._roll_call() if gone else []
                 who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
-                raise TrainingError(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
+                kind = self._gone if gone else TrainingError
+                raise kind(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
 
     def say_here(self) -> None:
         """Tell the others that this rank lives, though its run has failed."""

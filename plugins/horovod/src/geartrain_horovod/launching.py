@@ -12,11 +12,15 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, TrainingError
 from geartrain.parallel import Place, detect, hear_signals, launch, name_absent_ranks
+
+if TYPE_CHECKING:
+    from geartrain_horovod.elastic import Elastic
 
 _MPI = ("Open MPI", "MPICH", "LSF")
 #: Seconds for which Horovod's background threads bear that another's says nothing, as that of a stopped process. Horovod's own default is
@@ -26,6 +30,8 @@ _SILENCE = 20
 _TO_COME = 60.0
 #: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
 _DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
+#: In elastic mode, unless the user says otherwise: a worker that was just started takes longer than Horovod's 30 seconds to come.
+_PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
 #: The process sets that Horovod was initialised with, by their ranks.
 _process_sets: dict[tuple[int, ...], Any] = {}
 
@@ -50,8 +56,11 @@ def meets_by_itself(place: Place | None) -> bool:
     return place.launcher == "horovodrun" or (place.launcher in _MPI and bool(horovod().mpi_built()))
 
 
-def start(run: Run, worker: Callable[[int], Any], timeout: float) -> Any:
+def start(run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elastic | None = None) -> Any:
     """Call ``worker`` in this process as one of the ranks, after starting this node's others where nobody else has.
+
+    Args:
+        elastic: calls the worker again where the world has changed.
 
     Returns:
         What ``worker`` returned here.
@@ -62,7 +71,8 @@ def start(run: Run, worker: Callable[[int], Any], timeout: float) -> Any:
     run.place = place
     with ExitStack() as around:
         around.enter_context(hear_signals())
-        result = worker(place.local_rank)
+        local_rank = place.local_rank  # stays as it is when the world changes
+        result = worker(local_rank) if elastic is None else elastic.keep_going(run, lambda: worker(local_rank))
         if hasattr(worker, "keep"):  # a Session goes on in here
             worker.keep(around.pop_all())
         return result
@@ -75,9 +85,12 @@ class Meeting:
         timeout: seconds to wait for the others.
         ranks: of a process set that must be there; ``None``: none.
         timeline: a file to write Horovod's timeline to, or ``None``.
+        elastic: whether the world may be another than the one that this process was started in.
     """
 
-    def __init__(self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None) -> None:
+    def __init__(
+        self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None, elastic: bool = False
+    ) -> None:
         place = run.place
         assert place is not None
         self.hvd = horovod()
@@ -92,7 +105,11 @@ class Meeting:
         if not self._stays:
             self._meet(run, timeout, sets)
         elif not self.hvd.is_initialized():
-            self._initialise(place, {}, sets)
+            self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
+        if elastic:
+            hvd = self.hvd
+            numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
+            place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
         if self.hvd.size() != place.size:
             raise TrainingError(
                 f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
@@ -129,8 +146,8 @@ class Meeting:
         seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(_SILENCE)}
         self._initialise(place, _variables(place, address, port) | seconds, sets)
 
-    def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any]) -> None:
-        more = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
+    def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any], defaults: Mapping[str, str] = _DEFAULTS) -> None:
+        more = {name: value for name, value in defaults.items() if name not in os.environ}
         with _environment({**variables, **more}):
             try:
                 self.hvd.init(process_sets=sets)

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, World, hookimpl
+from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
+from geartrain_horovod.elastic import Elastic, WorldChanged
 from geartrain_horovod.gradients import Gradients, Reduction
 from geartrain_horovod.launching import Meeting, launcher, start
 from geartrain_horovod.wrapped import Wrapped
@@ -43,7 +44,9 @@ class HorovodStrategy:
         process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone. ``None``: all.
         gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
         timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
-        elastic: not there yet.
+        elastic: under horovodrun's elastic mode, whose workers come and go: go on from the last commit, a checkpoint in memory, with
+            those that are there. There is a commit at the beginning of each epoch.
+        commit_every_n_steps: with ``elastic``, a commit after every so many steps, too.
         stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error that
             says who did not come; 0: for ever.
         distributed_optimizer: let ``hvd.DistributedOptimizer`` reduce the gradients; parameters that no rank uses then get zeros.
@@ -65,17 +68,18 @@ class HorovodStrategy:
         elastic: bool = False,
         stall_timeout: float = 1800.0,
         distributed_optimizer: bool = False,
+        commit_every_n_steps: int | None = None,
     ) -> None:
         checks.check_numbers(
             backward_passes_per_step=backward_passes_per_step,
             groups=groups,
             gradient_predivide_factor=gradient_predivide_factor,
             stall_timeout=stall_timeout,
+            commit_every_n_steps=commit_every_n_steps,
         )
         checks.check_ranks(process_set)
         checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer)
-        if elastic:
-            raise UsageError("elastic=True is not there yet. Fix: elastic=False")
+        checks.check_elastic_options(elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op)
         approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
         #: What the conformance kit may expect.
         self.capabilities = {
@@ -86,6 +90,7 @@ class HorovodStrategy:
         self.op, self.scale_lr, self.stall_timeout, self.timeline = op, scale_lr, float(stall_timeout), timeline
         self.passes, self.ranks, self.distributed_optimizer = backward_passes_per_step, process_set, distributed_optimizer
         self.reduction = Reduction(op, compression == "fp16", float(gradient_predivide_factor), groups)
+        self._elastic = Elastic(commit_every_n_steps) if elastic else None
         self._meeting: Meeting | None = None
         self._failed = False
 
@@ -108,7 +113,12 @@ class HorovodStrategy:
         factor = "as configured" if size is None or self.lr_factor(size) == 1 else f"× {self.lr_factor(size)}"
         workers = "" if size is None else f", {size} worker(s)"
         alone = [] if self.ranks is None or size is None else [rank for rank in range(size) if rank not in self.ranks]
-        told = {"learning rates": f"{factor} ({'scale_lr' if self.scale_lr and self.op == 'average' else why}{workers})"}
+        scales = self.scale_lr and self.op == "average"
+        if self._elastic is not None:  # the same on every rank, whenever it came
+            steps = "" if self._elastic.every is None else f" and after every {self._elastic.every} steps"
+            told = {"elastic": f"a commit at the beginning of each epoch{steps}"}
+            return told | {"learning rates": "× workers, as many as there are (scale_lr)" if scales else f"as configured ({why})"}
+        told = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
         return told | ({"process set": f"ranks {alone} train alone"} if alone else {})
 
     @hookimpl
@@ -119,11 +129,15 @@ class HorovodStrategy:
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         checks.check_combination(plan, module, self.op, self.ranks, self.passes)
         if not plan.assumed:
+            if self._elastic is not None:
+                checks.check_elastic(plan.strategy.label)
             checks.check_here(plan, self.op, self.timeline)
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        return start(run, worker, self.stall_timeout or _TO_MEET)
+        if self._elastic is not None and run.own_loop:
+            raise UsageError(f"{run.plan.strategy.label}: elastic=True needs a Trainer, which calls the loop again. Fix: elastic=False")
+        return start(run, worker, self.stall_timeout or _TO_MEET, self._elastic)
 
     # --- set-up ----------------------------------------------------------------------------------------------------------
 
@@ -131,10 +145,13 @@ class HorovodStrategy:
     def setup_process_group(self, run: Run) -> World:
         global _runs
         _runs += 1
-        self._failed = False
-        self._meeting = Meeting(run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline)
+        self._failed, elastic = False, self._elastic
+        self._meeting = Meeting(run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline, elastic is not None)
         hvd, ranks = self._meeting.hvd, self._meeting.process_set
-        self.collectives = Collectives(hvd, _runs, self.stall_timeout, self._meeting.rendezvous)
+        number, gone = (_runs, TrainingError) if elastic is None else (elastic.call, WorldChanged)
+        self.collectives = Collectives(hvd, number, self.stall_timeout, self._meeting.rendezvous, gone)
+        if elastic is not None:
+            elastic.agree(run, self.collectives)
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
         passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
@@ -177,6 +194,11 @@ class HorovodStrategy:
         if run.world.rank == 0 and self._meeting is not None and self._meeting.process_set is not None:
             warnings.warn(f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2)
 
+    @hookimpl
+    def on_epoch_start(self, run: Run) -> None:
+        if self._elastic is not None:
+            self._elastic.commit_epoch(run, self.collectives)
+
     # --- a step ----------------------------------------------------------------------------------------------------------
 
     @hookimpl
@@ -190,6 +212,11 @@ class HorovodStrategy:
     def reduce_gradients(self, run: Run) -> None:
         if self._reduces:
             self.wrapped.reduce(run) if self.distributed_optimizer else self.gradients.reduce(run)
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if self._elastic is not None:
+            self._elastic.commit_step(run, self.collectives)
 
     # --- collectives -----------------------------------------------------------------------------------------------------
 
@@ -222,4 +249,5 @@ class HorovodStrategy:
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             self.gradients.close()
+            self.wrapped.close()
             meeting.end(self._failed, self.collectives.leave)

@@ -83,6 +83,15 @@ class Wrapped:
             with self._collectives.watched("all-reduce", "of hvd.DistributedOptimizer"):
                 made.synchronize()
 
+    def close(self) -> None:
+        """Let Horovod hear of no gradient any more: the parameters may be trained again, by another run.
+
+        Its hooks are on the nodes that accumulate gradients, which live as long as something holds them.
+        """
+        for made in self._made.values():
+            made._grad_accs.clear()
+        self._made.clear()
+
 
 def _parameters(optimizer: Optimizer) -> dict[nn.Parameter, None]:
     return {parameter: None for group in optimizer.param_groups for parameter in group["params"]}
