@@ -140,7 +140,9 @@ def test_every_hook_is_there_in_the_order_of_the_hookspecs(plan):
 
 def test_options_that_are_plugins_of_core_show_as_such(plan):
     assert plan("--gradient-clip-val 1")["hooks"]["clip_gradients"] == ["clipping"]
-    assert "folder" in plan("--output out")["hooks"]["on_epoch_end"]
+    hooks = plan("--output out")["hooks"]
+    assert "folder" in hooks["on_run_start"]
+    assert "last_checkpoint" in hooks["on_epoch_end"]
     assert plan("--enable-progress-bar false")["hooks"]["on_step_end"] == []
 
 

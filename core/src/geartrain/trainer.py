@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.assembly import Asked, assemble, core_parts, is_manual, parts_for, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake
 from geartrain.checkpoint import Start, find, model_checkpoints
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -272,13 +272,15 @@ class Trainer(Placed):
         """
         check_module(model, command)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
-        if is_manual(self.hooks):  # of the module before
+        if len(self.hooks.parts) > len(self._parts):  # of the command and the module before
             self.hooks = Hooks(self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
         if command == "fit" and not model.automatic_optimization:
             refuse_automatic(self.plan.options, model)
-            self.hooks = Hooks(parts_for(self._parts, model, command))
+        parts = parts_for(self._parts, model, command)
+        if len(parts) > len(self._parts):
+            self.hooks = Hooks(parts)
         return self.plan
 
     def _start(
