@@ -18,6 +18,7 @@ class TestHorovod(StrategyConformance):
     options: ClassVar[dict[str, object]] = {"scale_lr": False}
 
 
+@pytest.mark.long
 class TestHorovodOnFour(StrategyConformance):
     strategy = "horovod"
     devices = 4
