@@ -18,6 +18,7 @@ class Metal:
         self._patch = patch
         #: (dtype, non_blocking) of every tensor that was moved.
         self.moved, self.emptied = [], 0
+        self.generator = torch.Generator()
 
     def answers(self, built=True, available=True, macos="15.1"):
         self._patch.setattr(torch.backends.mps, "is_built", lambda: built)
@@ -50,6 +51,8 @@ def metal(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M4")
     monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
     monkeypatch.setattr(torch.mps, "empty_cache", made.empty_cache)
+    monkeypatch.setattr(torch.mps, "get_rng_state", made.generator.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", made.generator.set_state)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300 * MIB)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 200 * MIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10922 * MIB)

@@ -73,6 +73,28 @@ def test_trains_and_empties_the_cache(metal, trainer, tmp_path):
     assert torch.equal(again.net.weight, module.net.weight)
 
 
+def test_resuming_takes_up_the_device_s_random_numbers_where_they_stood(metal, trainer, tmp_path):
+    class Draws(Line):
+        def __init__(self):
+            super().__init__()
+            self.drawn = []
+
+        def training_step(self, batch, batch_idx):
+            self.drawn.append(torch.rand((), generator=metal.generator).item())
+            return super().training_step(batch, batch_idx)
+
+    def trained(epochs, folder, seed, **given):
+        metal.generator.manual_seed(seed)
+        module = Draws()
+        trainer(max_epochs=epochs, output=tmp_path / folder).fit(module, loader(), **given)
+        return module.drawn
+
+    whole = trained(2, "whole", 1)
+    begun = trained(1, "parts", 1)
+    assert begun + trained(2, "parts", 5, ckpt_path="last") == whole
+    assert len(whole) == 8
+
+
 def test_batches_are_moved_before_the_loader_can_free_them(metal, trainer):
     """torch's non-blocking copy to mps reads the batch later: pytorch/pytorch#189690."""
     trainer().fit(Line(), loader())
