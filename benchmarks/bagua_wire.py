@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+STEPS = 40
 WIRE = Path(__file__).parents[1] / "tests" / "bagua" / "wire.py"
 
 
@@ -53,7 +54,7 @@ def a_step(algorithm: str, gbit: float) -> dict[str, float]:
     with hosts(gbit) as names:
         runs = []
         for i, name in enumerate(names):
-            address = ["MASTER_ADDR=10.96.0.1", "MASTER_PORT=29531", f"NODE_RANK={i}", "OMP_NUM_THREADS=1"]
+            address = ["MASTER_ADDR=10.96.0.1", "MASTER_PORT=29531", f"NODE_RANK={i}", "OMP_NUM_THREADS=1", f"STEPS={STEPS}"]
             command = ["ip", "netns", "exec", name, "env", *address, sys.executable, str(WIRE), algorithm]
             runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         try:

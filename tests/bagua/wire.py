@@ -1,7 +1,9 @@
-"""One rank of two, in a network namespace: ``wire.py ALGORITHM`` trains and prints what its interface sent and received a step, and how
-long one took."""
+"""One rank of two, in a network namespace: ``wire.py ALGORITHM`` trains ``STEPS`` steps, and prints what its interface sent and received
+a step, and how long one took in the median."""
 
 import json
+import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -15,7 +17,8 @@ from geartrain_bagua import BaguaStrategy
 
 WIDTH, LAYERS = 1024, 5
 PARAMETERS = LAYERS * WIDTH * WIDTH  # 20 MiB: buckets of 12, and of 8 MiB
-FIRST, LAST = 2, 8  # steps after which the counters are read
+FIRST = 2  # the step after which the counters are read; again after the last one
+STEPS = int(os.environ.get("STEPS", "8"))
 
 
 def counters() -> tuple[int, int]:
@@ -26,23 +29,24 @@ def counters() -> tuple[int, int]:
 
 
 class Meter:
-    """Reads the counters after steps FIRST and LAST, so that set-up and teardown are in no difference."""
+    """Reads the counters after the steps FIRST and STEPS, so that set-up and teardown are in no difference."""
 
     def __init__(self) -> None:
-        self.read: list[tuple[float, int, int]] = []
-        self.steps = 0
+        self.read: list[tuple[int, int]] = []
+        self.ended: list[float] = []
 
     @gt.hookimpl
     def on_step_end(self, run) -> None:
-        self.steps += 1
-        if self.steps in (FIRST, LAST):
+        self.ended.append(time.perf_counter())
+        if len(self.ended) in (FIRST, STEPS):
             run.hooks.barrier(run=run)  # what was sent has come: nothing is left in a socket
-            self.read.append((time.perf_counter(), *counters()))
+            self.read.append(counters())
             run.hooks.barrier(run=run)
 
     def a_step(self) -> dict[str, float]:
         first, last = self.read
-        return {name: (b - a) / (LAST - FIRST) for name, a, b in zip(("seconds", "sent", "received"), first, last, strict=True)}
+        seconds = statistics.median(b - a for a, b in zip(self.ended[FIRST:], self.ended[FIRST + 1 :], strict=False))
+        return {"seconds": seconds, **{name: (b - a) / (STEPS - FIRST) for name, a, b in zip(("sent", "received"), first, last, strict=True)}}
 
 
 class Model(gt.Module):
@@ -59,7 +63,7 @@ class Model(gt.Module):
 
 def trained(algorithm: str) -> Meter:
     meter = Meter()
-    data = TensorDataset(torch.randn(2 * (LAST + 1), WIDTH))
+    data = TensorDataset(torch.randn(2 * (STEPS + 1), WIDTH))
     trainer = gt.Trainer(
         accelerator="cpu",
         devices=1,

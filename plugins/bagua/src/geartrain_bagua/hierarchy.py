@@ -48,7 +48,7 @@ def across_nodes(context: Context, flat: torch.Tensor, average: bool, work: Call
         work: called with ``flat`` and those that it is to work among.
     """
     node = context.node
-    if node is None:
+    if node is None or node.size == 1:  # alone on a node, every rank is its first one
         work(flat, context.everyone)
         return
     if average:

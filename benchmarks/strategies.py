@@ -1,0 +1,155 @@
+"""A step on two ranks: strategies ddp, bagua and horovod over the loops that one writes by hand with DDP and with Horovod.
+
+The same model, data and optimizer, two processes with one thread each; all in turn, the median step of each run, and the median ratio of
+a round. Horovod's two are left out where it is not installed.
+
+    python benchmarks/strategies.py [--rounds 7] [--steps 300] [--width 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+MODEL = """
+import os, statistics, sys, time, torch
+from torch import nn
+
+steps, width = int(os.environ["STEPS"]), int(os.environ["WIDTH"])
+torch.manual_seed(0)
+layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+model = nn.Sequential(*layers, nn.Linear(width, 10))
+batches = [(torch.randn(32, width), torch.randint(0, 10, (32,))) for _ in range(steps)]
+ends = []
+
+def tell():
+    half = ends[len(ends) // 2 :]  # the first ones warm up
+    print("microseconds:", statistics.median(b - a for a, b in zip(half, half[1:])) * 1e6, flush=True)
+"""
+
+BY_HAND = """
+def train(model, optimizer):
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        ends.append(time.perf_counter())
+"""
+
+DDP_BY_HAND = (
+    MODEL
+    + BY_HAND
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+if dist.get_rank() == 0:
+    tell()
+dist.destroy_process_group()
+"""
+)
+
+HOROVOD_BY_HAND = (
+    MODEL
+    + BY_HAND
+    + """
+import horovod.torch as hvd
+hvd.init()
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+train(model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+if hvd.rank() == 0:
+    tell()
+hvd.shutdown()
+"""
+)
+
+OURS = (
+    MODEL
+    + """
+import geartrain as gt
+
+class Module(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+class Clock:
+    @gt.hookimpl
+    def on_step_end(self, run):
+        ends.append(time.perf_counter())
+
+trainer = gt.Trainer(
+    accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, enable_progress_bar=False, use_distributed_sampler=False, plugins=[Clock()]
+)
+trainer.fit(Module(), batches)
+if trainer.global_rank == 0:
+    tell()
+"""
+)
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    """Each program, by the name that it has in the results."""
+    for name, text in (("ddp_by_hand", DDP_BY_HAND), ("horovod_by_hand", HOROVOD_BY_HAND), ("ours", OURS)):
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    python, ours = sys.executable, str(folder / "ours.py")
+    found = {
+        "DDP by hand": [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(folder / "ddp_by_hand.py")],
+        "ddp": [python, ours, "ddp"],
+        "bagua": [python, ours, "bagua"],
+    }
+    if find_spec("horovod") is not None:
+        run = [str(Path(python).parent / "horovodrun"), "-np", "2", "--gloo"]
+        found |= {"Horovod by hand": [*run, python, str(folder / "horovod_by_hand.py")], "horovod": [python, ours, "horovod"]}
+    return found
+
+
+def microseconds(command: list[str], options: argparse.Namespace) -> float:
+    """The median step of rank 0."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(options.steps), "WIDTH": str(options.width)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    _, found, told = done.stdout.rpartition("microseconds:")
+    if not found:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return float(told.split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=64, help="of four hidden layers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        programs = commands(Path(folder))
+        rounds = [{name: microseconds(command, options) for name, command in programs.items()} for _ in range(options.rounds)]
+    facts: dict[str, object] = {}
+    for name in programs:
+        by_hand = "Horovod by hand" if name == "horovod" else "DDP by hand"
+        ratios = [one[name] / one[by_hand] for one in rounds]
+        facts[name] = {
+            "us": round(statistics.median(one[name] for one in rounds), 1),
+            f"over {by_hand}": [round(value, 3) for value in statistics.quantiles(ratios, n=4)] if len(rounds) > 1 else ratios,
+        }
+    json.dump({**facts, **vars(options), "torch": torch.__version__, "python": sys.version.split()[0]}, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    main()
