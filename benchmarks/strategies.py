@@ -94,9 +94,8 @@ class Clock:
     def on_step_end(self, run):
         ends.append(time.perf_counter())
 
-trainer = gt.Trainer(
-    accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, enable_progress_bar=False, use_distributed_sampler=False, plugins=[Clock()]
-)
+quiet = {"enable_progress_bar": False, "use_distributed_sampler": False, "plugins": [Clock()]}
+trainer = gt.Trainer(accelerator="cpu", strategy=sys.argv[1], devices=2, max_epochs=1, **quiet)
 trainer.fit(Module(), batches)
 if trainer.global_rank == 0:
     tell()

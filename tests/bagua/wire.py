@@ -46,7 +46,8 @@ class Meter:
     def a_step(self) -> dict[str, float]:
         first, last = self.read
         seconds = statistics.median(b - a for a, b in zip(self.ended[FIRST:], self.ended[FIRST + 1 :], strict=False))
-        return {"seconds": seconds, **{name: (b - a) / (STEPS - FIRST) for name, a, b in zip(("sent", "received"), first, last, strict=True)}}
+        sent, received = ((b - a) / (STEPS - FIRST) for a, b in zip(first, last, strict=True))
+        return {"seconds": seconds, "sent": sent, "received": received}
 
 
 class Model(gt.Module):
