@@ -90,6 +90,14 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
     assert "teardown-0" in marks(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path):
+    with start(tmp_path, "SIGSTOP", 1, "train") as run:
+        assert ends_after_fault(run, tmp_path, 1, 30) > 0
+        assert "rank 1 failed: it has been stopped (SIGSTOP) for 15 s" in run.err
+    assert {"teardown-0", "on_exception-0"} <= marks(tmp_path)
+
+
 def test_a_rank_that_leaves_early_is_named(tmp_path):
     with start(tmp_path, "leave", 1, "train") as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
