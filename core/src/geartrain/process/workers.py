@@ -321,8 +321,10 @@ def hear_signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGTERM and os.path.exists(os.environ.get(ERROR_FILE, "")):
-        return  # this rank has failed, told so, and is tearing down
+    if number == signal.SIGTERM and (os.path.exists(os.environ.get(ERROR_FILE, "")) or is_connection(str(sys.exception() or ""))):
+        # This rank has failed, told so, and is tearing down; or it has just lost its peers, and is on its way there: asked to end while it
+        # was in a collective, it hears so only now, and another error here would keep it from tearing down.
+        return
     raise Interrupted(f"ended by {signal.Signals(number).name}")
 
 
