@@ -27,7 +27,7 @@ from geartrain.process import is_connection, stopped
 from geartrain.process.environment import Place, detect
 from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
-from geartrain.process.workers import hear_signals
+from geartrain.process.signals import hear_signals
 from geartrain.sharding import shard
 
 if TYPE_CHECKING:

@@ -24,27 +24,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
 from geartrain.process import bootstrap, failed_at, is_connection, relaunch, stopped
+from geartrain.process.signals import ERROR_FILE, SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 
 #: Seconds between asking a process to end and killing it.
 GRACE = 5.0
-#: Where a worker writes its error, as torchelastic's workers do.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end. Set-up is torn down as after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,27 +297,6 @@ class Workers:
             raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
         if self._temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
-
-
-@contextmanager
-def hear_signals() -> Iterator[None]:
-    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGTERM and (os.path.exists(os.environ.get(ERROR_FILE, "")) or is_connection(str(sys.exception() or ""))):
-        # This rank has failed, told so, and is tearing down; or it has just lost its peers, and is on its way there: asked to end while it
-        # was in a collective, it hears so only now, and another error here would keep it from tearing down.
-        return
-    raise Interrupted(f"ended by {signal.Signals(number).name}")
 
 
 def _ranks(ranks: list[int]) -> str:

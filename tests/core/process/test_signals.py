@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from geartrain.process.workers import ERROR_FILE, Interrupted, hear_signals
+from geartrain.process.signals import ERROR_FILE, Interrupted, hear_signals
 
 
 def ended_by(number):
