@@ -5,10 +5,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from geartrain.testing.launching import free_port
+from geartrain.testing.launching import free_port, launched
 from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
 
-from .launched import launched
 from .ranks import PREAMBLE
 
 #: Case -> the strategy's options. 33 and 68 elements are padded to 36 and 68 in a bucket each, or together to 104.

@@ -7,30 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
+from faults import PROMPT, STARTED, ends_after_fault, marks
 
-from .launched import HERE, Launched, launched, listening, until
+from geartrain.testing.launching import launched, listening, until
+
+HERE = Path(__file__).parent
+
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-#: Seconds from a fault to the end of the run.
-PROMPT = 15
-STARTED = 60
 
 
 def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
     return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
-
-
-def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
-    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
-    began = time.monotonic()
-    code = run.wait(seconds)
-    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
-    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
-    return code
-
-
-def marks(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "marks").iterdir()}
 
 
 @pytest.mark.parametrize(
