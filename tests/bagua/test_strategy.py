@@ -4,12 +4,13 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain_bagua import Algorithm, BaguaStrategy
 
-from .cases import CASES, Net, bagua, samples, train
+from .cases import CASES, Net, bagua, one_trainer, samples, train
 from .ranks import results, script
 
 
@@ -306,6 +307,58 @@ def test_a_second_backward_is_named():
             return loss
 
     assert "got its gradient twice in one backward" in refused(Twice())
+
+
+def zero(gradient):
+    return gradient.zero_()
+
+
+class Changes(Net):
+    """Changes gradients after backward; those of two of its parameters are views of one tensor."""
+
+    def __init__(self, change=zero, of=(), **options):
+        super().__init__(**options)
+        self.change, self.of = change, of
+        self.pair = nn.ParameterDict({name: nn.Parameter(torch.ones(32)) for name in ("upper", "lower")})
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + torch.cat([self.pair.upper, self.pair.lower]).square().sum()
+
+    def on_after_backward(self):
+        for name in self.of:
+            parameter = self.get_parameter(name)
+            parameter.grad = self.change(parameter.grad)
+
+
+@pytest.mark.parametrize("name", ["last.weight", "first.bias", "pair.upper"], ids=["an early one", "of the last bucket", "a view"])
+@pytest.mark.parametrize("change", [zero, torch.zeros_like], ids=["in place", "another"])
+def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
+    """Its bucket overwrites it: the change would be lost."""
+    told = refused(Changes(change, [name]), strategy={"bucket_bytes": 100})
+    assert f"the gradient of {name} was changed after it was sent" in told
+    assert "Fix: change gradients in on_before_optimizer_step" in told
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_that_nobody_changed_are_not_refused(accumulate):
+    bagua(1, accumulate_grad_batches=accumulate, strategy={"bucket_bytes": 100}).fit(Changes(), DataLoader(samples(), 8))
+
+
+def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
+    class Early(Net):
+        def on_after_backward(self):
+            if self.accumulated == 1:
+                zero(self.last.weight.grad)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.accumulated = batch_idx % 2 + 1
+
+    def trained(**options):
+        module = Early()
+        one_trainer(accumulate_grad_batches=2, max_steps=2, **options).fit(module, DataLoader(samples(), 8))
+        return flat(module)
+
+    torch.testing.assert_close(trained(strategy="bagua", devices=1), trained(devices=1))
 
 
 class Other(Algorithm):
