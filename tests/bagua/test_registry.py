@@ -1,5 +1,6 @@
 """Algorithms are chosen by name, those of other distributions too; only the chosen one is imported."""
 
+import itertools
 import json
 import sys
 
@@ -184,6 +185,17 @@ def test_a_class_and_an_object_do_as_well_as_a_name():
         BaguaStrategy(algorithm=made, average=True)
     with pytest.raises(gt.UsageError, match=r"is no geartrain_bagua\.Algorithm"):
         BaguaStrategy(algorithm=dict)
+
+
+def test_a_checkpoint_has_an_algorithms_own_name_however_it_was_chosen():
+    ways = ["gradient_allreduce", "Gradient_AllReduce", GradientAllReduce, GradientAllReduce()]
+    assert {BaguaStrategy(algorithm=way).state_dict()["algorithm"] for way in ways} == {"gradient_allreduce"}
+    for saves, loads in itertools.product(ways, ways):
+        BaguaStrategy(algorithm=loads).load_state_dict(BaguaStrategy(algorithm=saves).state_dict())
+
+    class Mine(GradientAllReduce): ...
+
+    assert BaguaStrategy(algorithm=Mine).state_dict()["algorithm"] == BaguaStrategy(algorithm=Mine()).state_dict()["algorithm"] == "Mine"
 
 
 class Typed(Algorithm):
