@@ -126,6 +126,29 @@ def test_the_one_that_waits_comes_next():
     assert order == ["training", "communication", "training"]
 
 
+def test_a_turn_that_is_given_up_is_taken_up_again():
+    turns, order = Turns(), []
+
+    def communicate():
+        for _ in range(2):
+            with turns.communication():
+                order.append("communication")
+
+    first, second = threading.Thread(target=communicate), threading.Thread(target=communicate)
+    with turns.training(), turns.training():
+        with turns.given_up():
+            first.start()
+            first.join(30)
+        second.start()
+        while not turns._wanted:
+            time.sleep(0.001)
+        order.append("training")
+    second.join(30)
+    assert order == [*["communication"] * 2, "training", *["communication"] * 2]
+    with turns.given_up(), turns.communication():  # where it was nobody's
+        pass
+
+
 def test_an_error_inside_a_turn_ends_it():
     turns = Turns()
     for turn in (turns.training, turns.communication, turns.training):

@@ -55,6 +55,8 @@ import torch.distributed as dist
 from geartrain_bagua import Algorithm
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 import threading
+from contextlib import contextmanager
+from geartrain.callbacks import ModelCheckpoint
 
 rank, found = int(os.environ.get("RANK", 0)), {}
 
@@ -113,9 +115,11 @@ class Watched(GradientAllReduce):
         self.calls.append(("set_up", len(context.buckets), context.everyone.ranks, context.run.world.rank))
     def start_step(self):
         self.calls.append("start_step")
+    @contextmanager
     def computing(self):
         self.calls.append("computing")
-        return super().computing()
+        yield
+        self.calls.append("computed")
     def reduce(self, bucket):
         self.threads.add(threading.current_thread().name)
         self.calls.append(bucket.index)
@@ -134,9 +138,25 @@ class Watched(GradientAllReduce):
         return {"n": 3}
 
 
+class Hooks(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        Watched.calls.append("batch")
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        Watched.calls.append("end of batch")
+    def on_before_optimizer_step(self, optimizer):
+        Watched.calls.append("optimizer")
+
+
+class Plugin:
+    @hookimpl
+    def on_step_end(self):
+        Watched.calls.append("on_step_end")
+
+
 strategy = BaguaStrategy(algorithm=Watched(), bucket_bytes=100)
-trainer = one_trainer(strategy=strategy, devices=2, accumulate_grad_batches=3, output=f"out-{rank}", num_sanity_val_steps=1)
-trainer.fit(Net(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
+options = {"accumulate_grad_batches": 3, "num_sanity_val_steps": 1}
+trainer = one_trainer(strategy=strategy, devices=2, output=f"out-{rank}", plugins=[Plugin()], **options)
+trainer.fit(Hooks(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
 found["calls"], found["threads"] = list(Watched.calls), set(Watched.threads)
 found["state"] = strategy.state_dict()
 threads = [thread.name for thread in threading.enumerate() if "bagua" in thread.name]
@@ -169,6 +189,19 @@ module = Waits()
 # The first layer's gradients are the last: backward waits there until others have been reduced.
 module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.wait(20)))
 one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(module, DataLoader(samples(), 4))
+
+
+class Saved:
+    @hookimpl
+    def on_checkpoint_saved(self, run):
+        saved.append(weights(run.module))
+
+
+saved = []
+trainer = bagua(strategy={"algorithm": "async", "sync_interval_ms": 1}, max_steps=4, output=f"async-{rank}",
+                plugins=[ModelCheckpoint(dirpath="steps", every_n_train_steps=2, save_top_k=-1), Saved()])
+trainer.fit(Net(), DataLoader(samples(), 4))
+found["saved in on_step_end"] = saved
 
 
 class Manual(Net):
@@ -232,7 +265,10 @@ def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
     for rank, kept in enumerate(one_script):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
-        step = ["start_step", "computing", "computing", "computing", 0, 1, 2, "end_backward", "computing", "computing", "end_step"]
+        begun = ["start_step", "computing", "batch", "end of batch", "batch"]
+        others = ["computed", "computing", "end of batch", "batch", "computed", "computing", 0, 1, 2, "end_backward"]
+        ended = ["optimizer", "optimizer", "end of batch", "computed", "end_step", "computing", "on_step_end", "computed"]
+        step = [*begun, *others, *ended]
         # The sanity check, three batches of 8 samples in one window, and one pause for validation and the epoch's checkpoint.
         assert calls == ["pause", "resume", *step, "pause", ("close", False)]
         assert kept["threads"] == {"geartrain-bagua"}
@@ -245,8 +281,15 @@ def test_communication_goes_on_while_backward_does(one_script):
 
 def test_a_closure_is_one_step_of_several_backwards(one_script):
     calls = one_script[0]["calls of lbfgs"][1:-1]
-    evaluation = ["computing", 0, 1, 2, "end_backward"]
-    assert calls == ["start_step", "computing", *evaluation * 4, "end_step"]
+    evaluation = [0, 1, 2, "end_backward"]
+    assert calls == ["start_step", "computing", *evaluation * 4, "computed", "end_step", "computing", "computed"]
+
+
+def test_async_stops_for_a_checkpoint_that_a_plugin_saves_in_on_step_end(one_script):
+    first, second = (kept["saved in on_step_end"] for kept in one_script)
+    assert len(first) >= 2
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_nothing_of_a_run_is_left(one_script):
