@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 
 import pytest
@@ -227,6 +228,12 @@ def test_an_option_that_the_strategy_would_take_is_refused():
 def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
     with pytest.raises(gt.UsageError, match="bucket_bytes"):
         BaguaStrategy(bucket_bytes=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e10])
+def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
+    with pytest.raises(gt.UsageError, match=re.escape(f"timeout={wrong!r} must be above 0 and at most ")):
+        BaguaStrategy(timeout=wrong)
 
 
 def test_names_of_the_plugin_are_among_geartrains_strategies():

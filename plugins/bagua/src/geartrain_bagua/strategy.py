@@ -273,5 +273,5 @@ def _same_state(run: Run, optimizer: Optimizer) -> None:
         return
     mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
     first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
-    if run.world.rank and (first["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
+    if run.world.rank and (first["state"] or mine["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
         load_optimizer(optimizer, first)
