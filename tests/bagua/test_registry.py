@@ -1,5 +1,6 @@
 """Algorithms are chosen by name, those of other distributions too; only the chosen one is imported."""
 
+import inspect
 import itertools
 import json
 import re
@@ -8,8 +9,9 @@ import sys
 import pytest
 
 import geartrain as gt
-from geartrain_bagua import Algorithm, BaguaStrategy
+from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
+from geartrain_bagua.choosing import algorithm_class
 
 from ..sites import build, environment
 
@@ -236,9 +238,28 @@ def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
         BaguaStrategy(timeout=wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    {
+        "gradient_allreduce": {"hierarchical": False, "average": True},
+        "bytegrad": {"hierarchical": True, "average": True},
+        "qadam": {"hierarchical": True},
+        "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
+        "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1},
+        "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
+        QAdamOptimizer: {"lr": 1e-3, "warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    }.items(),
+)
+def test_arguments_and_defaults_are_baguas(name, arguments):
+    made = name if name is QAdamOptimizer else algorithm_class(name)
+    found = {key: parameter.default for key, parameter in inspect.signature(made).parameters.items() if key != "params"}
+    assert found == arguments
+    assert list(found) == list(arguments)  # by position, too
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in arguments.items()}
+
+
 def test_names_of_the_plugin_are_among_geartrains_strategies():
     from geartrain import strategies
-    from geartrain_bagua import QAdamOptimizer
 
     assert strategies.BaguaStrategy is BaguaStrategy
     assert strategies.QAdamOptimizer is QAdamOptimizer

@@ -57,6 +57,8 @@ from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 import threading
 from contextlib import contextmanager
 from geartrain.checkpoint import checkpoint_state
+from geartrain_bagua.algorithms.asynchronous import Asynchronous
+from geartrain_bagua.algorithms.decentralized import Decentralized
 
 rank, found = int(os.environ.get("RANK", 0)), {}
 
@@ -194,6 +196,32 @@ module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.w
 one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(module, DataLoader(samples(), 4))
 
 
+class Early(Decentralized):
+    started, going_on, seen = threading.Event(), threading.Event(), []
+
+    def _exchange(self, flat, among, number):
+        self.started.set()
+        self.seen.append(("training went on", self.going_on.wait(20)))
+        super()._exchange(flat, among, number)
+
+
+class Looks(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        Early.started.clear()
+        Early.going_on.clear()
+
+    def training_step(self, batch, batch_idx):
+        Early.seen.append(("exchange has begun", Early.started.wait(20)))
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        Early.going_on.set()
+
+
+one_trainer(strategy=BaguaStrategy(Early(hierarchical=False)), devices=2, max_steps=1).fit(Looks(), DataLoader(samples(), 4))
+found["early"] = sorted(Early.seen)
+
+
 class Saves:
     @hookimpl
     def on_step_end(self, run):
@@ -205,7 +233,29 @@ class Saves:
 saved = []
 trainer = bagua(strategy={"algorithm": "async", "sync_interval_ms": 1}, max_steps=4, plugins=[Saves()])
 trainer.fit(Net(), DataLoader(samples(), 4))
-found["saved in on_step_end"] = saved
+found["saved in on_step_end"] = list(saved)
+
+
+class Groups(Asynchronous):
+    def set_up(self, context):
+        super().set_up(context)
+        found["groups of async"] = [context.everyone.group is dist.group.WORLD, context.everyone.ranks]
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("geartrain-bagua"))
+
+
+class Threads(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        found["threads of async"].append(threads())
+
+
+found["threads of async"], found["left of async"] = [], []
+trainer = one_trainer(strategy=BaguaStrategy(Groups(sync_interval_ms=1)), devices=2, max_steps=3)
+for _ in range(2):
+    trainer.fit(Threads(), DataLoader(samples(), 4))
+    found["left of async"].append(threads())
 
 
 class Manual(Net):
@@ -281,6 +331,18 @@ def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
 
 def test_communication_goes_on_while_backward_does(one_script):
     assert [kept["overlapped"] for kept in one_script] == [True, True]
+
+
+def test_decentralized_exchanges_from_before_forward_to_after_backward(one_script):
+    for kept in one_script:
+        assert kept["early"] == [("exchange has begun", True), ("training went on", True)]
+
+
+def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script):
+    for kept in one_script:
+        assert kept["groups of async"] == [False, (0, 1)]
+        assert kept["threads of async"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
+        assert kept["left of async"] == [[], []]
 
 
 def test_a_closure_is_one_step_of_several_backwards(one_script):
