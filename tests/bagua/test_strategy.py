@@ -1,5 +1,6 @@
 """Two ranks of bagua's gradient_allreduce train as one process does; what an algorithm is asked, and when; what is refused."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain_bagua import Algorithm, BaguaStrategy
+from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 
 from .cases import CASES, Net, bagua, one_trainer, samples, train
 from .ranks import results, script
@@ -488,6 +490,23 @@ def test_manual_optimisation_and_a_session_are_refused_where_core_would_average_
         trainer.fit(Manual(), DataLoader(samples(), 8))
     with pytest.raises(gt.UsageError, match=f"the algorithm {who}.*a Session's own loop"):
         gt.Session(accelerator="cpu", devices=2, strategy=strategy).launch()
+
+
+def test_manual_optimisation_does_not_ask_an_algorithm_that_was_not_set_up():
+    class Computes(GradientAllReduce):
+        def computing(self):
+            return nullcontext(self.context)
+
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    trainer = one_trainer(strategy=BaguaStrategy(Computes), devices=1, accumulate_grad_batches=1)
+    trainer.fit(Manual(), DataLoader(samples(), 8))
+    assert trainer.global_step == 6
 
 
 def test_a_state_of_another_algorithm_is_refused_by_name():

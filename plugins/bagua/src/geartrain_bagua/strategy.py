@@ -203,7 +203,7 @@ class BaguaStrategy(DDPStrategy):
         self.algorithm.start_step()
         with self._part:
             if self._computes:
-                self._part.enter_context(self.algorithm.computing())
+                self._part.enter_context(self._computing())
             yield
         self.algorithm.end_step()
 
@@ -211,7 +211,7 @@ class BaguaStrategy(DDPStrategy):
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         if self._computes and not first:
             self._part.close()
-            self._part.enter_context(self.algorithm.computing())
+            self._part.enter_context(self._computing())
         return self._reducer if last and self._reducer is not None else _NOTHING
 
     @hookimpl
@@ -227,8 +227,12 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl(wrapper=True)
     def on_step_end(self) -> Generator[None, Any, Any]:
-        with self.algorithm.computing():  # plugins read and write weights there, as EMA does
+        with self._computing():  # plugins read and write weights there, as EMA does
             return (yield)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """The algorithm's, where it was set up: it is not where core averages gradients."""
+        return _NOTHING if self._channel is None else self.algorithm.computing()
 
     # --- pauses and checkpoints ------------------------------------------------------------------------------------------
 
