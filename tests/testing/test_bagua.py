@@ -8,7 +8,8 @@ own they cannot tell whether anything is averaged: ranks that train alone learn 
 weights with references.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -22,113 +23,42 @@ NOT_FOR_QADAM = r"^(?!.*\[(clipping|two_optimizers|scheduler|many_buckets)\])"
 QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.05, "warmup_steps": 4}
 
 
-class Bagua(StrategyConformance):
-    """Collected through its subclasses alone: pytest takes classes that begin with Test."""
-
-    strategy = "bagua"
-
-
-class TestGradientAllReduce(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "gradient_allreduce"}
+def conforms(
+    algorithm: str, chosen: str = "", devices: int = 2, optimizer: Mapping[str, Any] | None = None, **options: Any
+) -> type[StrategyConformance]:
+    """The kit's tests of an algorithm, of which ``chosen`` are wanted."""
+    wanted = {"strategy": "bagua", "options": {"algorithm": algorithm, **options}, "optimizer": optimizer or {}}
+    return type("Conforms", (StrategyConformance,), {**wanted, "chosen": chosen, "devices": devices})
 
 
-class TestByteGrad(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "bytegrad", "hierarchical": False}
-    chosen = OWN
-
-
-class TestQAdam(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "qadam", "hierarchical": False}
-    optimizer: ClassVar[dict[str, Any]] = QADAM
-    chosen = f"{NOT_FOR_QADAM}.*({OWN})"
-
-
-class TestDecentralized(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "decentralized", "hierarchical": False}
-    chosen = OWN
-
-
-class TestLowPrecisionDecentralized(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "low_precision_decentralized", "hierarchical": False}
-    chosen = OWN
-
-
-class TestAsync(Bagua):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "async", "sync_interval_ms": 1}
-    chosen = OWN
-
+TestGradientAllReduce = conforms("gradient_allreduce")
+TestByteGrad = conforms("bytegrad", OWN, hierarchical=False)
+TestQAdam = conforms("qadam", f"{NOT_FOR_QADAM}.*({OWN})", optimizer=QADAM, hierarchical=False)
+TestDecentralized = conforms("decentralized", OWN, hierarchical=False)
+TestLowPrecisionDecentralized = conforms("low_precision_decentralized", OWN, hierarchical=False)
+TestAsync = conforms("async", OWN, sync_interval_ms=1)
+TestHalf = conforms("half", OWN)
+TestPowerSGD = conforms("power_sgd", OWN)
 
 # --- all cases -----------------------------------------------------------------------------------------------------------
 
+long = pytest.mark.long
+TestByteGradWhole = long(conforms("bytegrad", hierarchical=False))
+TestByteGradHierarchical = long(conforms("bytegrad"))
+TestQAdamWhole = long(conforms("qadam", NOT_FOR_QADAM, optimizer=QADAM, hierarchical=False))
+TestDecentralizedWhole = long(conforms("decentralized", hierarchical=False))
+TestLowPrecisionDecentralizedWhole = long(conforms("low_precision_decentralized", hierarchical=False))
+TestAsyncWhole = long(conforms("async", sync_interval_ms=1))
+TestHalfWhole = long(conforms("half"))
+TestPowerSGDWhole = long(conforms("power_sgd"))
 
-@pytest.mark.long
-class TestByteGradWhole(TestByteGrad):
-    chosen = ""
-
-
-@pytest.mark.long
-class TestByteGradHierarchical(TestByteGrad):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "bytegrad"}
-    chosen = ""
-
-
-@pytest.mark.long
-class TestQAdamWhole(TestQAdam):
-    chosen = NOT_FOR_QADAM
-
-
-@pytest.mark.long
-class TestDecentralizedWhole(TestDecentralized):
-    chosen = ""
-
-
-@pytest.mark.long
-class TestLowPrecisionDecentralizedWhole(TestLowPrecisionDecentralized):
-    chosen = ""
-
-
-@pytest.mark.long
-class TestAsyncWhole(TestAsync):
-    chosen = ""
-
-
-@pytest.mark.long
-class TestGradientAllReduceOnFour(TestGradientAllReduce):
-    devices = 4
-
-
-@pytest.mark.long
-class TestGradientAllReduceHierarchicalOnFour(TestGradientAllReduce):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "gradient_allreduce", "hierarchical": True}
-    devices = 4
-
-
-@pytest.mark.long
-class TestByteGradOnFour(TestByteGradWhole):
-    devices = 4
-
-
-@pytest.mark.long
-class TestQAdamOnFour(TestQAdamWhole):
-    devices = 4
-
-
-@pytest.mark.long
-class TestDecentralizedOnFour(TestDecentralizedWhole):
-    devices = 4
-
-
-@pytest.mark.long
-class TestShiftOneOnFour(TestDecentralizedWhole):
-    options: ClassVar[dict[str, Any]] = {"algorithm": "decentralized", "hierarchical": False, "peer_selection_mode": "shift_one"}
-    devices = 4
-
-
-@pytest.mark.long
-class TestLowPrecisionDecentralizedOnFour(TestLowPrecisionDecentralizedWhole):
-    devices = 4
-
-
-@pytest.mark.long
-class TestAsyncOnFour(TestAsyncWhole):
-    devices = 4
+TestGradientAllReduceOnFour = long(conforms("gradient_allreduce", devices=4))
+TestGradientAllReduceHierarchicalOnFour = long(conforms("gradient_allreduce", devices=4, hierarchical=True))
+TestByteGradOnFour = long(conforms("bytegrad", devices=4, hierarchical=False))
+TestQAdamOnFour = long(conforms("qadam", NOT_FOR_QADAM, 4, QADAM, hierarchical=False))
+TestDecentralizedOnFour = long(conforms("decentralized", devices=4, hierarchical=False))
+TestShiftOneOnFour = long(conforms("decentralized", devices=4, hierarchical=False, peer_selection_mode="shift_one"))
+TestLowPrecisionDecentralizedOnFour = long(conforms("low_precision_decentralized", devices=4, hierarchical=False))
+TestAsyncOnFour = long(conforms("async", devices=4, sync_interval_ms=1))
+TestHalfOnFour = long(conforms("half", devices=4))
+TestPowerSGDOnFour = long(conforms("power_sgd", devices=4))
