@@ -102,21 +102,40 @@ class Meeting:
         #: Horovod's process set of ``ranks``; ``None``: all ranks, which Horovod refuses as a set of its own.
         self.process_set = None if ranks is None or len(ranks) == place.size else self._kept(ranks)
         sets = [] if self.process_set is None else [self.process_set]
-        if not self._stays:
-            self._meet(run, timeout, sets)
-        elif not self.hvd.is_initialized():
-            self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
-        if elastic:
-            hvd = self.hvd
-            numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
-            place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
+        try:
+            if not self._stays:
+                self._meet(run, timeout, sets)
+            elif not self.hvd.is_initialized():
+                self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
+            if elastic:
+                hvd = self.hvd
+                numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
+                place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
+            self._check_world(place)
+        except BaseException:  # nobody else could undo what was done so far
+            self._timeline = None
+            self.end(True, lambda shutdown, failed: shutdown())
+            raise
+
+    def _check_world(self, place: Place) -> None:
+        """Begin in a world of all ranks, with its timeline.
+
+        Raises:
+            TrainingError: Horovod's world is another than the launcher's, or Horovod was initialised so that it writes no timeline.
+        """
         if self.hvd.size() != place.size:
             raise TrainingError(
                 f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
                 "train alone. Fix: a Horovod built for this launcher (HOROVOD_WITH_MPI=1), or horovodrun --gloo"
             )
-        if timeline is not None:
-            self.hvd.start_timeline(timeline)
+        if self._timeline is not None:
+            try:
+                self.hvd.start_timeline(self._timeline)
+            except ValueError as error:
+                raise TrainingError(
+                    f"timeline={self._timeline!r}: Horovod was initialised before, so that it writes none ({error}) "
+                    "Fix: leave out hvd.init(), which geartrain calls, or HOROVOD_TIMELINE=DYNAMIC"
+                ) from error
 
     def _kept(self, ranks: Sequence[int]) -> Any:
         """The process set of these ranks: where Horovod stays initialised, the one that it was initialised with."""
@@ -161,11 +180,13 @@ class Meeting:
         Args:
             leave: calls what it is given, and bears that it may hang.
         """
-        if self._timeline is not None and not failed:
-            self.hvd.stop_timeline()
-        leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
-        if self._server is not None:
-            self._server.stop()
+        try:
+            if self._timeline is not None and not failed:
+                self.hvd.stop_timeline()
+            leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
+        finally:
+            if self._server is not None:
+                self._server.stop()
 
 
 class _Rendezvous:

@@ -150,13 +150,13 @@ class HorovodStrategy:
         hvd, ranks = self._meeting.hvd, self._meeting.process_set
         number, gone = (_runs, TrainingError) if elastic is None else (elastic.call, WorldChanged)
         self.collectives = Collectives(hvd, number, self.stall_timeout, self._meeting.rendezvous, gone)
-        if elastic is not None:
-            elastic.agree(run, self.collectives)
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
         passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
         #: Whether this rank has others to reduce gradients with.
         self._reduces = hvd.size() > 1 and (ranks is None or ranks.included())
+        if elastic is not None:
+            elastic.agree(run, self.collectives)  # last: where it fails, teardown_process_group finds all that it ends
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
@@ -248,6 +248,8 @@ class HorovodStrategy:
     def teardown_process_group(self) -> None:
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
-            self.gradients.close()
-            self.wrapped.close()
-            meeting.end(self._failed, self.collectives.leave)
+            try:
+                self.gradients.close()
+                self.wrapped.close()
+            finally:
+                meeting.end(self._failed, self.collectives.leave)
