@@ -74,6 +74,44 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
     assert float(rate) == 2.0
 
 
+def test_a_tensor_that_groups_share_is_scaled_once():
+    """Groups that are given no rate of their own have the very tensor that the optimizer was given, and so have its defaults."""
+    rate = torch.tensor(0.5)
+    one = torch.optim.Adam([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate, foreach=False)
+    assert all(group["lr"] is rate for group in one.param_groups)
+    rates.scale(one, [], 4)
+    assert all(group["lr"] is rate for group in one.param_groups)
+    assert float(rate) == 2.0
+    rates.scale(one, [], 2)
+    assert float(rate) == 1.0
+
+
+def test_a_group_that_comes_later_takes_the_scaled_default():
+    """As in unfreezing, layer by layer; a rate of its own stays as it was given."""
+    one = optimizer()
+    rates.scale(one, [], 4)
+    rates.scale(one, [], 4)
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.3})
+    assert [group["lr"] for group in one.param_groups] == pytest.approx([0.4, 0.04, 2.0, 0.3])
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_resumed_run_does_not_scale_the_default_twice(rate):
+    """A checkpoint brings scaled groups, of this number of workers or another, and says nothing of defaults."""
+
+    def fresh(rate):
+        return torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate, foreach=False)
+
+    saved, one = fresh(0.5), fresh(rate.clone() if isinstance(rate, torch.Tensor) else rate)
+    rates.scale(saved, [], 2)
+    rates.scale(one, [], 4)  # as set-up does, before a checkpoint is read
+    one.load_state_dict(saved.state_dict())
+    assert rates.scale(one, [], 4) == 2
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [float(group["lr"]) for group in one.param_groups] == pytest.approx([2.0, 2.0])
+
+
 def test_an_optimizer_that_is_handed_out_again_is_not_scaled_twice():
     one = optimizer()
     rates.scale(one, [], 4)
