@@ -1,4 +1,5 @@
-"""A set-up that stops halfway is undone: Horovod is left, its rendezvous ends, and the program's next run works."""
+"""A set-up that stops halfway is undone: Horovod is left, its rendezvous ends, and the program's next run works. What else one process
+can say of how Horovod begins and ends."""
 
 from pathlib import Path
 
@@ -34,3 +35,20 @@ def test_what_was_set_up_is_undone(kept, case, words):
     assert kept[case]["threads"] == []
     assert not kept[case]["initialised"]
     assert kept[case]["steps"] == 1, "the next run works"
+
+
+def test_how_long_silence_is_borne_is_the_users_to_say(kept):
+    assert kept["silence"] == [["20"], ["45"]]
+
+
+def test_a_program_that_calls_init_itself_is_refused(kept):
+    alone, refused, after = kept["hvd.init()"]
+    assert alone is after is None, "a world of one is what one process wants"
+    for word in ("Horovod is initialised already, as a world of 1", "the program has called hvd.init()", "Fix: leave out hvd.init()"):
+        assert word in refused
+
+
+def test_no_second_run_after_mpi_was_left(kept):
+    before, after = kept["mpirun"]
+    assert before is None
+    assert "this program's last run has failed and left MPI, which a process joins once. Fix: start the program anew" in after

@@ -12,7 +12,7 @@ from torch import nn
 
 from geartrain import Module, Plan, UsageError
 from geartrain_horovod.installed import missing
-from geartrain_horovod.launching import horovod, launcher
+from geartrain_horovod.launching import horovod, launcher, left_mpi, meets_by_itself, meets_by_mpi
 
 _OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
@@ -75,19 +75,32 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
     """Refuse what this machine and its Horovod cannot do.
 
     Raises:
-        UsageError: no Horovod, or one that was built without what is needed; a timeline that could not be written.
+        UsageError: no Horovod, or one that was built without what is needed; one that is initialised already, or cannot be again; Adasum
+            without MPI; a timeline that could not be written.
     """
     if reason := missing():
         raise UsageError(f"{plan.strategy.label}: {reason}")
+    if left_mpi():
+        raise UsageError(
+            f"{plan.strategy.label}: this program's last run has failed and left MPI, which a process joins once. "
+            "Fix: start the program anew; --resume auto goes on where it stopped"
+        )
+    place, several = launcher(), size_of(plan) != 1
+    if several and not meets_by_itself(place) and horovod().is_initialized():
+        raise UsageError(
+            f"{plan.strategy.label}: Horovod is initialised already, as a world of {horovod().size()}: the program has called hvd.init(), "
+            "or a run of it has not ended. Fix: leave out hvd.init(), which geartrain calls; or start the program with horovodrun"
+        )
     if plan.accelerator.name == "cuda" and not horovod().nccl_built():
         raise UsageError(
             f"{plan.strategy.label}: this Horovod was built without NCCL, which GPUs need. "
             "Fix: build it with HOROVOD_GPU_OPERATIONS=NCCL, or --accelerator cpu"
         )
-    if op == "adasum" and plan.accelerator.name == "cpu" and size_of(plan) != 1 and not horovod().mpi_built():
+    if op == "adasum" and several and not meets_by_mpi(place):  # in Horovod's own thread the process would be aborted
+        why = "the ranks meet by Gloo" if horovod().mpi_built() else "this Horovod was built without it"
         raise UsageError(
-            f"{plan.strategy.label}: op='adasum' on the CPU needs MPI, and this Horovod was built without it. "
-            "Fix: build it with HOROVOD_WITH_MPI=1, or op='average'"
+            f"{plan.strategy.label}: op='adasum' needs MPI, and {why}. "
+            "Fix: a Horovod built with HOROVOD_WITH_MPI=1, under mpirun or horovodrun --mpi; or op='average'"
         )
     if timeline is not None and not os.access(Path(timeline).absolute().parent, os.W_OK):
         raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")

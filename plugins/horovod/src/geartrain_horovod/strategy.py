@@ -128,7 +128,7 @@ class HorovodStrategy:
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         checks.check_combination(plan, module, self.op, self.ranks, self.passes)
-        if not plan.assumed:
+        if not plan.assumed and self._meeting is None:  # a Session checks again for each of its models, when all this was seen to
             if self._elastic is not None:
                 checks.check_elastic(plan.strategy.label)
             checks.check_here(plan, self.op, self.timeline)
