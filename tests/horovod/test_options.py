@@ -48,6 +48,10 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
         ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ("gradient_predivide_factor=2.0", "op='average'", "op='sum'")),
+        (
+            {"gradient_predivide_factor": 2.0, "groups": 3, "distributed_optimizer": True},
+            ("distributed_optimizer=True", "groups=3", "gradient_predivide_factor=2.0", "leave one out"),
+        ),
         ({"process_set": [0]}, ("process_set=[0]", "at least two")),
         ({"process_set": [1, 2]}, ("process_set=[1, 2]", "train alone", "rank 0")),
         ({"process_set": [0, 0]}, ("process_set=[0, 0]", "each once")),

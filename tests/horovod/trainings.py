@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
@@ -130,6 +131,21 @@ class Recomputes(Net):
         return mse_loss(self.last(hidden), y)
 
 
+class Leaves(Net):
+    """Rank 1 leaves Horovod in the second step's forward, and all come to their backward once they could know."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            if self.rank == 1:
+                hvd.shutdown()
+            try:
+                for i in range(10**6):
+                    hvd.synchronize(hvd.allreduce_async_(torch.zeros(1), name=f"probe.{i}"))
+            except (ValueError, hvd.HorovodInternalError):
+                pass
+        return super().training_step(batch, batch_idx)
+
+
 class Meddles(Net):
     """Rank 1 changes a gradient between backward and reduction."""
 
@@ -182,6 +198,10 @@ class Watches:
         self.before.append(gradients(run))
         yield
         self.after.append(gradients(run))
+
+    @hookimpl
+    def on_exception(self, run, error):
+        Path(sys.argv[1], f"error-{run.world.rank}").write_text(f"{type(error).__name__}: {error}")
 
     @hookimpl
     def on_run_end(self, run):
@@ -309,6 +329,15 @@ def goes_on_in_a_set():
     return {"told": [str(one.message) for one in caught if "process_set" in str(one.message)]}
 
 
+#: What hvd.DistributedOptimizer reduces, by the case that it is to come to: the module and the strategy's options.
+OF_ITS_OWN = {
+    "sum": (Net, {"op": "sum"}),
+    "fp16": (Net, {"compression": "fp16"}),
+    "predivided": (Net, {"gradient_predivide_factor": 4.0}),
+    "process set": (Net, {"process_set": [0, 2]}),
+    "one rank only": (OneRankOnly, {}),
+    "groups": (OneRankOnly, {"groups": 3}),
+}
 CASES = {
     "average": train,
     "sum": lambda: train(op="sum"),
@@ -334,6 +363,10 @@ CASES = {
     "told the passes": lambda: train(accumulate=2, backward_passes_per_step=2),
     "distributed optimizer": lambda: train(distributed_optimizer=True),
     "distributed optimizer, accumulated": lambda: train(accumulate=2, distributed_optimizer=True, backward_passes_per_step=2),
+    **{
+        f"distributed optimizer, {name}": lambda make=make, options=options: train(make, **{"distributed_optimizer": True, **options})
+        for name, (make, options) in OF_ITS_OWN.items()
+    },
     "apart": lambda: train(Apart),
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),
@@ -342,7 +375,12 @@ CASES = {
     "waiting": waits,
 }
 #: What ends with an error.
-REFUSED = {"unfrozen": lambda: train(Unfreezes, distributed_optimizer=True)}
+REFUSED = {
+    "unfrozen": lambda: train(Unfreezes, distributed_optimizer=True),
+    "recomputed": lambda: train(Recomputes, distributed_optimizer=True),
+    "sparse": lambda: train(Words, distributed_optimizer=True),
+    "left": lambda: train(Leaves, distributed_optimizer=True),
+}
 
 if __name__ == "__main__":
     kept = {}

@@ -18,7 +18,9 @@ _OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
 
 
-def check_choices(op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool) -> None:
+def check_choices(
+    op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool, groups: int | None
+) -> None:
     """Refuse an unknown ``op`` or ``compression``, and what does not go with an ``op``.
 
     Raises:
@@ -29,6 +31,11 @@ def check_choices(op: str, compression: str, predivide: float, ranks: Sequence[i
             raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
     if predivide != 1 and op != "average":
         raise UsageError(f"gradient_predivide_factor={predivide} is for op='average', not op={op!r}. Fix: leave it out")
+    if distributed_optimizer and groups is not None and predivide != 1:
+        raise UsageError(
+            f"distributed_optimizer=True, groups={groups} and gradient_predivide_factor={predivide} do not go together: Horovod's own "
+            "optimizer does not divide in groups. Fix: leave one out"
+        )
     if op == "adasum" and (ranks is not None or distributed_optimizer):
         which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={list(ranks or ())!r}"
         raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")

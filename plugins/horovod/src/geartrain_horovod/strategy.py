@@ -38,8 +38,8 @@ class HorovodStrategy:
             ``"adasum"``, whose steps are longer by themselves.
         compression: ``"none"``, or ``"fp16"``: gradients travel in float16.
         op: what becomes of the ranks' gradients: ``"average"``, ``"sum"`` or ``"adasum"``.
-        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation how
-            many there are, which ``distributed_optimizer`` must know.
+        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation
+            any, since a step reduces what was added up before it.
         groups: in how many groups gradients travel, each as one; ``None``: each gradient as soon as it is there.
         process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone. ``None``: all.
         gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
@@ -78,7 +78,7 @@ class HorovodStrategy:
             commit_every_n_steps=commit_every_n_steps,
         )
         checks.check_ranks(process_set)
-        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer)
+        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer, groups)
         checks.check_elastic_options(elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op)
         approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
         #: What the conformance kit may expect.
@@ -205,8 +205,11 @@ class HorovodStrategy:
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         # Gradients stay on this rank until the window's last micro-batch. In manual optimisation and in a Session nobody can tell which
         # backward is the last before a step: there they are sent when the step comes.
-        in_loop = run.automatic and not run.own_loop
-        return self.gradients.early() if last and in_loop and self._reduces and not self.distributed_optimizer else _NOTHING
+        if not self._reduces or not run.automatic or run.own_loop:
+            return _NOTHING
+        if self.distributed_optimizer:
+            return self.wrapped.early()
+        return self.gradients.early() if last else _NOTHING
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
