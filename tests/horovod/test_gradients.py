@@ -76,6 +76,13 @@ def test_only_ranks_of_a_process_set_reduce(three_ranks):
     assert not torch.equal(ends[0], ends[1])
 
 
+def test_a_closure_in_a_process_set_is_refused(tmp_path):
+    with launched(str(HERE / "trainings.py"), str(tmp_path), "closure", folder=tmp_path) as run:
+        assert run.wait(120) != 0
+        assert "LBFGS evaluates its closure as often as it likes, and ranks outside of process_set=[0, 2]" in run.err
+        assert "Fix: another optimizer, or no process_set" in run.err
+
+
 def test_a_checkpoint_has_no_weights_of_ranks_outside(three_ranks):
     told = [kept["resumed in a set"]["told"] for kept in three_ranks]
     assert told == [["ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"], [], []]

@@ -162,7 +162,7 @@ def test_the_plan_says_what_becomes_of_learning_rates(options, told):
 
 @real
 def test_the_plan_says_who_trains_alone():
-    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone"
+    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone, at rates as configured"
 
 
 @real

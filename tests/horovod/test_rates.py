@@ -142,9 +142,12 @@ def test_schedulers_of_another_optimizer_are_left_alone():
 
 @pytest.mark.horovod
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("case", "factor"), [("average", 1), ("scaled", 3), ("scaled in a process set", 2), ("scaled sum", 1)])
-def test_by_the_number_of_workers(three_ranks, case, factor):
-    for kept in three_ranks:
+@pytest.mark.parametrize(
+    ("case", "factors"), [("average", [1] * 3), ("scaled", [3] * 3), ("scaled in a process set", [2, 1, 2]), ("scaled sum", [1] * 3)]
+)
+def test_by_the_number_of_workers(three_ranks, case, factors):
+    """Of which a rank outside of the process set has none but itself."""
+    for kept, factor in zip(three_ranks, factors, strict=True):
         assert kept[case]["lr"] == pytest.approx([0.1 * factor])
 
 

@@ -108,6 +108,11 @@ class Words(Net):
         return [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(self.table.parameters(), lr=0.1)]
 
 
+class Closes(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+
 class Unfreezes(Net):
     """The first layer is frozen, and trained from the second step on."""
 
@@ -379,6 +384,7 @@ REFUSED = {
     "unfrozen": lambda: train(Unfreezes, distributed_optimizer=True),
     "recomputed": lambda: train(Recomputes, distributed_optimizer=True),
     "sparse": lambda: train(Words, distributed_optimizer=True),
+    "closure": lambda: train(Closes, process_set=[0, 2]),
     "left": lambda: train(Leaves, distributed_optimizer=True),
 }
 

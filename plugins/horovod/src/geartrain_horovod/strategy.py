@@ -41,7 +41,8 @@ class HorovodStrategy:
         backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation
             any, since a step reduces what was added up before it.
         groups: in how many groups gradients travel, each as one; ``None``: each gradient as soon as it is there.
-        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone. ``None``: all.
+        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone, at learning rates as they are
+            configured, and get rank 0's buffers at the end of each epoch as every rank does. ``None``: all.
         gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
         timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
         elastic: under horovodrun's elastic mode, whose workers come and go: go on from the last commit, a checkpoint in memory, with
@@ -99,9 +100,9 @@ class HorovodStrategy:
         """What ``geartrain doctor`` shows of Horovod, and what is missing."""
         return installed.diagnose()
 
-    def lr_factor(self, size: int) -> int:
-        """What learning rates are multiplied by in a world of ``size``."""
-        workers = size if self.ranks is None else len(self.ranks)
+    def lr_factor(self, size: int, rank: int = 0) -> int:
+        """What this rank's learning rates are multiplied by in a world of ``size``."""
+        workers = size if self.ranks is None else len(self.ranks) if rank in self.ranks else 1
         return workers if self.scale_lr and self.op == "average" else 1
 
     # --- before anything starts ------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class HorovodStrategy:
             told = {"elastic": f"a commit at the beginning of each epoch{steps}"}
             return told | {"learning rates": "× workers, as many as there are (scale_lr)" if scales else f"as configured ({why})"}
         told = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
-        return told | ({"process set": f"ranks {alone} train alone"} if alone else {})
+        return told | ({"process set": f"ranks {alone} train alone, at rates as configured"} if alone else {})
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -169,12 +170,17 @@ class HorovodStrategy:
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        if run.closure and self._meeting is not None and self._meeting.process_set is not None:
+            raise UsageError(
+                f"{run.plan.strategy.label}: {type(optimizer).__name__} evaluates its closure as often as it likes, and ranks outside of "
+                f"process_set={self.ranks} another number of times than those in it. Fix: another optimizer, or no process_set"
+            )
         if run.world.size > 1:
             # As an object: broadcast_optimizer_state would take a step with gradients of zero to have a state to send.
             state = self.collectives.broadcast(optimizer.state_dict(), 0)
             if run.world.rank:
                 optimizer.load_state_dict(state)
-        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size))
+        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank))
         if self._reduces and self.distributed_optimizer:
             self.wrapped.add(run, optimizer)
         elif self._reduces:
@@ -186,7 +192,7 @@ class HorovodStrategy:
         """Of a run that goes on: its checkpoint's learning rates, which may be of another number of workers, become those of this one."""
         if run.resumed is None:
             return
-        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size)
+        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank)
         before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
