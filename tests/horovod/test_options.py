@@ -131,6 +131,25 @@ def test_adasum_needs_mpi_built_and_used(monkeypatch, accelerator, built, launch
 
 
 @real
+def test_only_rank_0_needs_a_place_for_the_timeline(monkeypatch):
+    """Another node may have no such folder."""
+    for name, value in {**HOROVODRUN, "HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert planned(options={"timeline": "/nowhere/there/is/timeline.json"}).processes is None
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    with pytest.raises(gt.UsageError, match="/nowhere"):
+        planned(options={"timeline": "/nowhere/there/is/timeline.json"})
+
+
+@real
+def test_a_timeline_that_the_environment_has_begun(monkeypatch):
+    """Horovod would refuse to begin another, in the middle of set-up."""
+    monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    with pytest.raises(gt.UsageError, match=r"timeline='t.json': HOROVOD_TIMELINE='other.json', .*Fix: leave one out"):
+        planned(options={"timeline": "t.json"})
+
+
+@real
 def test_passes_that_fit():
     assert planned(options={"backward_passes_per_step": 3}, accumulate_grad_batches=3).processes == 2
     assert planned(Manual, options={"backward_passes_per_step": 3}).processes == 2

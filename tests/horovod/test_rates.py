@@ -167,6 +167,15 @@ def test_every_rank_starts_with_rank_0s_optimizer(three_ranks, case):
 
 @pytest.mark.horovod
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["kept", "aside"])
+def test_every_rank_starts_with_rank_0s_buffers(three_ranks, name):
+    """Before the first step: at the end of an epoch all buffers become rank 0's anyway."""
+    for kept in three_ranks:
+        assert kept["buffers"]["started"][name].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.horovod
+@pytest.mark.timeout(400)
 def test_an_empty_state_stays_empty_and_no_step_is_taken(three_ranks):
     """Horovod's broadcast_optimizer_state would take one, with which AdamW decays every weight."""
     started = three_ranks[0]["average"]["started"]

@@ -113,6 +113,14 @@ class Closes(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=4)
 
 
+class Buffers(Net):
+    """Ranks bring other buffers, one of which no checkpoint has."""
+
+    def setup(self, stage):
+        self.register_buffer("kept", torch.full((2,), float(self.rank)))
+        self.register_buffer("aside", torch.full((2,), float(self.rank)), persistent=False)
+
+
 class Unfreezes(Net):
     """The first layer is frozen, and trained from the second step on."""
 
@@ -196,7 +204,8 @@ class Watches:
     def on_run_start(self, run):
         self.lr = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
         self.state = [[{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()] for optimizer in run.optimizers]
-        self.started = {name: value.clone() for name, value in run.module.state_dict().items()}
+        state = {**run.module.state_dict(), **dict(run.module.named_buffers())}
+        self.started = {name: value.clone() for name, value in state.items()}
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run):
@@ -372,6 +381,7 @@ CASES = {
         f"distributed optimizer, {name}": lambda make=make, options=options: train(make, **{"distributed_optimizer": True, **options})
         for name, (make, options) in OF_ITS_OWN.items()
     },
+    "buffers": lambda: train(Buffers),
     "apart": lambda: train(Apart),
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),

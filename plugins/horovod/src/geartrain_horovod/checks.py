@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from geartrain import Module, Plan, UsageError
+from geartrain.parallel import detect
 from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import horovod, launcher, left_mpi, meets_by_itself, meets_by_mpi
 
@@ -109,7 +110,13 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
             f"{plan.strategy.label}: op='adasum' needs MPI, and {why}. "
             "Fix: a Horovod built with HOROVOD_WITH_MPI=1, under mpirun or horovodrun --mpi; or op='average'"
         )
-    if timeline is not None and not os.access(Path(timeline).absolute().parent, os.W_OK):
+    if timeline is not None and os.environ.get("HOROVOD_TIMELINE", "DYNAMIC") != "DYNAMIC":
+        raise UsageError(
+            f"timeline={timeline!r}: HOROVOD_TIMELINE={os.environ['HOROVOD_TIMELINE']!r}, as horovodrun --timeline-filename sets it, has "
+            "Horovod write one from the start. Fix: leave one out"
+        )
+    where = detect()
+    if timeline is not None and (where is None or where.rank == 0) and not os.access(Path(timeline).absolute().parent, os.W_OK):
         raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")
 
 

@@ -164,7 +164,7 @@ class HorovodStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         if run.world.size > 1:
-            state = model.state_dict(keep_vars=True)
+            state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}  # those that are not persistent, too
             self.collectives.broadcast_tensors({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
         return model
 
