@@ -11,8 +11,13 @@ from geartrain.strategies import BaguaStrategy, QAdamOptimizer
 sys.path.insert(0, sys.argv[1])
 from examples.digits import Digits, DigitsData
 
-#: Options of the algorithm where the defaults are for longer runs.
-OPTIONS = {"async": {"sync_interval_ms": 50}, "bytegrad": {"hierarchical": False}, "qadam": {"hierarchical": False}}
+#: Options of the algorithm where the defaults are for longer runs, or for several nodes: on one, ranks would average in full.
+OPTIONS = {
+    "async": {"sync_interval_ms": 50},
+    **{name: {"hierarchical": False} for name in ("bytegrad", "qadam", "decentralized", "low_precision_decentralized")},
+}
+#: Those that are far above 0.97 by then stop after 15.
+EPOCHS = dict.fromkeys(("gradient_allreduce", "qadam", "async", "power_sgd"), 20)
 
 
 class QDigits(Digits):
@@ -27,7 +32,8 @@ if __name__ == "__main__":
     for algorithm in sys.argv[2:]:
         module = QDigits() if algorithm == "qadam" else Digits()
         strategy = BaguaStrategy(algorithm=algorithm, **OPTIONS.get(algorithm, {}))
-        trainer = gt.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=20, seed=1, enable_progress_bar=False)
+        epochs = EPOCHS.get(algorithm, 15)
+        trainer = gt.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, seed=1, enable_progress_bar=False)
         since = time.perf_counter()
         trainer.fit(module, datamodule=DigitsData())
         if trainer.is_global_zero:

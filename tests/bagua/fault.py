@@ -3,9 +3,7 @@
 
 import json
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -14,26 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 
-KIND, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-MARKS = Path("marks")
-
-
-def mine() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def mark(what: str) -> None:
-    (MARKS / f"{what}-{mine()}").write_text(str(os.getpid()))
-
-
-def fault(where: str) -> None:
-    if where != WHERE or mine() != RANK:
-        return
-    mark("fault")
-    if KIND == "exception":
-        raise KeyError("my own error")
-    os.kill(os.getpid(), getattr(signal, KIND))
-    threading.Event().wait()
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from faulty import Watch, fault, mark
 
 
 class Model(gt.Module):
@@ -67,14 +47,7 @@ class Model(gt.Module):
         mark("teardown")
 
 
-class Watch:
-    @gt.hookimpl
-    def on_exception(self, run, error):
-        mark("on_exception")
-
-
 def main() -> None:
-    MARKS.mkdir(exist_ok=True)
     data = TensorDataset(torch.randn(64, 4))
     trainer = gt.Trainer(
         accelerator="cpu",

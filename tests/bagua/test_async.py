@@ -6,13 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from geartrain import UsageError
+from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithm import Context, Peers
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
 from geartrain_bagua.turns import Turns
 
 from . import reference_weights as reference
+from .cases import Net, one_trainer, samples
 from .weights_ranks import DEADLINE, found
 
 #: Whichever comes first runs the program of all three files.
@@ -82,14 +85,15 @@ def alone():
 
 
 def test_validation_counts_no_step():
-    algorithm = Asynchronous(warmup_steps=2)
-    algorithm.set_up(alone())
-    algorithm.pause()
-    algorithm.resume()
-    assert not algorithm.warm
-    algorithm.end_step()
-    algorithm.end_step()
-    assert algorithm.warm
+    seen, strategy = [], BaguaStrategy("async", warmup_steps=4)
+
+    class Validated(Net):
+        def validation_step(self, batch, batch_idx):
+            seen.append((self.trainer.global_step, strategy.algorithm.steps, strategy.algorithm.warm))
+
+    trainer = one_trainer(strategy=strategy, devices=1, val_check_interval=2, num_sanity_val_steps=2)
+    trainer.fit(Validated(), DataLoader(samples(), 8), DataLoader(samples(16), 8))
+    assert seen == [(step, step, step >= 4) for step in (0, 2, 4, 6) for _ in range(2)]
 
 
 def test_a_resumed_run_is_as_warm_as_it_was():
@@ -124,6 +128,29 @@ def test_the_one_that_waits_comes_next():
     thread.join(30)
     assert inside.is_set()
     assert order == ["training", "communication", "training"]
+
+
+def test_a_turn_that_is_given_up_is_taken_up_again():
+    turns, order = Turns(), []
+
+    def communicate():
+        for _ in range(2):
+            with turns.communication():
+                order.append("communication")
+
+    first, second = threading.Thread(target=communicate), threading.Thread(target=communicate)
+    with turns.training(), turns.training():
+        with turns.given_up():
+            first.start()
+            first.join(30)
+        second.start()
+        while not turns._wanted:
+            time.sleep(0.001)
+        order.append("training")
+    second.join(30)
+    assert order == [*["communication"] * 2, "training", *["communication"] * 2]
+    with turns.given_up(), turns.communication():  # where it was nobody's
+        pass
 
 
 def test_an_error_inside_a_turn_ends_it():

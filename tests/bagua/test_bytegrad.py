@@ -5,10 +5,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from geartrain.testing.launching import free_port
+from geartrain.testing.launching import free_port, launched
 from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
 
-from .launched import launched
 from .ranks import PREAMBLE
 
 #: Case -> the strategy's options. 33 and 68 elements are padded to 36 and 68 in a bucket each, or together to 104.
@@ -24,6 +23,7 @@ CASES = {
     "bytegrad, hierarchical, summed": {"algorithm": "bytegrad", "average": False},
     "half of fp16": {"algorithm": "half", "dtype": "fp16"},
     "half of bf16": {"algorithm": "half"},
+    "half of bf16, two buckets": {"algorithm": "half", "bucket_bytes": 4},
 }
 PROGRAM = (
     PREAMBLE
@@ -110,7 +110,7 @@ def expected(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_come_to_what_the_formula_says(four_ranks, name):
-    tolerance = {"half of fp16": 1e-3, "half of bf16": 8e-3}.get(name, 1e-6)
+    tolerance = {"half of fp16": 1e-3, "half of bf16": 8e-3, "half of bf16, two buckets": 8e-3}.get(name, 1e-6)
     for kept in four_ranks:
         assert torch.equal(kept[name], four_ranks[0][name])
     torch.testing.assert_close(four_ranks[0][name], expected(name), rtol=tolerance, atol=tolerance)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +80,24 @@ def test_work_is_not_kept_alive_by_an_idle_thread(channel):
     channel.submit(lambda: None).result()  # the thread is past the first
     del held
     assert gone() is None
+
+
+@pytest.mark.parametrize("call", ["set_device", "Stream", "stream"])
+def test_a_thread_that_gets_no_stream_says_so_to_whoever_waits(monkeypatch, call):
+    def fails(*_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    # No GPU is needed: these calls are all that the thread does there before work comes, and none is done.
+    for name in ("set_device", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, fails if name == call else lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(record_event=lambda: None))
+    channel, done = Channel(torch.device("cuda", 0)), []
+    job = channel.submit(lambda: done.append(1))
+    assert job._done.wait(30)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        job.result()
+    assert done == []
+    assert channel.close(5)
 
 
 @pytest.mark.cuda

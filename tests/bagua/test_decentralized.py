@@ -9,7 +9,7 @@ from geartrain import UsageError
 from geartrain_bagua.algorithms.decentralized import Decentralized
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, found
+from .weights_ranks import DEADLINE, assert_goes_on, assert_starts_anew, found
 
 #: Whichever comes first runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
@@ -66,21 +66,17 @@ def test_forward_and_backward_see_the_weights_from_before():
     assert all(rank[name]["seen"] == [True] * STEPS for rank in found() for name in ("all 1 4", "shift_one 1 4"))
 
 
-def test_the_average_itself_is_the_same_bits_on_all_ranks():
-    """Upstream's: with nothing learnt, weights after a step are the average. One step of SGD from it is this rank's own gradients."""
-    for name, partners in (("all 1 4", lambda rank: range(4)), ("shift_one 1 4", lambda rank: [reference.peer(rank, 4, STEPS - 1)])):
-        averages = []
-        for rank in range(4):
-            module, history = reference.net(), found()[rank][name]["history"]
-            reference.put(module, history[-2])
-            reference.backward(module, rank, STEPS - 1)
-            gradients = torch.cat([parameter.grad.reshape(-1) for parameter in reversed(list(module.parameters()))])
-            averages.append((history[-1], gradients))
-        for rank in range(4):
-            for other in partners(rank):
-                # average = weights + lr * gradients, to the rounding of that sum; the reference above holds the bits.
-                mine, theirs = (weights.double() + 0.1 * gradient.double() for weights, gradient in (averages[rank], averages[other]))
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_the_average_itself_is_the_same_bits_on_all_ranks(mode, ranks):
+    """Upstream's: with nothing learnt, weights after a step are the average, that of all or of two."""
+    for step in range(3):
+        weights = [rank[f"averages {mode} {ranks}"][step] for rank in found()[:ranks]]
+        for rank in range(ranks):
+            for other in range(ranks) if mode == "all" else [reference.peer(rank, ranks, step)]:
+                assert torch.equal(weights[rank], weights[other])
+        # Of four, the first exchange in pairs makes two, the second one.
+        assert len({float(one[0]) for one in weights}) == (2 if (mode, ranks, step) == ("shift_one", 4, 0) else 1)
 
 
 def test_partners_are_mutual_and_all_are_met():
@@ -95,18 +91,11 @@ def test_partners_are_mutual_and_all_are_met():
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
-    for rank in found():
-        resumed, whole = rank["decentralized resumed"], rank["decentralized uninterrupted"]
-        assert resumed["steps"] == STEPS
-        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
-            assert torch.equal(mine, theirs)
+    assert_goes_on("decentralized", STEPS)
 
 
 def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
-    start = reference.flat(reference.net())
-    for rank in found():
-        assert rank["decentralized on other ranks"]["steps"] == 3
-        assert torch.equal(rank["decentralized on other ranks"]["weights"], start)
+    assert_starts_anew("decentralized", 3)
 
 
 def test_upstreams_norm():

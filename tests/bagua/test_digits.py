@@ -7,7 +7,7 @@ import pytest
 from geartrain.testing.launching import launched
 
 HERE = Path(__file__).parent
-ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "decentralized", "low_precision_decentralized", "async")
+ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "decentralized", "low_precision_decentralized", "async", "half", "power_sgd")
 
 
 @pytest.mark.slow

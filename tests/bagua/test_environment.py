@@ -1,9 +1,13 @@
 """Bagua's environment variables: the bucket size is honoured, the others are named."""
 
+from typing import ClassVar
+
 import pytest
+import torch
+from torch import nn
 
 import geartrain as gt
-from geartrain_bagua import environment
+from geartrain_bagua import Algorithm, BaguaStrategy, environment
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,28 @@ def test_the_bucket_size_is_baguas(monkeypatch):
     assert environment.bucket_bytes() == 10 * 1024**2
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "4096")
     assert environment.bucket_bytes() == 4096
+
+
+class Sizes(Algorithm):
+    """Keeps how many elements each bucket has."""
+
+    found: ClassVar[list[int]] = []
+
+    def set_up(self, context):
+        super().set_up(context)
+        self.found[:] = [bucket.numel for bucket in context.buckets]
+
+
+@pytest.mark.parametrize(
+    ("variable", "option", "sizes"), [("", None, [113]), ("100", None, [81, 32]), ("100", 4, [1, 8, 8, 64, 8, 24]), ("4", 10**6, [113])]
+)
+def test_a_runs_buckets_close_at_the_option_or_the_variable(monkeypatch, variable, option, sizes):
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", variable)
+    layers = [nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)]
+    strategy = BaguaStrategy(Sizes, bucket_bytes=option)
+    trainer = gt.Trainer(accelerator="cpu", strategy=strategy, devices=1, max_steps=1, enable_progress_bar=False)
+    trainer.fit(nn.Sequential(*layers), [(torch.ones(1, 3), torch.ones(1, 1))], loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    assert Sizes.found == sizes
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "10MiB", "1e6"])

@@ -1,17 +1,17 @@
 """Whatever happens to a rank under any algorithm: the run ends, says whose error came first, and leaves no process."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
+from faults import PROMPT, STARTED, ends_after_fault, marks
 
-from .launched import HERE, Launched, launched, until
+from geartrain.testing.launching import launched, until
+
+HERE = Path(__file__).parent
+
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-#: Seconds from a fault to the end of the run.
-PROMPT = 18
-STARTED = 60
 #: Options of the strategy -> the optimizer's class, where it is the algorithm's own.
 ALGORITHMS = {
     "gradient_allreduce": ({"algorithm": "gradient_allreduce"}, ""),
@@ -37,19 +37,6 @@ def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **envi
     options, optimizer = ALGORITHMS[algorithm]
     environment = {"OPTIONS": json.dumps(options), "OPTIMIZER": optimizer, **environment}
     return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
-
-
-def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
-    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
-    began = time.monotonic()
-    code = run.wait(seconds)
-    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
-    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
-    return code
-
-
-def marks(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "marks").iterdir()}
 
 
 FAULTS_1 = [(1, "exception", "train"), (1, "exception", "backward"), (1, "SIGKILL", "train")]

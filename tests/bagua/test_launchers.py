@@ -26,7 +26,7 @@ def test_joins_torchrun_and_trains_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
-    """Two launchers with the arguments that ``baguarun`` gives, on loopback; the algorithm is hierarchical: nodes, of one rank each."""
+    """Two launchers with the arguments that ``baguarun`` gives, on loopback: nodes of one rank each, which average as one ring does."""
     common = ("-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
     case = "gradient_allreduce of shards"
     folders = [tmp_path / str(node) for node in range(2)]

@@ -12,7 +12,7 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, found
+from .weights_ranks import DEADLINE, assert_goes_on, assert_starts_anew, found
 
 #: Whichever comes first runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
@@ -74,18 +74,11 @@ def test_weights_are_what_neighbours_know_after_an_exchange():
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
-    for rank in found():
-        resumed, whole = rank["low precision resumed"], rank["low precision uninterrupted"]
-        assert resumed["steps"] == STEPS
-        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
-            assert torch.equal(mine, theirs)
+    assert_goes_on("low precision", STEPS)
 
 
 def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
-    start = reference.flat(reference.net())
-    for rank in found():
-        assert rank["low precision on other ranks"]["steps"] == 3
-        assert torch.equal(rank["low precision on other ranks"]["weights"], start)
+    assert_starts_anew("low precision", 3)
 
 
 @pytest.mark.parametrize("name", ["norm low precision", "norm low precision ring"])

@@ -291,7 +291,7 @@ def test_triton_kernels_in_tritons_interpreter():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_with_triton_and_without():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is not installed")
     kernels_agree("cuda")
     x = torch.randn(3, 100_003)
     expected = fast(x)

@@ -1,19 +1,22 @@
 """PowerSGD on two ranks and many buckets against the paper's algorithm for both ranks at once, in one process."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Trainer, UsageError
+from geartrain.testing.launching import launched
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.power_sgd import PowerSGD
 
 from . import reference_power_sgd as reference
 from .cases import Net, one_trainer, samples
-from .launched import HERE, launched
 from .power_sgd_program import BATCH, CASES, LEARNING_RATE, STEPS, Model, data, loss_of, net
+
+HERE = Path(__file__).parent
 
 RANKS = 2
 

@@ -1,5 +1,7 @@
 """QAdam: Adam while it warms up; then a frozen variance, and a momentum that travels in 8 bits."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,19 @@ def test_its_state_goes_through_state_dict():
 def test_warmup_steps_must_be_above_0(wrong):
     with pytest.raises(gt.UsageError, match="warmup_steps"):
         QAdamOptimizer([nn.Parameter(torch.zeros(1))], warmup_steps=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.5, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1.0}, {"weight_decay": -0.1}],
+    ids=str,
+)
+def test_what_adam_refuses_is_refused_in_its_words(wrong):
+    parameters = [nn.Parameter(torch.zeros(1))]
+    with pytest.raises(ValueError, match="Invalid") as of_adam:
+        torch.optim.Adam(parameters, **wrong)
+    with pytest.raises(gt.UsageError, match=f"QAdamOptimizer: {re.escape(str(of_adam.value))}. Fix: "):
+        QAdamOptimizer(parameters, **wrong)
 
 
 # --- with the algorithm --------------------------------------------------------------------------------------------------

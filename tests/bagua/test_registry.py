@@ -1,13 +1,17 @@
 """Algorithms are chosen by name, those of other distributions too; only the chosen one is imported."""
 
+import inspect
+import itertools
 import json
+import re
 import sys
 
 import pytest
 
 import geartrain as gt
-from geartrain_bagua import Algorithm, BaguaStrategy
+from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
+from geartrain_bagua.choosing import algorithm_class
 
 from ..sites import build, environment
 
@@ -186,6 +190,17 @@ def test_a_class_and_an_object_do_as_well_as_a_name():
         BaguaStrategy(algorithm=dict)
 
 
+def test_a_checkpoint_has_an_algorithms_own_name_however_it_was_chosen():
+    ways = ["gradient_allreduce", "Gradient_AllReduce", GradientAllReduce, GradientAllReduce()]
+    assert {BaguaStrategy(algorithm=way).state_dict()["algorithm"] for way in ways} == {"gradient_allreduce"}
+    for saves, loads in itertools.product(ways, ways):
+        BaguaStrategy(algorithm=loads).load_state_dict(BaguaStrategy(algorithm=saves).state_dict())
+
+    class Mine(GradientAllReduce): ...
+
+    assert BaguaStrategy(algorithm=Mine).state_dict()["algorithm"] == BaguaStrategy(algorithm=Mine()).state_dict()["algorithm"] == "Mine"
+
+
 class Typed(Algorithm):
     def __init__(self, n: int = 1, share: float | None = None, on: bool = False, any_thing=None) -> None:
         self.n, self.share, self.on, self.any_thing = n, share, on, any_thing
@@ -217,9 +232,34 @@ def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
         BaguaStrategy(bucket_bytes=wrong)
 
 
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e10])
+def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
+    with pytest.raises(gt.UsageError, match=re.escape(f"timeout={wrong!r} must be above 0 and at most ")):
+        BaguaStrategy(timeout=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    {
+        "gradient_allreduce": {"hierarchical": False, "average": True},
+        "bytegrad": {"hierarchical": True, "average": True},
+        "qadam": {"hierarchical": True},
+        "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
+        "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1},
+        "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
+        QAdamOptimizer: {"lr": 1e-3, "warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    }.items(),
+)
+def test_arguments_and_defaults_are_baguas(name, arguments):
+    made = name if name is QAdamOptimizer else algorithm_class(name)
+    found = {key: parameter.default for key, parameter in inspect.signature(made).parameters.items() if key != "params"}
+    assert found == arguments
+    assert list(found) == list(arguments)  # by position, too
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in arguments.items()}
+
+
 def test_names_of_the_plugin_are_among_geartrains_strategies():
     from geartrain import strategies
-    from geartrain_bagua import QAdamOptimizer
 
     assert strategies.BaguaStrategy is BaguaStrategy
     assert strategies.QAdamOptimizer is QAdamOptimizer

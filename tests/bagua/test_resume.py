@@ -2,16 +2,19 @@
 model."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain.testing.launching import launched
 from geartrain_bagua import BaguaStrategy
 
 from .cases import Net, one_trainer, samples
-from .launched import HERE, launched
+
+HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.timeout(260)  # one program of thirty runs, on a machine that does other things as well
 

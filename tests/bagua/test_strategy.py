@@ -1,15 +1,18 @@
 """Two ranks of bagua's gradient_allreduce train as one process does; what an algorithm is asked, and when; what is refused."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain_bagua import Algorithm, BaguaStrategy
+from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 
-from .cases import CASES, Net, bagua, samples, train
+from .cases import CASES, Net, bagua, one_trainer, samples, train
 from .ranks import results, script
 
 
@@ -54,25 +57,31 @@ import torch.distributed as dist
 from geartrain_bagua import Algorithm
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 import threading
+from contextlib import contextmanager
+from geartrain.checkpoint import checkpoint_state
+from geartrain_bagua.algorithms.asynchronous import Asynchronous
+from geartrain_bagua.algorithms.decentralized import Decentralized
 
 rank, found = int(os.environ.get("RANK", 0)), {}
 
 
 class Apart(Net):
+    only_rank_1 = False
+
     def __init__(self, **options):
         super().__init__(**options)
         torch.manual_seed(rank)
         self.last.reset_parameters()
-        self.options = options
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        if self.optimizer == "adam":
+        if self.optimizer == "adam" and (rank or not self.only_rank_1):
             for parameter in self.parameters():
                 optimizer.state[parameter] = {
                     "step": torch.tensor(5.0 + rank), "exp_avg": torch.rand_like(parameter), "exp_avg_sq": torch.rand_like(parameter)
                 }
-            optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
+            if not self.only_rank_1:  # otherwise the groups are the same
+                optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
         return optimizer
 
 
@@ -80,8 +89,9 @@ def weights(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-for kind in ("sgd", "adam"):
-    module, trainer = Apart(optimizer=kind), bagua()
+for kind in ("sgd", "adam", "adam of rank 1"):
+    module, trainer = Apart(optimizer=kind.split()[0]), bagua()
+    module.only_rank_1 = "rank" in kind
     trainer.fit(module, DataLoader(samples(), 4))
     found["apart", kind] = weights(module)
 
@@ -112,9 +122,11 @@ class Watched(GradientAllReduce):
         self.calls.append(("set_up", len(context.buckets), context.everyone.ranks, context.run.world.rank))
     def start_step(self):
         self.calls.append("start_step")
+    @contextmanager
     def computing(self):
         self.calls.append("computing")
-        return super().computing()
+        yield
+        self.calls.append("computed")
     def reduce(self, bucket):
         self.threads.add(threading.current_thread().name)
         self.calls.append(bucket.index)
@@ -133,9 +145,25 @@ class Watched(GradientAllReduce):
         return {"n": 3}
 
 
+class Hooks(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        Watched.calls.append("batch")
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        Watched.calls.append("end of batch")
+    def on_before_optimizer_step(self, optimizer):
+        Watched.calls.append("optimizer")
+
+
+class Plugin:
+    @hookimpl
+    def on_step_end(self):
+        Watched.calls.append("on_step_end")
+
+
 strategy = BaguaStrategy(algorithm=Watched(), bucket_bytes=100)
-trainer = one_trainer(strategy=strategy, devices=2, accumulate_grad_batches=3, output=f"out-{rank}", num_sanity_val_steps=1)
-trainer.fit(Net(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
+options = {"accumulate_grad_batches": 3, "num_sanity_val_steps": 1}
+trainer = one_trainer(strategy=strategy, devices=2, output=f"out-{rank}", plugins=[Plugin()], **options)
+trainer.fit(Hooks(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
 found["calls"], found["threads"] = list(Watched.calls), set(Watched.threads)
 found["state"] = strategy.state_dict()
 threads = [thread.name for thread in threading.enumerate() if "bagua" in thread.name]
@@ -168,6 +196,68 @@ module = Waits()
 # The first layer's gradients are the last: backward waits there until others have been reduced.
 module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.wait(20)))
 one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(module, DataLoader(samples(), 4))
+
+
+class Early(Decentralized):
+    started, going_on, seen = threading.Event(), threading.Event(), []
+
+    def _exchange(self, flat, among, number):
+        self.started.set()
+        self.seen.append(("training went on", self.going_on.wait(20)))
+        super()._exchange(flat, among, number)
+
+
+class Looks(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        Early.started.clear()
+        Early.going_on.clear()
+
+    def training_step(self, batch, batch_idx):
+        Early.seen.append(("exchange has begun", Early.started.wait(20)))
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        Early.going_on.set()
+
+
+one_trainer(strategy=BaguaStrategy(Early(hierarchical=False)), devices=2, max_steps=1).fit(Looks(), DataLoader(samples(), 4))
+found["early"] = sorted(Early.seen)
+
+
+class Saves:
+    @hookimpl
+    def on_step_end(self, run):
+        if run.step % 2 == 0:
+            checkpoint_state(run, run.epoch)
+            saved.append(weights(run.module))
+
+
+saved = []
+trainer = bagua(strategy={"algorithm": "async", "sync_interval_ms": 1}, max_steps=4, plugins=[Saves()])
+trainer.fit(Net(), DataLoader(samples(), 4))
+found["saved in on_step_end"] = list(saved)
+
+
+class Groups(Asynchronous):
+    def set_up(self, context):
+        super().set_up(context)
+        found["groups of async"] = [context.everyone.group is dist.group.WORLD, context.everyone.ranks]
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("geartrain-bagua"))
+
+
+class Threads(Net):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        found["threads of async"].append(threads())
+
+
+found["threads of async"], found["left of async"] = [], []
+trainer = one_trainer(strategy=BaguaStrategy(Groups(sync_interval_ms=1)), devices=2, max_steps=3)
+for _ in range(2):
+    trainer.fit(Threads(), DataLoader(samples(), 4))
+    found["left of async"].append(threads())
 
 
 class Manual(Net):
@@ -209,7 +299,7 @@ def flat(module):
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adam of rank 1"])
 def test_ranks_that_start_apart_are_together_with_their_optimizers(one_script, kind):
     assert torch.equal(*(kept["apart", kind] for kept in one_script))
 
@@ -231,7 +321,10 @@ def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
     for rank, kept in enumerate(one_script):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
-        step = ["start_step", "computing", "computing", "computing", 0, 1, 2, "end_backward", "computing", "computing", "end_step"]
+        begun = ["start_step", "computing", "batch", "end of batch", "batch"]
+        others = ["computed", "computing", "end of batch", "batch", "computed", "computing", 0, 1, 2, "end_backward"]
+        ended = ["optimizer", "optimizer", "end of batch", "computed", "end_step", "computing", "on_step_end", "computed"]
+        step = [*begun, *others, *ended]
         # The sanity check, three batches of 8 samples in one window, and one pause for validation and the epoch's checkpoint.
         assert calls == ["pause", "resume", *step, "pause", ("close", False)]
         assert kept["threads"] == {"geartrain-bagua"}
@@ -242,10 +335,29 @@ def test_communication_goes_on_while_backward_does(one_script):
     assert [kept["overlapped"] for kept in one_script] == [True, True]
 
 
+def test_decentralized_exchanges_from_before_forward_to_after_backward(one_script):
+    for kept in one_script:
+        assert kept["early"] == [("exchange has begun", True), ("training went on", True)]
+
+
+def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script):
+    for kept in one_script:
+        assert kept["groups of async"] == [False, (0, 1)]
+        assert kept["threads of async"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
+        assert kept["left of async"] == [[], []]
+
+
 def test_a_closure_is_one_step_of_several_backwards(one_script):
     calls = one_script[0]["calls of lbfgs"][1:-1]
-    evaluation = ["computing", 0, 1, 2, "end_backward"]
-    assert calls == ["start_step", "computing", *evaluation * 4, "end_step"]
+    evaluation = [0, 1, 2, "end_backward"]
+    assert calls == ["start_step", "computing", *evaluation * 4, "computed", "end_step", "computing", "computed"]
+
+
+def test_async_stops_for_a_checkpoint_that_a_plugin_saves_in_on_step_end(one_script):
+    first, second = (kept["saved in on_step_end"] for kept in one_script)
+    assert len(first) == 2
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_nothing_of_a_run_is_left(one_script):
@@ -308,6 +420,58 @@ def test_a_second_backward_is_named():
     assert "got its gradient twice in one backward" in refused(Twice())
 
 
+def zero(gradient):
+    return gradient.zero_()
+
+
+class Changes(Net):
+    """Changes gradients after backward; those of two of its parameters are views of one tensor."""
+
+    def __init__(self, change=zero, of=(), **options):
+        super().__init__(**options)
+        self.change, self.of = change, of
+        self.pair = nn.ParameterDict({name: nn.Parameter(torch.ones(32)) for name in ("upper", "lower")})
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + torch.cat([self.pair.upper, self.pair.lower]).square().sum()
+
+    def on_after_backward(self):
+        for name in self.of:
+            parameter = self.get_parameter(name)
+            parameter.grad = self.change(parameter.grad)
+
+
+@pytest.mark.parametrize("name", ["last.weight", "first.bias", "pair.upper"], ids=["an early one", "of the last bucket", "a view"])
+@pytest.mark.parametrize("change", [zero, torch.zeros_like], ids=["in place", "another"])
+def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
+    """Its bucket overwrites it: the change would be lost."""
+    told = refused(Changes(change, [name]), strategy={"bucket_bytes": 100})
+    assert f"the gradient of {name} was changed after it was sent" in told
+    assert "Fix: change gradients in on_before_optimizer_step" in told
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_that_nobody_changed_are_not_refused(accumulate):
+    bagua(1, accumulate_grad_batches=accumulate, strategy={"bucket_bytes": 100}).fit(Changes(), DataLoader(samples(), 8))
+
+
+def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
+    class Early(Net):
+        def on_after_backward(self):
+            if self.accumulated == 1:
+                zero(self.last.weight.grad)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.accumulated = batch_idx % 2 + 1
+
+    def trained(**options):
+        module = Early()
+        one_trainer(accumulate_grad_batches=2, max_steps=2, **options).fit(module, DataLoader(samples(), 8))
+        return flat(module)
+
+    torch.testing.assert_close(trained(strategy="bagua", devices=1), trained(devices=1))
+
+
 class Other(Algorithm):
     """An algorithm whose gradients nobody else may average."""
 
@@ -326,6 +490,23 @@ def test_manual_optimisation_and_a_session_are_refused_where_core_would_average_
         trainer.fit(Manual(), DataLoader(samples(), 8))
     with pytest.raises(gt.UsageError, match=f"the algorithm {who}.*a Session's own loop"):
         gt.Session(accelerator="cpu", devices=2, strategy=strategy).launch()
+
+
+def test_manual_optimisation_does_not_ask_an_algorithm_that_was_not_set_up():
+    class Computes(GradientAllReduce):
+        def computing(self):
+            return nullcontext(self.context)
+
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    trainer = one_trainer(strategy=BaguaStrategy(Computes), devices=1, accumulate_grad_batches=1)
+    trainer.fit(Manual(), DataLoader(samples(), 8))
+    assert trainer.global_step == 6
 
 
 def test_a_state_of_another_algorithm_is_refused_by_name():

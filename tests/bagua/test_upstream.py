@@ -21,8 +21,8 @@ NORMS = {
 #: Those of shards, from the hand-written reference; the first is the mean of both shards' gradients.
 NORMS_OF_SHARDS = {"gradient_allreduce of shards": 2.69305, "bytegrad of shards": 2.69275, "qadam of shards": 5.12995}
 IN_BYTES = ("bytegrad", "qadam", "low_precision_decentralized")
-#: Algorithms whose ranks keep weights of their own.
-APART = ("decentralized", "low_precision_decentralized", "async")
+#: Algorithms whose ranks keep weights of their own, and those whose ranks have one model at the end only, which time makes.
+APART, TIMED = ("decentralized", "low_precision_decentralized"), ("async",)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,11 @@ def test_norm_is_upstreams(ranks, case):
         assert norm(weights[case]) == pytest.approx(NORMS[case], abs=1e-6)
 
 
-def test_async_trains(ranks):
+@pytest.mark.parametrize("case", ["async", "async of shards"])
+def test_async_trains(ranks, case):
+    """Untrained it is 3.2. A rank alone comes to 2.84 with rank 0's data, and averaging both shards to 2.69."""
     for weights in ranks:
-        assert norm(weights["async"]) < 5
+        assert norm(weights[case]) < 2.9
 
 
 @pytest.mark.parametrize("case", NORMS_OF_SHARDS)
@@ -64,7 +66,7 @@ def test_norm_of_shards(ranks, case):
         assert norm(weights[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=2e-4 if CASES[case][0] in IN_BYTES else 1e-5)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "async"])
+@pytest.mark.parametrize("case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in TIMED])
 def test_equals_the_reference(ranks, case):
     for mine, expected in zip(ranks, reference.trained(*CASES[case]), strict=True):
         for name, tensor in expected.items():

@@ -1,14 +1,11 @@
 """Bytes a step on the wire, as two hosts' interfaces count them: network namespaces joined by a cable."""
 
 import json
-import os
-import shutil
-import subprocess
-import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from two_hosts import two_hosts
 
 from geartrain.testing.launching import launched
 
@@ -25,34 +22,11 @@ K = 2 * (RANKS - 1) / RANKS
 FORMULA = {"gradient_allreduce": K * 4 * PARAMETERS, "bytegrad": K * (PARAMETERS + 8 * CHUNKS)}
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture(scope="module")
 def hosts():
-    """Two network namespaces, 10.98.0.1 and 10.98.0.2, joined by a veth pair."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    unique = uuid.uuid4().hex[:6]
-    names = [f"gear-{unique}-{i}" for i in range(2)]
-    made = []
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            made.append(name)
-        ip("link", "add", f"v{unique}0", "netns", names[0], "type", "veth", "peer", "name", f"v{unique}1", "netns", names[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "addr", "add", f"10.98.0.{i + 1}/24", "dev", f"v{unique}{i}")
-            ip("-n", name, "link", "set", f"v{unique}{i}", "mtu", str(MTU), "up")
+    """Two network namespaces, 10.98.0.1 and 10.98.0.2."""
+    with two_hosts("10.98.0", MTU) as names:
         yield names
-    finally:
-        for name in made:  # the cable goes with them
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
 def counted(hosts: list[str], folder: Path, algorithm: str) -> list[dict[str, float]]:

@@ -32,6 +32,7 @@ CASES = {
     "decentralized of shards, shift_one": ("decentralized", {**FLAT, "peer_selection_mode": "shift_one"}, True),
     "decentralized of shards, every third step": ("decentralized", {**FLAT, "communication_interval": 3}, True),
     "low_precision_decentralized of shards": ("low_precision_decentralized", FLAT, True),
+    "async of shards": ("async", {"sync_interval_ms": 5}, True),
 }
 
 

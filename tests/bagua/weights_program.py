@@ -98,6 +98,15 @@ def case(name, algorithm, steps=6, ranks=4, node=None, kind="sgd", bucket_bytes=
     found[name] = kept
 
 
+def averages(name, algorithm, ranks):
+    """Weights after each step in which nothing was learnt: what was exchanged, and nothing else."""
+    hand = Hand(algorithm, ranks, optims=[])
+    with torch.no_grad():
+        for number, parameter in enumerate(hand.module.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * hand.rank + number)))
+    found[name] = hand.run(3).close()
+
+
 def resumed(name, make, kind="momentum"):
     """Three steps, a checkpoint, and three more by objects that are new but for what was saved."""
     first = Hand(make(), kind=kind).run(3)
@@ -303,6 +312,8 @@ def main():
     for mode, interval in (("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)):
         for ranks in (2, 4):
             case(f"{mode} {interval} {ranks}", Decentralized(False, mode, interval), ranks=ranks)
+            if interval == 1:
+                averages(f"averages {mode} {ranks}", Decentralized(False, mode), ranks)
     case("all nodes", Decentralized(), node=2)
     case("shift_one nodes", Decentralized(peer_selection_mode="shift_one"), node=2)
     case("all one node", Decentralized(), node=4)

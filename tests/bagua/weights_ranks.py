@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from . import reference_weights as reference
+
 HERE = Path(__file__).parent
 RANKS = 4
 #: Seconds; on two idle cores the program takes 20.
@@ -38,3 +40,20 @@ def _run(folder):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     assert code == 0, log.read_text(errors="replace")
+
+
+def assert_goes_on(name, steps):
+    """A run that was resumed on as many ranks is, bit by bit, what it is without an end."""
+    for rank in found():
+        resumed, whole = rank[f"{name} resumed"], rank[f"{name} uninterrupted"]
+        assert resumed["steps"] == steps
+        for mine, theirs in zip(resumed["history"], whole["history"], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def assert_starts_anew(name, steps):
+    """One on another number of ranks has the steps, and rank 0's weights."""
+    start = reference.flat(reference.net())
+    for rank in found():
+        assert rank[f"{name} on other ranks"]["steps"] == steps
+        assert torch.equal(rank[f"{name} on other ranks"]["weights"], start)

@@ -1,9 +1,7 @@
 """Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``. Markers in the directory ``marks`` say what ran."""
 
 import os
-import signal
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -12,30 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 
-KIND, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-MARKS = Path("marks")
-
-
-def mine() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def mark(what: str) -> None:
-    (MARKS / f"{what}-{mine()}").write_text(str(os.getpid()))
-
-
-def fault(where: str) -> None:
-    if where != WHERE or mine() != RANK:
-        return
-    mark("fault")
-    if KIND == "exception":
-        raise KeyError("my own error")
-    if KIND == "leave":
-        sys.exit(0)
-    if KIND == "none":
-        return
-    os.kill(os.getpid(), getattr(signal, KIND))
-    threading.Event().wait()
+sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
+from faulty import RANK, WHERE, Watch, fault, mark, mine
 
 
 class Model(gt.Module):
@@ -64,15 +40,8 @@ class Model(gt.Module):
         mark("teardown")
 
 
-class Watch:
-    @gt.hookimpl
-    def on_exception(self, run, error):
-        mark("on_exception")
-
-
 def main() -> None:
     torch.manual_seed(0)
-    MARKS.mkdir(exist_ok=True)
     workers = int(os.environ.get("LOADER_WORKERS", "0"))
     data = TensorDataset(torch.randn(64, 4))
     trainer = gt.Trainer(
@@ -90,7 +59,7 @@ def main() -> None:
     )
     model = Model()
     trainer.fit(model, DataLoader(data, 4, shuffle=True, num_workers=workers), DataLoader(data, 4, num_workers=workers))
-    (MARKS / f"weights-{mine()}").write_text(repr(model.net.weight.tolist()))
+    mark("weights", repr(model.net.weight.tolist()))
     fault("after")
     if WHERE == "between" and mine() != RANK:
         trainer.validate(Model(), DataLoader(data, 4))

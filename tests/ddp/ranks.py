@@ -1,46 +1,6 @@
-"""Run a script of several ranks; each rank keeps its results in a file."""
+"""Scripts of several ranks that know the trainings of cases.py."""
 
-from pathlib import Path
-from types import SimpleNamespace
+from several_ranks import Scripts
 
-import torch
-
-from .launched import launched
-
-PREAMBLE = f"""
-import os
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-import geartrain as gt
-from geartrain import hookimpl
-from cases import *
-
-
-def keep(trainer, **values):
-    torch.save(values, f"kept-{{trainer.global_rank}}.pt")
-
-"""
-
-
-def script(folder, body, *arguments, timeout=60):
-    """Run ``body`` after the preamble as train.py; what it printed and its exit status. Nothing outlives it."""
-    (folder / "train.py").write_text(PREAMBLE + body, encoding="utf-8")
-    with launched("train.py", *arguments, folder=folder) as run:
-        return SimpleNamespace(returncode=run.wait(timeout), printed=run.out + run.err)
-
-
-def results(folder, body, ranks=2, timeout=60):
-    """What each rank kept of a script that must succeed."""
-    done = script(folder, body, timeout=timeout)
-    assert done.returncode == 0, done.printed
-    return [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(ranks)]
-
-
-def failure(folder, body, timeout=60):
-    """What a script printed that must fail, by itself and within the time."""
-    done = script(folder, body, timeout=timeout)
-    assert done.returncode != 0, done.printed
-    return done.printed
+_scripts = Scripts(__file__)
+PREAMBLE, script, results, failure = _scripts.preamble, _scripts.script, _scripts.results, _scripts.failure

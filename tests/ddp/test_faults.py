@@ -7,30 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
+from faults import PROMPT, STARTED, ends_after_fault, marks
 
-from .launched import HERE, Launched, launched, listening, until
+from geartrain.testing.launching import launched, listening, until
+
+HERE = Path(__file__).parent
+
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-#: Seconds from a fault to the end of the run.
-PROMPT = 15
-STARTED = 60
 
 
 def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
     return launched(str(HERE / "fault.py"), kind, str(rank), where, folder=folder, **environment)
-
-
-def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
-    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
-    began = time.monotonic()
-    code = run.wait(seconds)
-    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
-    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
-    return code
-
-
-def marks(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "marks").iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +76,14 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
         assert ends_after_fault(run, tmp_path, 1, 10 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path):
+    with start(tmp_path, "SIGSTOP", 1, "train") as run:
+        assert ends_after_fault(run, tmp_path, 1, 30) > 0
+        assert "rank 1 failed: it has been stopped (SIGSTOP) for 15 s" in run.err
+    assert {"teardown-0", "on_exception-0"} <= marks(tmp_path)
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path):

@@ -1,16 +1,16 @@
 """ddp under torchrun, started by hand, and on two hosts, which are network namespaces joined by a cable."""
 
-import os
-import shutil
-import subprocess
-import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from two_hosts import two_hosts
 
-from .launched import HERE, free_port, launched, until
+from geartrain.testing.launching import free_port, launched, until
+
+HERE = Path(__file__).parent
+
 
 FAULT = str(HERE / "fault.py")
 NO_FAULT = ("none", "0", "train")
@@ -79,34 +79,11 @@ def test_by_hand_a_rank_that_never_comes_is_named(tmp_path, absent):
 # --- two hosts -----------------------------------------------------------------------------------------------------------
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture
 def hosts():
-    """Two network namespaces, 10.99.0.1 and 10.99.0.2, joined by a veth pair."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and iproute2")
-    unique = uuid.uuid4().hex[:6]
-    names = [f"gear-{unique}-{i}" for i in range(2)]
-    made = []
-    try:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-            made.append(name)
-        ip("link", "add", f"v{unique}0", "netns", names[0], "type", "veth", "peer", "name", f"v{unique}1", "netns", names[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", f"v{unique}{i}")
-            ip("-n", name, "link", "set", f"v{unique}{i}", "up")
+    """Two network namespaces, 10.99.0.1 and 10.99.0.2."""
+    with two_hosts("10.99.0") as names:
         yield names
-    finally:
-        for name in made:  # the cable goes with them
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
 def on(host: str) -> dict:

@@ -6,9 +6,10 @@ from importlib.metadata import requires, version
 import pytest
 import torch
 
+from geartrain.testing.launching import Launched
+
 from ..integration import conftest as installed
 from .cases import train
-from .launched import Launched
 from .ranks import PREAMBLE
 
 PACKAGES = ("fp16-compressor", "newcomer-strategy")

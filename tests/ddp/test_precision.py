@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from .cases import Gentle, ddp, one_trainer, samples
+from .cases import Net, ddp, one_trainer, samples
 from .ranks import results
 
 #: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
 TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
 
 BODY = f"""
-class Overflows(Gentle):
+class Overflows(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss * float("inf") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
@@ -34,7 +34,7 @@ class Moves:
 
 found = {{}}
 for precision in {list(TOLERANCES)}:
-    net = Gentle()
+    net = Net()
     trainer = ddp(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2)
     trainer.fit(net, DataLoader(samples(), batch_size=4))
     found[precision] = net.state_dict()
@@ -52,7 +52,7 @@ def two_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_two_ranks_train_as_one_process_does(two_ranks, precision):
-    net, before = Gentle(), Gentle()
+    net, before = Net(), Net()
     one_trainer(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2).fit(
         net, torch.utils.data.DataLoader(samples(), batch_size=8)
     )

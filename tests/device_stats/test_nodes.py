@@ -11,9 +11,9 @@ from torch.distributed import DistError, TCPStore
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.testing.launching import free_port, launched
 from geartrain_device_stats.nodes import Nodes
 
-from ..ddp.launched import free_port, launched
 from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
 SCRIPT = """

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from geartrain.testing.launching import launched
 from geartrain_device_stats import DeviceStats
 
-from ..ddp.launched import launched
 from ..spawn.models import Net, loader
 from ..spawn.models import trainer as spawning
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ..ddp.launched import launched
+from geartrain.testing.launching import launched
+
 from ..ddp.test_launchers import free_port
 from .cases import CASES, Contrastive, Net, one_trainer, samples, train, weights
 from .measures import Measures

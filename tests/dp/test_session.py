@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+from geartrain.testing.launching import launched
 
-from ..ddp.launched import launched
 from ..ddp.test_launchers import free_port
 
 

@@ -79,22 +79,22 @@ def test_one_device_loses_nothing():
 class Normed(Net):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(3)
+        self.inputs = nn.BatchNorm1d(3)
 
     def forward(self, x, extra=True):
-        return super().forward(self.norm(x), extra)
+        return super().forward(self.inputs(x), extra)
 
 
 def test_batch_norm_keeps_the_first_parts_statistics_and_warns():
     module, data = Normed(), samples()
     (message,) = warned(dp(), "fit", module, DataLoader(data, batch_size=8))
-    assert "norm.num_batches_tracked, norm.running_mean, norm.running_var" in message
+    assert "inputs.num_batches_tracked, inputs.running_mean, inputs.running_var" in message
     expected = nn.BatchNorm1d(3)
     for batch in data.tensors[0].split(8):
         expected(batch[:4])
-    assert module.norm.num_batches_tracked == 6
-    torch.testing.assert_close(module.norm.running_mean, expected.running_mean)
-    torch.testing.assert_close(module.norm.running_var, expected.running_var)
+    assert module.inputs.num_batches_tracked == 6
+    torch.testing.assert_close(module.inputs.running_mean, expected.running_mean)
+    torch.testing.assert_close(module.inputs.running_var, expected.running_var)
 
 
 def test_batch_norm_evaluates_as_on_one_device():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import geartrain as gt
+from geartrain.parallel import stopped
 from geartrain_spawn import starter
 
 from .models import Faulty, Net, is_gone, loader, trainer
@@ -113,6 +114,14 @@ def test_a_stopped_rank_is_named_at_the_timeout(tmp_path, monkeypatch):
     error = fails(tmp_path, "SIGSTOP", 1, strategy_options={"timeout": 5.0})
     assert isinstance(error, gt.TrainingError)
     assert str(error).startswith("rank 1 did not come to a collective within the strategy's timeout")
+
+
+def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "GRACE", 1.0)
+    monkeypatch.setattr(stopped, "PATIENCE", 4.0)
+    error = fails(tmp_path, "SIGSTOP", 1)
+    assert isinstance(error, gt.TrainingError)
+    assert str(error).startswith("rank 1 failed: it has been stopped (SIGSTOP)")
 
 
 def test_a_run_after_a_failed_one(tmp_path):

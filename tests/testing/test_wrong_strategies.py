@@ -23,6 +23,7 @@ class {name}(StrategyConformance):
     options = {wrong.options!r}
     capabilities = Capabilities(**{wrong.capabilities!r})
     deadline = {wrong.deadline}
+    timeout = {wrong.timeout}
     timeout = 8.0
     chosen = {wrong.chosen!r}
 """

@@ -29,6 +29,7 @@ class Wrong:
     capabilities: dict[str, Any] = field(default_factory=dict)
     #: Seconds for a scenario that hangs.
     deadline: float = 20
+    timeout: float = 12
 
 
 WRONG = {
@@ -97,5 +98,5 @@ WRONG = {
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only"}, "loopback_only"),
     "dies at once": Wrong("dies-at-once", {"test_error_in[training_step]", "test_signal[SIGTERM]"}, r"training_step|SIGTERM"),
     "swallows": Wrong("swallows", {"test_error_in[validation_step]", "test_signal[SIGKILL]"}, r"validation_step|SIGKILL"),
-    "waits for ever": Wrong("waits-for-ever", {"test_signal[SIGSTOP]"}, "SIGSTOP", deadline=10),
+    "waits for ever": Wrong("waits-for-ever", {"test_signal[SIGSTOP]"}, "SIGSTOP", deadline=10, timeout=2),
 }

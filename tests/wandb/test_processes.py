@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ..ddp.launched import launched, until
+from geartrain.testing.launching import launched, until
+
 from .cases import COMMAND, geartrain, python
 from .record import recorded
 from .server import serving

@@ -321,7 +321,7 @@ class Module(MadeWith, nn.Module):
         """Before each backward."""
 
     def on_after_backward(self) -> None:
-        """After each backward; gradients may not be reduced over ranks yet."""
+        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Before each optimizer's step; gradients are reduced and clipped."""

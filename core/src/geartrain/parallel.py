@@ -3,7 +3,7 @@
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
   rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
-  ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+  ``refusals``, ``stopped``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
   torch.distributed.
 """
@@ -23,11 +23,11 @@ from torch import nn
 
 from geartrain.errors import TrainingError
 from geartrain.pickles import refusals
-from geartrain.process import is_connection
+from geartrain.process import is_connection, stopped
 from geartrain.process.environment import Place, detect
 from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
-from geartrain.process.workers import hear_signals
+from geartrain.process.signals import hear_signals
 from geartrain.sharding import shard
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ __all__ = [
     "refusals",
     "reserve",
     "shard",
+    "stopped",
     "take_back",
     "threads",
     "variables",

@@ -95,7 +95,7 @@ class Callback:
         """Before each backward."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
-        """After each backward; gradients may not be reduced over ranks yet."""
+        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
         """Before each optimizer's step; gradients are reduced and clipped."""

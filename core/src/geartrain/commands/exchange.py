@@ -98,7 +98,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         error, and the end of its output.
     """
     from geartrain.process import rendezvous
-    from geartrain.process.workers import hear_signals
+    from geartrain.process.signals import hear_signals
 
     began = time.monotonic()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
@@ -130,7 +130,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 @contextmanager
 def _later() -> Iterator[None]:
     """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
-    from geartrain.process.workers import SIGNALS
+    from geartrain.process.signals import SIGNALS
 
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
@@ -145,7 +145,7 @@ def _later() -> Iterator[None]:
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
     from geartrain.process.launch import variables
-    from geartrain.process.workers import ERROR_FILE
+    from geartrain.process.signals import ERROR_FILE
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place

@@ -27,7 +27,8 @@ from geartrain.process import environment, rendezvous, report
 from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.handover import registered_names
-from geartrain.process.workers import Workers, at_exit, hear_signals
+from geartrain.process.signals import hear_signals
+from geartrain.process.workers import Workers, at_exit
 
 if TYPE_CHECKING:
     from geartrain.run import Run

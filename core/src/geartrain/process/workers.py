@@ -24,27 +24,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import bootstrap, failed_at, is_connection, relaunch
+from geartrain.process import bootstrap, failed_at, is_connection, relaunch, stopped
+from geartrain.process.signals import ERROR_FILE, SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 
 #: Seconds between asking a process to end and killing it.
 GRACE = 5.0
-#: Where a worker writes its error, as torchelastic's workers do.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end. Set-up is torn down as after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +109,7 @@ class Workers:
                 signal.signal(number, handler)
         self._handles = {os.pidfd_open(pid): i for i, pid in self._context.pids().items()}
         self._done: dict[int, int] = {}
+        self._stopped = stopped.Stopped()
         self._lock = threading.Lock()
         self._ending = self._reported = False
         #: The first failures, before anyone was told to end.
@@ -154,12 +147,12 @@ class Workers:
                 os.close(handle)
 
     def _watch(self, wake: int, stop: int) -> None:
-        """Wait for a worker's exit, a signal to this process, or the end of the work."""
+        """Wait for a worker's exit, one that is stopped for too long, a signal to this process, or the end of the work."""
         poll = select.poll()
         for handle in (wake, stop, *self._handles):
             poll.register(handle, select.POLLIN)
         while True:
-            ready = [handle for handle, _ in poll.poll()]
+            ready = [handle for handle, _ in poll.poll(stopped.PERIOD * 1000)]
             if stop in ready:
                 return
             for handle in ready:
@@ -173,9 +166,9 @@ class Workers:
                 return
 
     def _collect(self) -> list[Failure]:
-        """Look who has exited; keep and return new failures, unless they were told to end."""
+        """Look who has exited or is stopped; keep and return new failures, unless they were told to end."""
         with self._lock:
-            found = []
+            found = self._find_stopped() if not self._ending else []
             for i, handler in self._context.subprocess_handlers.items():  # type: ignore[attr-defined]
                 code = handler.proc.poll()
                 if code is None or i in self._done:
@@ -185,6 +178,10 @@ class Workers:
                     found.append(self._failure(i, code))
             self.failures += found
             return found
+
+    def _find_stopped(self) -> list[Failure]:
+        pids = {pid: self.ranks[i] for i, pid in self._context.pids().items() if i not in self._done}
+        return [Failure(pids[pid], time.time() - stopped.PATIENCE, None, stopped.describe()) for pid in self._stopped.too_long(pids)]
 
     def _failure(self, i: int, code: int) -> Failure:
         try:
@@ -300,25 +297,6 @@ class Workers:
             raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
         if self._temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
-
-
-@contextmanager
-def hear_signals() -> Iterator[None]:
-    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGTERM and os.path.exists(os.environ.get(ERROR_FILE, "")):
-        return  # this rank has failed, told so, and is tearing down
-    raise Interrupted(f"ended by {signal.Signals(number).name}")
 
 
 def _ranks(ranks: list[int]) -> str:

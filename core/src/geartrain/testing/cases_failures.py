@@ -57,7 +57,7 @@ class FailureCases:
     @pytest.mark.parametrize("kind", SIGNALS)
     def test_signal(self, kit: Kit, kind: str) -> None:
         """A signal to the last rank while it trains: the run ends and names rank and signal, nothing is left. A rank that is stopped
-        ends the run at the strategy's timeout."""
+        ends the run at the strategy's timeout, or sooner."""
         need(kit.ranks > 1, "one process that is killed can say nothing")
         need(HAS_PROC, NO_PROC)
         option, seconds = kit.can.timeout_option, kit.deadline

@@ -3,11 +3,12 @@
 A step, in order, with ``m`` micro-batches::
 
     start_step()                      # before the first forward
-      forward, backward               # m times; ``computing()`` is around each pair
+      forward, backward               # m times; where one ends and the next begins, one ``computing()`` ends and another begins
         reduce(bucket)                # in the communication thread, while the last backward goes on
     end_backward()                    # every reduce is done, its error is raised here; then unscaling and clipping
-      optimizers step                 # ``computing()`` is around each
-    end_step()                        # after the last optimizer, also where a scaler skipped one
+      optimizers step                 # also where a scaler skips one
+    end_step()
+      on_step_end of plugins          # inside a ``computing()`` too
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ class Algorithm:
         """Before a step's first forward."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around each micro-batch's forward and backward, and around each optimizer's step; the former inside of the latter where the
-        optimizer computes the loss itself, as LBFGS does."""
+        """Around what reads and writes weights: a step from its beginning to the second micro-batch, from each micro-batch to the next,
+        and from the last to the end, with optimizers and the module's hooks; and around the hook ``on_step_end``. A ``pause`` may come
+        inside of it."""
         return nullcontext()
 
     def reduce(self, bucket: Bucket) -> None:

@@ -105,9 +105,12 @@ class Channel:
         on_stream: AbstractContextManager[Any] = nullcontext()
         stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            on_stream = torch.cuda.stream(stream)
+            try:
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                on_stream = torch.cuda.stream(stream)
+            except BaseException as error:  # whoever gives work is told: nobody else would do it
+                failed = error
         with on_stream:
             while (job := self._work.get()) is not None:
                 failed = job.do(failed, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,9 +44,9 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
             raise UsageError(
                 f"algorithm={type(given).__name__}(...) is made already, and takes no {', '.join(options)}. Fix: give them there"
             )
-        return type(given).__name__, given
+        return _name(type(given)), given
     cls = algorithm_class(given)
-    name = given if isinstance(given, str) else cls.__name__
+    name = _find(given).name if isinstance(given, str) else _name(cls)
     _check_options(cls, name, options)
     return name, cls(**options)
 
@@ -75,6 +76,17 @@ def _find(name: str) -> EntryPoint:
         raise UsageError(f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one.")
     found: EntryPoint = hits[0]
     return found
+
+
+def _name(cls: type[Algorithm]) -> str:
+    """The name of the entry point that loads a class, or the class's own where there is none. Nothing is imported for it."""
+    for entry_point in sorted(entry_points(group=GROUP), key=lambda entry_point: entry_point.name):
+        found: Any = sys.modules.get(entry_point.module)
+        for part in (entry_point.attr or "").split("."):
+            found = getattr(found, part, None)
+        if found is cls:
+            return str(entry_point.name)
+    return cls.__name__
 
 
 def _load(entry_point: EntryPoint) -> Any:

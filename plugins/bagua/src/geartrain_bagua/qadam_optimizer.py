@@ -30,7 +30,7 @@ class QAdamOptimizer(Optimizer):
         weight_decay: times the weights, added to the gradients.
 
     Raises:
-        UsageError: a ``warmup_steps`` that is no whole number above 0.
+        UsageError: a ``warmup_steps`` that is no whole number above 0; of the others, what Adam refuses.
     """
 
     def __init__(
@@ -44,6 +44,18 @@ class QAdamOptimizer(Optimizer):
     ) -> None:
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps <= 0:
             raise UsageError(f"QAdamOptimizer: warmup_steps={warmup_steps!r} must be a whole number above 0.")
+        checks = (  # Adam's, in its words
+            ("learning rate", lr, lr >= 0.0),
+            ("epsilon value", eps, eps >= 0.0),
+            ("beta parameter at index 0", betas[0], 0.0 <= betas[0] < 1.0),
+            ("beta parameter at index 1", betas[1], 0.0 <= betas[1] < 1.0),
+            ("weight_decay value", weight_decay, weight_decay >= 0.0),
+        )
+        for what, value, right in checks:
+            if not right:
+                raise UsageError(
+                    f"QAdamOptimizer: Invalid {what}: {value}. Fix: a number of 0 or more{', below 1' * what.startswith('beta')}"
+                )
         self.warmup_steps = warmup_steps
         #: Whether somebody else mixes gradients into the momentum, and hands that over in their place.
         self.momentum_is_mixed = False

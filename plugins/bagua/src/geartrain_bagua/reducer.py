@@ -35,6 +35,9 @@ class GradientReducer:
         #: Whether gradients are to be reduced now; how many each bucket still waits for; who has come; which bucket is next.
         self._armed, self._waiting, self._came, self._next = False, list(self._counts), set[int](), 0
         self._jobs: list[Job] = []
+        #: Of what was sent during backward, at its end: parameter, gradient, and the version that counts changes in place.
+        self._sent: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
+        self._will_note = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket.index, number))  # type: ignore[no-untyped-call]
             for number, (bucket, parameter) in enumerate((bucket, p) for bucket in self._buckets for p in bucket.parameters)
@@ -43,8 +46,9 @@ class GradientReducer:
     def __enter__(self) -> None:
         if self._algorithm.reduces is not None:
             self._armed, self._waiting, self._next = True, list(self._counts), 0
-            self._came.clear()
-            self._jobs.clear()
+            self._will_note = False
+            for of_last_step in (self._came, self._jobs, self._sent):
+                of_last_step.clear()
 
     def __exit__(self, *error: object) -> None:
         self._armed = False
@@ -53,16 +57,18 @@ class GradientReducer:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._jobs = [], []
+        self._handles, self._jobs, self._sent = [], [], []
 
     def finish(self) -> None:
         """Wait until everything is reduced, and put it into the gradients.
 
         Raises:
-            TrainingError: a parameter without a gradient where all must have one, or with one that no other rank would see.
+            TrainingError: a parameter without a gradient where all must have one, or with one that no other rank would see; a gradient that
+                was changed after it was sent.
         """
         if self._algorithm.reduces is None:
             return
+        self._refuse_changed()
         complete = len(self._came) == len(self._parameters)
         if self._others and any(parameter.grad is not None for parameter in self._others):
             self._refuse_unfrozen()
@@ -78,6 +84,7 @@ class GradientReducer:
         if flags is not None:
             self._give_used([bool(flag) for flag in flags.result().tolist()])
         self._jobs.clear()
+        self._sent.clear()
 
     def _hook(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
         """What is called whenever backward has a parameter's gradient."""
@@ -94,8 +101,18 @@ class GradientReducer:
             self._waiting[index] -= 1
             while self._next < len(self._waiting) and not self._waiting[self._next]:
                 self._submit()
+                if not self._will_note:
+                    self._will_note = True
+                    # Not at once: gradients may be views of one tensor, and then share a version that the next one's hook has yet to see.
+                    torch.autograd.Variable._execution_engine.queue_callback(self._note_sent)
 
         return came
+
+    def _note_sent(self) -> None:
+        """At the end of backward."""
+        self._will_note = False
+        sent = [parameter for bucket in self._buckets[: self._next] for parameter in bucket.parameters]
+        self._sent = [(parameter, parameter.grad, getattr(parameter.grad, "_version", 0)) for parameter in sent]
 
     def _submit(self) -> None:
         bucket = self._buckets[self._next]
@@ -121,6 +138,14 @@ class GradientReducer:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in self._buckets:
             bucket.give_gradients()
+
+    def _refuse_changed(self) -> None:
+        for parameter, grad, version in self._sent:
+            if parameter.grad is not grad or getattr(grad, "_version", 0) != version:
+                raise TrainingError(
+                    f"the gradient of {self._names[parameter]} was changed after it was sent to the other ranks, and would be overwritten. "
+                    "Fix: change gradients in on_before_optimizer_step, where they are reduced"
+                )
 
     def _refuse_unused(self) -> None:
         # One that was frozen after the start has no gradient on any rank.

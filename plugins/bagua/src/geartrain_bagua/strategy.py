@@ -5,8 +5,8 @@ Bagua: Gan et al. 2021, https://arxiv.org/abs/2107.01499
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from typing import Any
 
@@ -33,8 +33,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _FOR = {
     "micro_step": ("computing", "reduce"),
     "reduce_gradients": ("end_backward", "reduce"),
-    "step": ("start_step", "end_step", "pause", "resume"),
-    "optimizer_step": ("computing",),
+    "step": ("start_step", "computing", "end_step", "pause", "resume"),
+    "on_step_end": ("computing",),
     "on_validation_start": ("pause", "resume"),
 }
 #: What ddp lets a subclass override, and nothing here would call: there is no DDP.
@@ -91,6 +91,8 @@ class BaguaStrategy(DDPStrategy):
             if not any(_overridden(self._chosen, method) for method in methods):
                 vars(self)[hook] = None  # not a method: no hookimpl, so the loop does not call it
         self._computes = _overridden(self._chosen, "computing")
+        #: What ``computing`` gave for the part of a step that goes on.
+        self._part = ExitStack()
 
     @classmethod
     def more_options(cls, given: dict[str, Any]) -> list[type]:
@@ -199,19 +201,18 @@ class BaguaStrategy(DDPStrategy):
             self._paused = False
             self.algorithm.resume()
         self.algorithm.start_step()
-        yield
+        with self._part:
+            if self._computes:
+                self._part.enter_context(self._computing())
+            yield
         self.algorithm.end_step()
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
-        if self._computes and self._channel is not None:
-            return self._computing(last)
+        if self._computes and not first:
+            self._part.close()
+            self._part.enter_context(self._computing())
         return self._reducer if last and self._reducer is not None else _NOTHING
-
-    @contextmanager
-    def _computing(self, last: bool) -> Iterator[None]:
-        with self.algorithm.computing(), self._reducer if last and self._reducer is not None else _NOTHING:
-            yield
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
@@ -225,9 +226,13 @@ class BaguaStrategy(DDPStrategy):
         self.algorithm.end_backward()
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self) -> Generator[None, Any, Any]:
-        with self.algorithm.computing():
+    def on_step_end(self) -> Generator[None, Any, Any]:
+        with self._computing():  # plugins read and write weights there, as EMA does
             return (yield)
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """The algorithm's, where it was set up: it is not where core averages gradients."""
+        return _NOTHING if self._channel is None else self.algorithm.computing()
 
     # --- pauses and checkpoints ------------------------------------------------------------------------------------------
 
@@ -272,5 +277,5 @@ def _same_state(run: Run, optimizer: Optimizer) -> None:
         return
     mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
     first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
-    if run.world.rank and (first["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
+    if run.world.rank and (first["state"] or mine["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
         load_optimizer(optimizer, first)

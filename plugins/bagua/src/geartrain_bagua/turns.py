@@ -15,7 +15,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._depth = 0  # of training, which may enter again inside itself, as an optimizer's closure does
+        self._depth = 0  # of training, which may enter again inside itself
         self._wanted = False  # by communication, until it has had its turn
 
     @contextmanager
@@ -31,6 +31,20 @@ class Turns:
             with self._changed:
                 self._depth -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Inside training's turn, if it is one: communication may have its own meanwhile, as often as it likes."""
+        with self._changed:
+            depth, self._depth = self._depth, 0
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                while self._wanted and depth:
+                    self._changed.wait()
+                self._depth = depth
 
     @contextmanager
     def communication(self) -> Iterator[None]:

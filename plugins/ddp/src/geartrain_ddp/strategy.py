@@ -5,6 +5,7 @@ DistributedDataParallel: Li et al. 2020, https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -35,7 +36,7 @@ class DDPStrategy:
         bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
 
     Raises:
-        UsageError: a timeout that is not above 0.
+        UsageError: a timeout that is not above 0, or more than a thread can wait.
     """
 
     hookspecs = hookspecs
@@ -49,8 +50,8 @@ class DDPStrategy:
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        if timeout <= 0:
-            raise UsageError(f"timeout={timeout!r} must be above 0 seconds.")
+        if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads wait for so long, too
+            raise UsageError(f"timeout={timeout!r} must be above 0 and at most {threading.TIMEOUT_MAX:.0f} seconds.")
         #: What the conformance kit may expect.
         self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.parallel import Place, belongings, hear_signals, is_connection, reserve, take_back
+from geartrain.parallel import Place, belongings, hear_signals, is_connection, reserve, stopped, take_back
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 
@@ -43,7 +43,7 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
 
     Raises:
         UsageError: something cannot be handed over; nothing was started.
-        TrainingError: a rank was killed, hung or left. A rank's own error is raised as it is, with its traceback as the cause.
+        TrainingError: a rank was killed, stopped, hung or left. A rank's own error is raised as it is, with its traceback as the cause.
     """
     _check(run, start_method)
     payload = (run, worker) if start_method == "fork" else _pack(run, worker)
@@ -142,12 +142,16 @@ class Ranks:
             What the first brought.
 
         Raises:
-            TrainingError: one was killed, hung or left.
+            TrainingError: one was killed, stopped, hung or left.
             Exception: a rank's own error.
         """
-        while running := [each.process.sentinel for each in self._ranks if each.ended is None]:
-            connection.wait(running)
+        held = stopped.Stopped()
+        while running := {each.process.pid or 0: each for each in self._ranks if each.ended is None}:
+            connection.wait([each.process.sentinel for each in running.values()], stopped.PERIOD)
             self._look()
+            if too_long := [running[pid].number for pid in held.too_long(running)]:
+                self.end()
+                raise TrainingError(f"{_named(too_long)} failed: {stopped.describe()}")
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
                 self._raise()

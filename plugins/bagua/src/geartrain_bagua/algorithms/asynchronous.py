@@ -29,8 +29,8 @@ class Asynchronous(Algorithm):
     """Average weights every ``sync_interval_ms``, whatever step each rank is at; no rank waits for another's step.
 
     Warm-up averages gradients. Then a thread, in rounds: it copies the weights, averages the copies over all ranks, and adds to the weights
-    by how much the average differs from its copy, so that what training did meanwhile is kept. It touches weights between a rank's
-    micro-batches and optimizer steps only.
+    by how much the average differs from its copy, so that what training did meanwhile is kept. It touches weights between a rank's steps
+    and micro-batches only.
 
     Before a validation or a checkpoint, and at the end of training, all ranks' threads stop in the same round and average once more, while
     no rank trains: then every rank has the same weights, bit by bit, and what is validated and saved is one model. (Bagua leaves ranks with
@@ -110,7 +110,8 @@ class Asynchronous(Algorithm):
         self._stop.set()
         running, self._running = self._running, None
         if running is not None:
-            running.result()
+            with self._turns.given_up():  # a checkpoint may be saved in on_step_end: the last round must not wait for its end
+                running.result()
 
     def close(self, failed: bool) -> None:
         try:

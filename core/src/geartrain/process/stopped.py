@@ -1,0 +1,46 @@
+"""Ranks that somebody has stopped (SIGSTOP) and does not let go on.
+
+A stopped process has not failed, so nobody is told, and the others wait for it until their collectives time out, half an hour by default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+#: Seconds that a rank may be stopped while the others go on.
+PATIENCE = 15.0
+#: Seconds between two looks.
+PERIOD = 2.0
+
+
+class Stopped:
+    """How long processes have been stopped.
+
+    Only time in which this one runs counts, so a job that is suspended as a whole, and goes on as a whole, was not stopped. Nor is a rank
+    that a debugger holds.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def too_long(self, pids: Iterable[int]) -> list[int]:
+        """Those that have been stopped for ``PATIENCE``; to be called every ``PERIOD``."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 2 * PERIOD), now
+        self._seconds = {pid: self._seconds.get(pid, -passed) + passed for pid in pids if _is_stopped(pid)}
+        return [pid for pid, seconds in self._seconds.items() if seconds >= PATIENCE]
+
+
+def describe(seconds: float = PATIENCE) -> str:
+    """What is wrong with such a rank."""
+    return f"it has been stopped (SIGSTOP) for {seconds:.0f} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # a debugger's is a small t
+    except OSError:
+        return False  # it has ended; or this system has no /proc, and a stopped rank is one that comes too late

@@ -1,0 +1,53 @@
+"""Signals that end a rank: heard once, and not while it is ending already."""
+
+import os
+import signal
+
+import pytest
+
+from geartrain.process.signals import ERROR_FILE, Interrupted, hear_signals
+
+
+def ended_by(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_an_error_that_names_it(number):
+    with hear_signals(), pytest.raises(Interrupted, match=f"ended by {number.name}"):
+        ended_by(number)
+
+
+def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out():
+    with hear_signals():
+        try:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+        except RuntimeError:
+            ended_by(signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            ended_by(signal.SIGTERM)
+
+
+def test_another_error_that_is_being_handled_is_no_reason_to_stay():
+    with hear_signals():
+        try:
+            raise KeyError("a file that is not there")
+        except KeyError:
+            with pytest.raises(Interrupted, match="SIGTERM"):
+                ended_by(signal.SIGTERM)
+
+
+def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    (tmp_path / "error.json").touch()
+    with hear_signals():
+        ended_by(signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            ended_by(signal.SIGINT)
+
+
+def test_handlers_are_as_they_were_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    with hear_signals():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,80 @@
+"""Children that somebody stops: seen only after long enough, and only while they are."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from geartrain.process import stopped
+from geartrain.process.stopped import PATIENCE, PERIOD, Stopped
+from geartrain.testing.launching import until
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a process's state is read from /proc")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that this process has lived, as the test says."""
+    seconds = [1000.0]
+    monkeypatch.setattr(stopped.time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
+def child():
+    started = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield started
+    started.kill()
+    started.communicate()
+
+
+def send(child, number, state):
+    child.send_signal(number)
+    until(lambda: stopped._is_stopped(child.pid) is state, 20, f"{number.name} is heard")
+
+
+def looks(watch, child, clock, seconds):
+    """What is seen by looks every ``PERIOD``, for so long."""
+    found = []
+    for _ in range(int(seconds / PERIOD)):
+        clock[0] += PERIOD
+        found.append(bool(watch.too_long([child.pid])))
+    return found
+
+
+def test_one_that_is_stopped_for_long(clock, child):
+    watch = Stopped()
+    assert not any(looks(watch, child, clock, 100))
+    send(child, signal.SIGSTOP, True)
+    assert looks(watch, child, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
+
+
+def test_it_is_given_time(clock, child):
+    watch = Stopped()
+    send(child, signal.SIGSTOP, True)
+    assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
+
+
+def test_one_that_goes_on_begins_anew(clock, child):
+    watch = Stopped()
+    for _ in range(3):
+        send(child, signal.SIGSTOP, True)
+        assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
+        send(child, signal.SIGCONT, False)
+        assert not any(looks(watch, child, clock, PERIOD))
+
+
+def test_time_in_which_this_process_was_suspended_too_does_not_count(clock, child):
+    watch = Stopped()
+    send(child, signal.SIGSTOP, True)
+    looks(watch, child, clock, PERIOD)
+    clock[0] += 3600
+    assert watch.too_long([child.pid]) == []
+
+
+def test_one_that_has_ended_is_not_stopped(clock, child):
+    watch = Stopped()
+    child.communicate(b"\n")
+    assert not any(looks(watch, child, clock, 2 * PATIENCE))

@@ -1,0 +1,23 @@
+"""What must be so after a rank of a program failed; ``faulty`` is in the program."""
+
+import time
+from pathlib import Path
+
+from geartrain.testing.launching import Launched, until
+
+#: Seconds in which a program comes to its fault, and from there to its end.
+STARTED, PROMPT = 60, 18
+
+
+def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
+    """The run ends within so many seconds after the rank's fault, and leaves no process; its exit code."""
+    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
+    began = time.monotonic()
+    code = run.wait(seconds)
+    assert (folder / "marks" / f"fault-{rank}").exists(), run.err
+    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
+    return code
+
+
+def marks(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "marks").iterdir()}

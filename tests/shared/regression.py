@@ -1,0 +1,100 @@
+"""A regression, its data and its trainer, which the tests of several strategies train in one process and in many."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import geartrain as gt
+from geartrain import hookimpl
+
+SAMPLES = 48
+
+
+def samples(n=SAMPLES):
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, generator=random)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+
+
+class Net(gt.Module):
+    """The options are what a case is about.
+
+    Args:
+        frozen: the first layer is; ``freezes``: the second one from the fourth batch on.
+        unused: every second batch leaves a layer out.
+        shared: two layers have one weight.
+        norm: with BatchNorm.
+        deep: so many layers more.
+    """
+
+    def __init__(self, optimizer="sgd", frozen=False, freezes=False, unused=False, shared=False, norm=False, deep=0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 8)
+        self.second, self.extra, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.deep = nn.Sequential(*[layer for _ in range(deep) for layer in (nn.Linear(8, 8), nn.Tanh())])
+        self.optimizer, self.unused, self.freezes = optimizer, unused, freezes
+        if frozen:
+            self.first.requires_grad_(False)
+        if shared:
+            self.extra.weight = self.second.weight
+
+    def forward(self, x, extra=True):
+        hidden = self.deep(self.second(self.norm(torch.tanh(self.first(x)))).tanh())
+        return self.last(self.extra(hidden) + hidden if extra else hidden)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.freezes and batch_idx == 3:
+            self.second.requires_grad_(False)
+        loss = nn.functional.mse_loss(self(x, not self.unused or batch_idx % 2 == 0), y)
+        self.log("loss", loss, on_step=True, sync_dist=True)
+        # In 16-mixed a hundredth of it, so that gradients do not overflow float16 at the scaler's first scale.
+        return loss * 0.01 if self.trainer.plan.precision.name == "16-mixed" else loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        errors = (self(x) - y).square()
+        self.log("val_loss", errors.mean(), sync_dist=True)
+        self.log("samples", float(len(x)), reduce_fx="sum", sync_dist=True)
+        self.log("worst", errors.max(), reduce_fx="max", sync_dist=True)
+        self.log("best", errors.min(), reduce_fx="min", sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return {"prediction": self(batch[0]), "sum": batch[0].sum(dim=1)}
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer == "adam":
+            return torch.optim.Adam(trained, lr=0.01)
+        if self.optimizer == "two":
+            return [torch.optim.SGD(trained[:3], lr=0.1), torch.optim.Adam(trained[3:], lr=0.01)]
+        if self.optimizer == "lbfgs":
+            return torch.optim.LBFGS(trained, lr=0.1, max_iter=4, tolerance_change=0, tolerance_grad=0)
+        return torch.optim.SGD(trained, lr=0.1)
+
+
+class Curve:
+    """A logger that keeps some metrics of each step: the loss, unless others are named."""
+
+    def __init__(self, *names):
+        self.names = names or ("loss",)
+        self.values = []
+
+    @hookimpl
+    def log_metrics(self, metrics):
+        self.values += [metrics[name] for name in self.names if name in metrics]
+
+
+def one_trainer(**options):
+    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": 1}
+    return gt.Trainer(**{**quiet, **options})
+
+
+def weights(module):
+    return {key: value.clone() for key, value in module.state_dict().items()}
