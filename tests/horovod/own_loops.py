@@ -7,9 +7,13 @@ import torch
 from cases import Gentle, Net, samples
 from manual import STEPS, on_ranks
 from session_cases import CASES, loop
+from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+
+#: What is reduced by hvd.DistributedOptimizer.
+OWN = "horovod's own"
 
 
 class Overflows(Net):
@@ -41,14 +45,32 @@ def session(name, **own):
         return loop(one, name)
 
 
+def two_models(**own):
+    """Their parameters have the same names; the second model's steps come twice as often."""
+    with gt.Session(**options(**own)) as one:
+        one.launch()
+        pairs = [one.setup(net, net.configure_optimizers()) for net in (Net(), Net("adam"))]
+        for i, (x, y) in enumerate(one.setup_dataloaders(DataLoader(samples(), 4))):
+            now = pairs if i % 2 else pairs[1:]
+            for model, optimizer in now:
+                optimizer.zero_grad()
+                one.backward(mse_loss(model(x), y))
+            for _, optimizer in now:
+                optimizer.step()
+        return {f"{i}.{k}": v.clone() for i, (model, _) in enumerate(pairs) for k, v in model.module.state_dict().items()}
+
+
 def main(folder):
     kept = {("manual", how): on_ranks(how, trainer(), samples()) for how in STEPS}
     kept |= {("session", name): session(name) for name in CASES}
-    kept["session", "horovod's own"] = session("clipped", distributed_optimizer=True)
-    for name, made in (("lbfgs", Net("lbfgs")), ("two", Net("two")), ("gentle", Gentle()), ("overflow", Overflows())):
+    kept |= {("session", f"{name}, {OWN}"): session(name, distributed_optimizer=True) for name in CASES}
+    kept |= {("manual", f"{how}, {OWN}"): on_ranks(how, trainer({"distributed_optimizer": True}), samples()) for how in STEPS}
+    kept["session", "two models"] = two_models()
+    kept["session", f"two models, {OWN}"] = two_models(distributed_optimizer=True)
+    for name, make in (("lbfgs", lambda: Net("lbfgs")), ("two", lambda: Net("two")), ("gentle", Gentle), ("overflow", Overflows)):
         more = {"precision": "16-mixed"} if name in ("gentle", "overflow") else {}
-        kept["fit", name] = fit(made, **more)
-    kept["fit", "lbfgs, horovod's own"] = fit(Net("lbfgs"), {"distributed_optimizer": True})
+        kept["fit", name] = fit(make(), **more)
+        kept["fit", f"{name}, {OWN}"] = fit(make(), {"distributed_optimizer": True}, **more)
     one = trainer()
     one.validate(Net(), DataLoader(samples(), 4))
     torch.save(kept, f"{folder}/own-{one.global_rank}.pt")

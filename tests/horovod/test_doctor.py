@@ -4,12 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from geartrain import UsageError
 from geartrain.commands import doctor_software
 from geartrain.commands.doctor_findings import examine
 from geartrain.registry import Registry
+from geartrain_horovod import checks, installed
 from geartrain_horovod.installed import missing, torch_version
 
 needs_horovod = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -23,8 +29,28 @@ def test_how_it_was_built():
     assert facts["horovod"] == "0.28.1"
     assert facts["built_for_torch"] == facts["torch"] == torch_version()
     assert facts["gloo"] is True
-    assert {facts["mpi"], facts["nccl"], facts["cuda"]} <= {True, False}
+    # What the library itself links or calls.
+    (library,) = (Path(find_spec("horovod").origin).parent / "torch").glob("mpi_lib_v2*")
+    calls = {"mpi": b"MPI_Init_thread", "nccl": b"ncclAllReduce", "cuda": b"cudaStreamCreateWithPriority"}
+    assert {name: facts[name] for name in calls} == {name: function in library.read_bytes() for name, function in calls.items()}
     assert [finding.what for finding in section.findings if "horovod" in finding.what] == []
+
+
+@needs_horovod
+@pytest.mark.parametrize(("nccl", "told"), [(False, ["there is a GPU", "built without NCCL", "refused on cuda", "--nccl"]), (True, [])])
+def test_a_gpu_needs_nccl_as_the_strategy_says(monkeypatch, nccl, told):
+    """A build with CUDA and without NCCL is refused by the strategy, too."""
+    import horovod.torch as hvd
+
+    monkeypatch.setattr(installed, "_has_cuda", lambda: True)
+    monkeypatch.setattr(hvd, "cuda_built", lambda: True)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+    problems = installed.diagnose()["problems"]
+    assert len(problems) == bool(told)
+    assert all(word in problems[0] for word in told)
+    plan = SimpleNamespace(accelerator=SimpleNamespace(name="cuda"), processes=2, strategy=SimpleNamespace(label="LABEL"))
+    with pytest.raises(UsageError, match="LABEL: this Horovod was built without NCCL, which GPUs need") if told else nullcontext():
+        checks.check_here(plan, "average", None)
 
 
 def test_what_is_missing_is_shown_with_the_command_that_helps(tmp_path):

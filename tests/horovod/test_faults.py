@@ -32,14 +32,14 @@ class Ended:
 
 
 def run(folder, kind, launcher=(), stall=60.0):
-    """Run the program until nothing is left of it."""
+    """Run the program until nothing is left of it; without ``stall`` as the strategy is by itself."""
     command = [*launcher, sys.executable, str(HERE / "fault.py"), kind]
-    program = Launched(command, folder, {"STALL": str(stall)})
+    program = Launched(command, folder, {} if stall is None else {"STALL": str(stall)})
     try:
         marks = folder / "marks"
         until(lambda: (marks / "fault-1").exists() or program.process.poll() is not None, STARTED, "the fault")
         began = time.monotonic()
-        program.wait(PROMPT + (stall if stall < PROMPT else 0))
+        program.wait(PROMPT + (stall if stall is not None and stall < PROMPT else 0))
         assert (marks / "fault-1").exists(), program.out + program.err
         until(lambda: not program.processes(), 10, f"no process is left, but {program.processes()}")
         return Ended(program, folder, time.monotonic() - began)
@@ -79,7 +79,23 @@ def test_a_stopped_rank(tmp_path, launcher):
     assert "rank 1 has not joined it and has said nothing for" in ended.error(0) or "no answer from rank 1" in ended.error(0)
 
 
-# Ranks that geartrain has started are killed and raise in the conformance kit, and in test_launchers.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("SIGKILL", r"rank 1 was ended by SIGKILL"),
+        ("exception", r"rank 1 failed: KeyError: 'my own error'"),
+        # Whoever notices first: the supervisor of ranks, or Gloo's background thread of rank 0.
+        ("SIGSTOP", r"rank 1 failed: it has been stopped|no answer from rank 1|rank 1 .*has said nothing"),
+    ],
+)
+def test_it_ends_within_30_seconds_by_default(tmp_path, kind, cause):
+    """With no option given: ``stall_timeout`` is half an hour, and it does not come to that."""
+    ended = run(tmp_path, kind, stall=None)
+    assert ended.code != 0
+    assert ended.seconds < PROMPT, "from the fault until no process is left"
+    said = [path.read_text() for path in (tmp_path / "marks").glob("error-*")]
+    assert re.search(cause, "\n".join([ended.printed, *said])), ended.printed
 
 
 @pytest.mark.long

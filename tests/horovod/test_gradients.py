@@ -76,6 +76,13 @@ def test_only_ranks_of_a_process_set_reduce(three_ranks):
     assert not torch.equal(ends[0], ends[1])
 
 
+def test_a_closure_in_a_process_set_is_refused(tmp_path):
+    with launched(str(HERE / "trainings.py"), str(tmp_path), "closure", folder=tmp_path) as run:
+        assert run.wait(120) != 0
+        assert "LBFGS evaluates its closure as often as it likes, and ranks outside of process_set=[0, 2]" in run.err
+        assert "Fix: another optimizer, or no process_set" in run.err
+
+
 def test_a_checkpoint_has_no_weights_of_ranks_outside(three_ranks):
     told = [kept["resumed in a set"]["told"] for kept in three_ranks]
     assert told == [["ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"], [], []]
@@ -147,11 +154,41 @@ def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
         assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])
 
 
-def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path):
-    with launched(str(HERE / "trainings.py"), str(tmp_path), "unfrozen", folder=tmp_path) as run:
+@pytest.mark.parametrize("case", ["sum", "fp16", "predivided", "process set", "one rank only", "groups"])
+def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case):
+    tolerance = {"rtol": 5e-3, "atol": 1e-4} if case == "fp16" else {}
+    for kept in three_ranks:
+        expected, found = kept[case]["ended"], kept[f"distributed optimizer, {case}"]["ended"]
+        for name in expected:
+            # What no rank uses gets zeros, so that weight decay moves it.
+            if not name.startswith(("unused", "extra")):
+                torch.testing.assert_close(found[name], expected[name], **tolerance)
+    ends = [kept[f"distributed optimizer, {case}"]["ended"]["last.weight"] for kept in three_ranks]
+    assert torch.equal(ends[0], ends[2])
+    assert torch.equal(ends[0], ends[1]) == (case != "process set")
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("unfrozen", "first.weight was frozen"),
+        ("recomputed", "one backward has computed a gradient several times"),
+        ("sparse", "table.weight has a sparse gradient"),
+    ],
+)
+def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, case, told):
+    with launched(str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path) as run:
         assert run.wait(120) != 0
-        assert "first.weight was frozen" in run.err
+        assert told in run.err
         assert "Fix: distributed_optimizer=False" in run.err
+
+
+def test_a_peer_that_has_gone_before_horovods_own_hooks_send_is_said(tmp_path):
+    """They raise within backward, where nobody waits yet."""
+    with launched(str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path) as run:
+        assert run.wait(120) != 0
+    said = (tmp_path / "error-0").read_text()
+    assert said.startswith("TrainingError: rank 0: start of all-reduce of hvd.DistributedOptimizer: a peer has gone")
 
 
 def test_the_users_optimizer_stays_what_it_is_and_pickles(three_ranks):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import geartrain as gt
 
 pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
+checks = pytest.importorskip("geartrain_horovod.checks")
 real = pytest.mark.horovod
 
 
@@ -46,6 +48,10 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
         ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ("gradient_predivide_factor=2.0", "op='average'", "op='sum'")),
+        (
+            {"gradient_predivide_factor": 2.0, "groups": 3, "distributed_optimizer": True},
+            ("distributed_optimizer=True", "groups=3", "gradient_predivide_factor=2.0", "leave one out"),
+        ),
         ({"process_set": [0]}, ("process_set=[0]", "at least two")),
         ({"process_set": [1, 2]}, ("process_set=[1, 2]", "train alone", "rank 0")),
         ({"process_set": [0, 0]}, ("process_set=[0, 0]", "each once")),
@@ -73,7 +79,7 @@ def test_options_that_cannot_be(options, words):
     ("more", "words"),
     [
         ({"devices": 3, "options": {"op": "adasum"}}, ("power of two", "3")),
-        ({"options": {"op": "adasum"}}, ("adasum", "MPI", "HOROVOD_WITH_MPI=1")),
+        ({"options": {"op": "adasum"}}, ("adasum", "needs MPI", "HOROVOD_WITH_MPI=1", "mpirun")),
         ({"options": {"process_set": [0, 2]}}, ("process_set=[0, 2]", "rank 2", "2 ranks")),
         (
             {"options": {"backward_passes_per_step": 3}},
@@ -84,14 +90,63 @@ def test_options_that_cannot_be(options, words):
     ids=str,
 )
 def test_plans_that_cannot_be(more, words):
-    import horovod.torch as hvd
-
-    if hvd.mpi_built() and "MPI" in words:
-        pytest.skip("this Horovod was built with MPI")
     with pytest.raises(gt.UsageError) as caught:
         planned(**more)
     for word in words:
         assert word in str(caught.value)
+
+
+#: A process that a launcher has started, as rank 0 of two.
+PLACE = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
+HOROVODRUN = {f"HOROVOD_{name}": value for name, value in {**PLACE, "CROSS_RANK": "0", "CROSS_SIZE": "1"}.items()}
+
+
+@real
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("built", "launcher", "why"),
+    [
+        (True, OPEN_MPI, None),
+        (True, {}, "the ranks meet by Gloo"),
+        (True, HOROVODRUN, "the ranks meet by Gloo"),
+        (False, OPEN_MPI, "this Horovod was built without it"),
+    ],
+    ids=["mpirun", "no launcher", "horovodrun", "without MPI"],
+)
+def test_adasum_needs_mpi_built_and_used(monkeypatch, accelerator, built, launcher, why):
+    """Under Gloo Horovod's own thread would abort the process, with a build that has MPI and on GPUs too."""
+    import horovod.torch as hvd
+
+    monkeypatch.setattr(hvd, "mpi_built", lambda: built)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: True)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    plan = SimpleNamespace(accelerator=SimpleNamespace(name=accelerator), processes=2, strategy=SimpleNamespace(label="LABEL"))
+    if why is None:
+        checks.check_here(plan, "adasum", None)
+        return
+    with pytest.raises(gt.UsageError, match=rf"LABEL: op='adasum' needs MPI, and {why}\. Fix: .* under mpirun or horovodrun --mpi"):
+        checks.check_here(plan, "adasum", None)
+
+
+@real
+def test_only_rank_0_needs_a_place_for_the_timeline(monkeypatch):
+    """Another node may have no such folder."""
+    for name, value in {**HOROVODRUN, "HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert planned(options={"timeline": "/nowhere/there/is/timeline.json"}).processes is None
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    with pytest.raises(gt.UsageError, match="/nowhere"):
+        planned(options={"timeline": "/nowhere/there/is/timeline.json"})
+
+
+@real
+def test_a_timeline_that_the_environment_has_begun(monkeypatch):
+    """Horovod would refuse to begin another, in the middle of set-up."""
+    monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    with pytest.raises(gt.UsageError, match=r"timeline='t.json': HOROVOD_TIMELINE='other.json', .*Fix: leave one out"):
+        planned(options={"timeline": "t.json"})
 
 
 @real
@@ -126,7 +181,7 @@ def test_the_plan_says_what_becomes_of_learning_rates(options, told):
 
 @real
 def test_the_plan_says_who_trains_alone():
-    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone"
+    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone, at rates as configured"
 
 
 @real

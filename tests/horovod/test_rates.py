@@ -74,6 +74,44 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
     assert float(rate) == 2.0
 
 
+def test_a_tensor_that_groups_share_is_scaled_once():
+    """Groups that are given no rate of their own have the very tensor that the optimizer was given, and so have its defaults."""
+    rate = torch.tensor(0.5)
+    one = torch.optim.Adam([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate, foreach=False)
+    assert all(group["lr"] is rate for group in one.param_groups)
+    rates.scale(one, [], 4)
+    assert all(group["lr"] is rate for group in one.param_groups)
+    assert float(rate) == 2.0
+    rates.scale(one, [], 2)
+    assert float(rate) == 1.0
+
+
+def test_a_group_that_comes_later_takes_the_scaled_default():
+    """As in unfreezing, layer by layer; a rate of its own stays as it was given."""
+    one = optimizer()
+    rates.scale(one, [], 4)
+    rates.scale(one, [], 4)
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.3})
+    assert [group["lr"] for group in one.param_groups] == pytest.approx([0.4, 0.04, 2.0, 0.3])
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_resumed_run_does_not_scale_the_default_twice(rate):
+    """A checkpoint brings scaled groups, of this number of workers or another, and says nothing of defaults."""
+
+    def fresh(rate):
+        return torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate, foreach=False)
+
+    saved, one = fresh(0.5), fresh(rate.clone() if isinstance(rate, torch.Tensor) else rate)
+    rates.scale(saved, [], 2)
+    rates.scale(one, [], 4)  # as set-up does, before a checkpoint is read
+    one.load_state_dict(saved.state_dict())
+    assert rates.scale(one, [], 4) == 2
+    one.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [float(group["lr"]) for group in one.param_groups] == pytest.approx([2.0, 2.0])
+
+
 def test_an_optimizer_that_is_handed_out_again_is_not_scaled_twice():
     one = optimizer()
     rates.scale(one, [], 4)
@@ -104,9 +142,12 @@ def test_schedulers_of_another_optimizer_are_left_alone():
 
 @pytest.mark.horovod
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("case", "factor"), [("average", 1), ("scaled", 3), ("scaled in a process set", 2), ("scaled sum", 1)])
-def test_by_the_number_of_workers(three_ranks, case, factor):
-    for kept in three_ranks:
+@pytest.mark.parametrize(
+    ("case", "factors"), [("average", [1] * 3), ("scaled", [3] * 3), ("scaled in a process set", [2, 1, 2]), ("scaled sum", [1] * 3)]
+)
+def test_by_the_number_of_workers(three_ranks, case, factors):
+    """Of which a rank outside of the process set has none but itself."""
+    for kept, factor in zip(three_ranks, factors, strict=True):
         assert kept[case]["lr"] == pytest.approx([0.1 * factor])
 
 
@@ -122,6 +163,15 @@ def test_every_rank_starts_with_rank_0s_optimizer(three_ranks, case):
             assert float(state["step"]) == 7.0
             assert bool((state["exp_avg"] == 0.25).all())
         assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])
+
+
+@pytest.mark.horovod
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["kept", "aside"])
+def test_every_rank_starts_with_rank_0s_buffers(three_ranks, name):
+    """Before the first step: at the end of an epoch all buffers become rank 0's anyway."""
+    for kept in three_ranks:
+        assert kept["buffers"]["started"][name].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.horovod

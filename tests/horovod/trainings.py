@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
@@ -107,6 +108,19 @@ class Words(Net):
         return [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(self.table.parameters(), lr=0.1)]
 
 
+class Closes(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+
+class Buffers(Net):
+    """Ranks bring other buffers, one of which no checkpoint has."""
+
+    def setup(self, stage):
+        self.register_buffer("kept", torch.full((2,), float(self.rank)))
+        self.register_buffer("aside", torch.full((2,), float(self.rank)), persistent=False)
+
+
 class Unfreezes(Net):
     """The first layer is frozen, and trained from the second step on."""
 
@@ -128,6 +142,21 @@ class Recomputes(Net):
         for _ in range(2):
             hidden = checkpoint(lambda h: self.second(h).tanh(), hidden, use_reentrant=True)
         return mse_loss(self.last(hidden), y)
+
+
+class Leaves(Net):
+    """Rank 1 leaves Horovod in the second step's forward, and all come to their backward once they could know."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            if self.rank == 1:
+                hvd.shutdown()
+            try:
+                for i in range(10**6):
+                    hvd.synchronize(hvd.allreduce_async_(torch.zeros(1), name=f"probe.{i}"))
+            except (ValueError, hvd.HorovodInternalError):
+                pass
+        return super().training_step(batch, batch_idx)
 
 
 class Meddles(Net):
@@ -175,13 +204,18 @@ class Watches:
     def on_run_start(self, run):
         self.lr = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
         self.state = [[{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()] for optimizer in run.optimizers]
-        self.started = {name: value.clone() for name, value in run.module.state_dict().items()}
+        state = {**run.module.state_dict(), **dict(run.module.named_buffers())}
+        self.started = {name: value.clone() for name, value in state.items()}
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run):
         self.before.append(gradients(run))
         yield
         self.after.append(gradients(run))
+
+    @hookimpl
+    def on_exception(self, run, error):
+        Path(sys.argv[1], f"error-{run.world.rank}").write_text(f"{type(error).__name__}: {error}")
 
     @hookimpl
     def on_run_end(self, run):
@@ -309,6 +343,15 @@ def goes_on_in_a_set():
     return {"told": [str(one.message) for one in caught if "process_set" in str(one.message)]}
 
 
+#: What hvd.DistributedOptimizer reduces, by the case that it is to come to: the module and the strategy's options.
+OF_ITS_OWN = {
+    "sum": (Net, {"op": "sum"}),
+    "fp16": (Net, {"compression": "fp16"}),
+    "predivided": (Net, {"gradient_predivide_factor": 4.0}),
+    "process set": (Net, {"process_set": [0, 2]}),
+    "one rank only": (OneRankOnly, {}),
+    "groups": (OneRankOnly, {"groups": 3}),
+}
 CASES = {
     "average": train,
     "sum": lambda: train(op="sum"),
@@ -334,6 +377,11 @@ CASES = {
     "told the passes": lambda: train(accumulate=2, backward_passes_per_step=2),
     "distributed optimizer": lambda: train(distributed_optimizer=True),
     "distributed optimizer, accumulated": lambda: train(accumulate=2, distributed_optimizer=True, backward_passes_per_step=2),
+    **{
+        f"distributed optimizer, {name}": lambda make=make, options=options: train(make, **{"distributed_optimizer": True, **options})
+        for name, (make, options) in OF_ITS_OWN.items()
+    },
+    "buffers": lambda: train(Buffers),
     "apart": lambda: train(Apart),
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),
@@ -342,7 +390,13 @@ CASES = {
     "waiting": waits,
 }
 #: What ends with an error.
-REFUSED = {"unfrozen": lambda: train(Unfreezes, distributed_optimizer=True)}
+REFUSED = {
+    "unfrozen": lambda: train(Unfreezes, distributed_optimizer=True),
+    "recomputed": lambda: train(Recomputes, distributed_optimizer=True),
+    "sparse": lambda: train(Words, distributed_optimizer=True),
+    "closure": lambda: train(Closes, process_set=[0, 2]),
+    "left": lambda: train(Leaves, distributed_optimizer=True),
+}
 
 if __name__ == "__main__":
     kept = {}

@@ -11,14 +11,17 @@ from typing import Any
 from torch import nn
 
 from geartrain import Module, Plan, UsageError
+from geartrain.parallel import detect
 from geartrain_horovod.installed import missing
-from geartrain_horovod.launching import horovod, launcher
+from geartrain_horovod.launching import horovod, launcher, left_mpi, meets_by_itself, meets_by_mpi
 
 _OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
 
 
-def check_choices(op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool) -> None:
+def check_choices(
+    op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool, groups: int | None
+) -> None:
     """Refuse an unknown ``op`` or ``compression``, and what does not go with an ``op``.
 
     Raises:
@@ -29,6 +32,11 @@ def check_choices(op: str, compression: str, predivide: float, ranks: Sequence[i
             raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
     if predivide != 1 and op != "average":
         raise UsageError(f"gradient_predivide_factor={predivide} is for op='average', not op={op!r}. Fix: leave it out")
+    if distributed_optimizer and groups is not None and predivide != 1:
+        raise UsageError(
+            f"distributed_optimizer=True, groups={groups} and gradient_predivide_factor={predivide} do not go together: Horovod's own "
+            "optimizer does not divide in groups. Fix: leave one out"
+        )
     if op == "adasum" and (ranks is not None or distributed_optimizer):
         which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={list(ranks or ())!r}"
         raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")
@@ -75,21 +83,40 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
     """Refuse what this machine and its Horovod cannot do.
 
     Raises:
-        UsageError: no Horovod, or one that was built without what is needed; a timeline that could not be written.
+        UsageError: no Horovod, or one that was built without what is needed; one that is initialised already, or cannot be again; Adasum
+            without MPI; a timeline that could not be written.
     """
     if reason := missing():
         raise UsageError(f"{plan.strategy.label}: {reason}")
+    if left_mpi():
+        raise UsageError(
+            f"{plan.strategy.label}: this program's last run has failed and left MPI, which a process joins once. "
+            "Fix: start the program anew; --resume auto goes on where it stopped"
+        )
+    place, several = launcher(), size_of(plan) != 1
+    if several and not meets_by_itself(place) and horovod().is_initialized():
+        raise UsageError(
+            f"{plan.strategy.label}: Horovod is initialised already, as a world of {horovod().size()}: the program has called hvd.init(), "
+            "or a run of it has not ended. Fix: leave out hvd.init(), which geartrain calls; or start the program with horovodrun"
+        )
     if plan.accelerator.name == "cuda" and not horovod().nccl_built():
         raise UsageError(
             f"{plan.strategy.label}: this Horovod was built without NCCL, which GPUs need. "
             "Fix: build it with HOROVOD_GPU_OPERATIONS=NCCL, or --accelerator cpu"
         )
-    if op == "adasum" and plan.accelerator.name == "cpu" and size_of(plan) != 1 and not horovod().mpi_built():
+    if op == "adasum" and several and not meets_by_mpi(place):  # in Horovod's own thread the process would be aborted
+        why = "the ranks meet by Gloo" if horovod().mpi_built() else "this Horovod was built without it"
         raise UsageError(
-            f"{plan.strategy.label}: op='adasum' on the CPU needs MPI, and this Horovod was built without it. "
-            "Fix: build it with HOROVOD_WITH_MPI=1, or op='average'"
+            f"{plan.strategy.label}: op='adasum' needs MPI, and {why}. "
+            "Fix: a Horovod built with HOROVOD_WITH_MPI=1, under mpirun or horovodrun --mpi; or op='average'"
         )
-    if timeline is not None and not os.access(Path(timeline).absolute().parent, os.W_OK):
+    if timeline is not None and os.environ.get("HOROVOD_TIMELINE", "DYNAMIC") != "DYNAMIC":
+        raise UsageError(
+            f"timeline={timeline!r}: HOROVOD_TIMELINE={os.environ['HOROVOD_TIMELINE']!r}, as horovodrun --timeline-filename sets it, has "
+            "Horovod write one from the start. Fix: leave one out"
+        )
+    where = detect()
+    if timeline is not None and (where is None or where.rank == 0) and not os.access(Path(timeline).absolute().parent, os.W_OK):
         raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")
 
 

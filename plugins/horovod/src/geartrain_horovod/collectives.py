@@ -95,16 +95,25 @@ class Collectives:
         Raises:
             TrainingError: as :meth:`wait`.
         """
-        with self._watchdog.watching(what, name) as wait:
-            try:
-                yield wait
-            except self.hvd.HorovodInternalError as error:
-                lines = str(error).strip().splitlines() or ["no reason given"]
-                gone = "a peer has gone: " if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport")) else ""
-                silent = self._roll_call() if gone else []
-                who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
-                kind = self._gone if gone else TrainingError
-                raise kind(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
+        with self._watchdog.watching(what, name) as wait, self.explained(what, name):
+            yield wait
+
+    @contextmanager
+    def explained(self, what: str, name: str) -> Iterator[None]:
+        """Around what may start operations of Horovod's and waits for none of them.
+
+        Raises:
+            TrainingError: as :meth:`wait`.
+        """
+        try:
+            yield
+        except self.hvd.HorovodInternalError as error:
+            lines = str(error).strip().splitlines() or ["no reason given"]
+            gone = "a peer has gone: " if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport")) else ""
+            silent = self._roll_call() if gone else []
+            who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+            kind = self._gone if gone else TrainingError
+            raise kind(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
 
     def say_here(self) -> None:
         """Tell the others that this rank lives, though its run has failed."""

@@ -100,10 +100,10 @@ def diagnose() -> dict[str, Any]:
     reason = missing()
     found = facts()
     problems = [] if reason is None else [reason]
-    if reason is None and found["cuda"] is False and _has_cuda():
+    if reason is None and found["nccl"] is False and _has_cuda():
         problems.append(
-            f"there is a GPU, and Horovod {found['horovod']} was built without CUDA: gradients of the GPU would travel through the CPU. "
-            f"Fix: {INSTALL} --nccl"
+            f"there is a GPU, and Horovod {found['horovod']} was built without NCCL, which GPUs need: horovod is refused on cuda. "
+            f"Fix: {INSTALL} --nccl, or --accelerator cpu"
         )
     return {"facts": found, "problems": problems}
 

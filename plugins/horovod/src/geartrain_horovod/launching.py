@@ -23,17 +23,20 @@ if TYPE_CHECKING:
     from geartrain_horovod.elastic import Elastic
 
 _MPI = ("Open MPI", "MPICH", "LSF")
-#: Seconds for which Horovod's background threads bear that another's says nothing, as that of a stopped process. Horovod's own default is
-#: 30; on a busy machine less than this would end runs in which nothing is wrong.
-_SILENCE = 20
 #: Seconds that ranks have to come, at the least.
 _TO_COME = 60.0
 #: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
 _DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
+#: Where geartrain serves the rendezvous, unless the user says otherwise: seconds for which Horovod's background threads bear that another's
+#: says nothing. A rank that was stopped or cut off stops the others' for so long, whatever they do. Horovod's own default is 30; on a busy
+#: machine less than this would end runs in which nothing is wrong.
+_SILENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
 #: In elastic mode, unless the user says otherwise: a worker that was just started takes longer than Horovod's 30 seconds to come.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
 #: The process sets that Horovod was initialised with, by their ranks.
 _process_sets: dict[tuple[int, ...], Any] = {}
+#: Whether Horovod was shut down here after it had met by MPI.
+_left_mpi = False
 
 
 def horovod() -> Any:
@@ -51,9 +54,17 @@ def launcher() -> Place | None:
 
 def meets_by_itself(place: Place | None) -> bool:
     """Whether Horovod knows from the environment where the others are."""
-    if place is None or place.launcher in ("geartrain", "torchrun", "SLURM", "environment"):
-        return False
-    return place.launcher == "horovodrun" or (place.launcher in _MPI and bool(horovod().mpi_built()))
+    return place is not None and (place.launcher == "horovodrun" or meets_by_mpi(place))
+
+
+def meets_by_mpi(place: Place | None) -> bool:
+    """Whether ranks meet by MPI: one of its launchers has started them, and Horovod was built with it."""
+    return place is not None and place.launcher in _MPI and bool(horovod().mpi_built())
+
+
+def left_mpi() -> bool:
+    """Whether this process has left MPI, for good: a second initialisation would abort it."""
+    return _left_mpi
 
 
 def start(run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elastic | None = None) -> Any:
@@ -94,7 +105,7 @@ class Meeting:
         place = run.place
         assert place is not None
         self.hvd = horovod()
-        self._stays = meets_by_itself(place)
+        self._stays, self._by_mpi = meets_by_itself(place), meets_by_mpi(place)
         self._server: Any = None
         self._timeline = timeline
         #: Address and port of Horovod's rendezvous; ``None`` where ranks met without one, as under MPI.
@@ -102,21 +113,40 @@ class Meeting:
         #: Horovod's process set of ``ranks``; ``None``: all ranks, which Horovod refuses as a set of its own.
         self.process_set = None if ranks is None or len(ranks) == place.size else self._kept(ranks)
         sets = [] if self.process_set is None else [self.process_set]
-        if not self._stays:
-            self._meet(run, timeout, sets)
-        elif not self.hvd.is_initialized():
-            self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
-        if elastic:
-            hvd = self.hvd
-            numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
-            place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
+        try:
+            if not self._stays:
+                self._meet(run, timeout, sets)
+            elif not self.hvd.is_initialized():
+                self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
+            if elastic:
+                hvd = self.hvd
+                numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
+                place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
+            self._check_world(place)
+        except BaseException:  # nobody else could undo what was done so far
+            self._timeline = None
+            self.end(True, lambda shutdown, failed: shutdown())
+            raise
+
+    def _check_world(self, place: Place) -> None:
+        """Begin in a world of all ranks, with its timeline.
+
+        Raises:
+            TrainingError: Horovod's world is another than the launcher's, or Horovod was initialised so that it writes no timeline.
+        """
         if self.hvd.size() != place.size:
             raise TrainingError(
                 f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
                 "train alone. Fix: a Horovod built for this launcher (HOROVOD_WITH_MPI=1), or horovodrun --gloo"
             )
-        if timeline is not None:
-            self.hvd.start_timeline(timeline)
+        if self._timeline is not None:
+            try:
+                self.hvd.start_timeline(self._timeline)
+            except ValueError as error:
+                raise TrainingError(
+                    f"timeline={self._timeline!r}: Horovod was initialised before, so that it writes none ({error}) "
+                    "Fix: leave out hvd.init(), which geartrain calls, or HOROVOD_TIMELINE=DYNAMIC"
+                ) from error
 
     def _kept(self, ranks: Sequence[int]) -> Any:
         """The process set of these ranks: where Horovod stays initialised, the one that it was initialised with."""
@@ -125,8 +155,8 @@ class Meeting:
             _process_sets[tuple(ranks)] = self.hvd.ProcessSet(list(ranks))
         elif tuple(ranks) not in _process_sets:
             raise TrainingError(
-                f"process_set={list(ranks)}: Horovod was initialised by this program's first run, without it, and under its launcher stays "
-                "so. Fix: the same process_set in every run of the program"
+                f"process_set={list(ranks)}: Horovod was initialised before, by this program's first run or its hvd.init(), without it, "
+                "and under its launcher stays so. Fix: the same process_set in every run of the program, and no hvd.init()"
             )
         return _process_sets[tuple(ranks)]
 
@@ -142,9 +172,7 @@ class Meeting:
             address, port = store.get("horovod").decode().rsplit(" ", 1)
             self.rendezvous = (address, int(port))
             store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=max(timeout, _TO_COME)))
-        # A rank that was stopped or cut off stops the others' background threads for so long, whatever they do.
-        seconds = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(_SILENCE)}
-        self._initialise(place, _variables(place, address, port) | seconds, sets)
+        self._initialise(place, _variables(place, address, port), sets, {**_DEFAULTS, **_SILENCE})
 
     def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any], defaults: Mapping[str, str] = _DEFAULTS) -> None:
         more = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -161,11 +189,16 @@ class Meeting:
         Args:
             leave: calls what it is given, and bears that it may hang.
         """
-        if self._timeline is not None and not failed:
-            self.hvd.stop_timeline()
-        leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
-        if self._server is not None:
-            self._server.stop()
+        try:
+            if self._timeline is not None and not failed:
+                self.hvd.stop_timeline()
+            if failed and self._by_mpi:
+                global _left_mpi
+                _left_mpi = True
+            leave(self.hvd.shutdown if failed or not self._stays else lambda: None, failed)
+        finally:
+            if self._server is not None:
+                self._server.stop()
 
 
 class _Rendezvous:

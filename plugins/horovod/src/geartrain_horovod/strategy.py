@@ -38,10 +38,11 @@ class HorovodStrategy:
             ``"adasum"``, whose steps are longer by themselves.
         compression: ``"none"``, or ``"fp16"``: gradients travel in float16.
         op: what becomes of the ranks' gradients: ``"average"``, ``"sum"`` or ``"adasum"``.
-        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation how
-            many there are, which ``distributed_optimizer`` must know.
+        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation
+            any, since a step reduces what was added up before it.
         groups: in how many groups gradients travel, each as one; ``None``: each gradient as soon as it is there.
-        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone. ``None``: all.
+        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone, at learning rates as they are
+            configured, and get rank 0's buffers at the end of each epoch as every rank does. ``None``: all.
         gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
         timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
         elastic: under horovodrun's elastic mode, whose workers come and go: go on from the last commit, a checkpoint in memory, with
@@ -78,7 +79,7 @@ class HorovodStrategy:
             commit_every_n_steps=commit_every_n_steps,
         )
         checks.check_ranks(process_set)
-        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer)
+        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer, groups)
         checks.check_elastic_options(elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op)
         approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
         #: What the conformance kit may expect.
@@ -99,9 +100,9 @@ class HorovodStrategy:
         """What ``geartrain doctor`` shows of Horovod, and what is missing."""
         return installed.diagnose()
 
-    def lr_factor(self, size: int) -> int:
-        """What learning rates are multiplied by in a world of ``size``."""
-        workers = size if self.ranks is None else len(self.ranks)
+    def lr_factor(self, size: int, rank: int = 0) -> int:
+        """What this rank's learning rates are multiplied by in a world of ``size``."""
+        workers = size if self.ranks is None else len(self.ranks) if rank in self.ranks else 1
         return workers if self.scale_lr and self.op == "average" else 1
 
     # --- before anything starts ------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class HorovodStrategy:
             told = {"elastic": f"a commit at the beginning of each epoch{steps}"}
             return told | {"learning rates": "× workers, as many as there are (scale_lr)" if scales else f"as configured ({why})"}
         told = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
-        return told | ({"process set": f"ranks {alone} train alone"} if alone else {})
+        return told | ({"process set": f"ranks {alone} train alone, at rates as configured"} if alone else {})
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -128,7 +129,7 @@ class HorovodStrategy:
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         checks.check_combination(plan, module, self.op, self.ranks, self.passes)
-        if not plan.assumed:
+        if not plan.assumed and self._meeting is None:  # a Session checks again for each of its models, when all this was seen to
             if self._elastic is not None:
                 checks.check_elastic(plan.strategy.label)
             checks.check_here(plan, self.op, self.timeline)
@@ -150,31 +151,36 @@ class HorovodStrategy:
         hvd, ranks = self._meeting.hvd, self._meeting.process_set
         number, gone = (_runs, TrainingError) if elastic is None else (elastic.call, WorldChanged)
         self.collectives = Collectives(hvd, number, self.stall_timeout, self._meeting.rendezvous, gone)
-        if elastic is not None:
-            elastic.agree(run, self.collectives)
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
         passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
         #: Whether this rank has others to reduce gradients with.
         self._reduces = hvd.size() > 1 and (ranks is None or ranks.included())
+        if elastic is not None:
+            elastic.agree(run, self.collectives)  # last: where it fails, teardown_process_group finds all that it ends
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         if run.world.size > 1:
-            state = model.state_dict(keep_vars=True)
+            state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}  # those that are not persistent, too
             self.collectives.broadcast_tensors({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
         return model
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
+        if run.closure and self._meeting is not None and self._meeting.process_set is not None:
+            raise UsageError(
+                f"{run.plan.strategy.label}: {type(optimizer).__name__} evaluates its closure as often as it likes, and ranks outside of "
+                f"process_set={self.ranks} another number of times than those in it. Fix: another optimizer, or no process_set"
+            )
         if run.world.size > 1:
             # As an object: broadcast_optimizer_state would take a step with gradients of zero to have a state to send.
             state = self.collectives.broadcast(optimizer.state_dict(), 0)
             if run.world.rank:
                 optimizer.load_state_dict(state)
-        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size))
+        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank))
         if self._reduces and self.distributed_optimizer:
             self.wrapped.add(run, optimizer)
         elif self._reduces:
@@ -186,7 +192,7 @@ class HorovodStrategy:
         """Of a run that goes on: its checkpoint's learning rates, which may be of another number of workers, become those of this one."""
         if run.resumed is None:
             return
-        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size)
+        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank)
         before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
@@ -205,8 +211,11 @@ class HorovodStrategy:
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         # Gradients stay on this rank until the window's last micro-batch. In manual optimisation and in a Session nobody can tell which
         # backward is the last before a step: there they are sent when the step comes.
-        in_loop = run.automatic and not run.own_loop
-        return self.gradients.early() if last and in_loop and self._reduces and not self.distributed_optimizer else _NOTHING
+        if not self._reduces or not run.automatic or run.own_loop:
+            return _NOTHING
+        if self.distributed_optimizer:
+            return self.wrapped.early()
+        return self.gradients.early() if last else _NOTHING
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
@@ -248,6 +257,8 @@ class HorovodStrategy:
     def teardown_process_group(self) -> None:
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
-            self.gradients.close()
-            self.wrapped.close()
-            meeting.end(self._failed, self.collectives.leave)
+            try:
+                self.gradients.close()
+                self.wrapped.close()
+            finally:
+                meeting.end(self._failed, self.collectives.leave)

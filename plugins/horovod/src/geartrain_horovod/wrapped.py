@@ -6,6 +6,9 @@ the optimizer's state, part it from its schedulers, and with a closure let ranks
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,12 +19,17 @@ from geartrain import Run, TrainingError, UsageError
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Reduction, named_parameters
 
+#: Backward passes that no step has: gradients are sent when the step comes, and those of one optimizer at a time, since several models of a
+#: Session may have parameters of one name.
+_LATE = 2**31
+_NAME = "of hvd.DistributedOptimizer"
+
 
 class Wrapped:
     """The distributed optimizers of one run.
 
     Args:
-        passes: backward passes in one step.
+        passes: backward passes in one step of the loop. In manual optimisation and in a Session nobody knows how many come before a step.
         process_set: Horovod's, or ``None`` for all ranks.
     """
 
@@ -49,7 +57,7 @@ class Wrapped:
                 optimizer,
                 named_parameters=[(self._collectives.name(f"optimizer.{name}"), parameter) for name, parameter in named],
                 compression=hvd.Compression.fp16 if how.half else hvd.Compression.none,
-                backward_passes_per_step=self._passes,
+                backward_passes_per_step=self._passes if run.automatic and not run.own_loop else _LATE,
                 op=hvd.Sum if how.op == "sum" else hvd.Average,
                 gradient_predivide_factor=how.predivide,
                 groups=how.groups,
@@ -63,24 +71,38 @@ class Wrapped:
             ) from error
         self._made[next(iter(own))] = made
 
+    @contextmanager
+    def early(self) -> Iterator[None]:
+        """Around a micro-batch, in whose backward Horovod's hooks send gradients.
+
+        Raises:
+            TrainingError: another rank has gone, or one backward computed a gradient twice, which the hooks do not bear.
+        """
+        try:
+            with self._collectives.explained("start of all-reduce", _NAME):
+                yield
+        except AssertionError as error:
+            if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("horovod/torch/optimizer.py"):
+                raise
+            raise TrainingError(
+                "distributed_optimizer=True: one backward has computed a gradient several times, as reentrant checkpoints do, and Horovod "
+                "had sent it. Fix: distributed_optimizer=False"
+            ) from error
+
     def reduce(self, run: Run) -> None:
         """Finish the gradients of the optimizers that are about to step.
 
         Raises:
-            TrainingError: a parameter was unfrozen after Horovod had looked, or another rank has gone.
+            TrainingError: a parameter was unfrozen after Horovod had looked, a gradient is sparse, or another rank has gone.
         """
         for optimizer in run.optimizers:
             own = _parameters(optimizer)
             made = self._made[next(iter(own))]
-            late = [
-                name for name, p in named_parameters(run, [optimizer]) if p in own and p.requires_grad and p not in made._requires_update
-            ]
-            if late:
-                raise TrainingError(
-                    f"distributed_optimizer=True: {late[0]} was frozen when training began and is not now; Horovod would let the ranks "
-                    "drift apart. Fix: distributed_optimizer=False"
-                )
-            with self._collectives.watched("all-reduce", "of hvd.DistributedOptimizer"):
+            for name, parameter in named_parameters(run, [optimizer]):
+                if parameter in own:
+                    _check(name, parameter, made)
+            with self._collectives.watched("all-reduce", _NAME):
+                _complete_groups(made)
                 made.synchronize()
 
     def close(self) -> None:
@@ -91,6 +113,36 @@ class Wrapped:
         for made in self._made.values():
             made._grad_accs.clear()
         self._made.clear()
+
+
+def _check(name: str, parameter: nn.Parameter, made: Any) -> None:
+    """Refuse what Horovod would let drift apart.
+
+    Raises:
+        TrainingError: a parameter that was unfrozen after Horovod had looked, or a sparse gradient.
+    """
+    why = None
+    if parameter.requires_grad and parameter not in made._requires_update:
+        why = "was frozen when training began and is not now; Horovod would let the ranks drift apart"
+    elif parameter.grad is not None and parameter.grad.layout != torch.strided:
+        why = "has a sparse gradient, which a rank that does not use it could not reduce"
+    if why is not None:
+        raise TrainingError(f"distributed_optimizer=True: {name} {why}. Fix: distributed_optimizer=False")
+
+
+def _complete_groups(made: Any) -> None:
+    """Send the groups that are not under way, with zeros where no loss of this rank has used a parameter: synchronize() would send what is
+    left one by one, and the ranks whose group is complete would wait for a group for ever."""
+    for group in made._group_counts:
+        if group in made._handles:
+            continue
+        for parameter in group:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        made._handles[group] = made._grouped_allreduce_grad_async(group)
+        for parameter in group:
+            made._handles.pop(parameter, None)
+        made._group_counts[group] = 0
 
 
 def _parameters(optimizer: Optimizer) -> dict[nn.Parameter, None]:
