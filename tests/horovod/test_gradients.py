@@ -53,11 +53,14 @@ def test_gradients_become_their_sum(three_ranks):
 @pytest.mark.parametrize("case", ["fp16", "predivided", "complex fp16"])
 def test_gradients_that_travel_in_float16_or_divided_first(three_ranks, case):
     assert reduced(three_ranks, case, rtol=5e-3, atol=1e-4) > 12
-    exact = [found for step in (0, 1) for found in ours(three_ranks, case, step)["last.weight"]]
-    plain = [found for step in (0, 1) for found in ours(three_ranks, "average", step)["last.weight"]]
-    if case == "fp16":
-        assert not all(map(torch.equal, exact, plain)), "nothing was compressed"
-        assert all(found.dtype == torch.float32 for found in exact)
+    if case == "predivided":
+        assert set(three_ranks[0][case]["scales"]) == {(1 / 4, 4)}
+        assert set(three_ranks[0]["average"]["scales"]) == {(1, 1)}
+        return
+    name, plain = {"fp16": ("last.weight", "average"), "complex fp16": ("turn", "complex")}[case]
+    compressed = ours(three_ranks, case, 0)[name]
+    assert not any(map(torch.equal, compressed, ours(three_ranks, plain, 0)[name])), "nothing was compressed"
+    assert all(found.dtype == (torch.complex64 if name == "turn" else torch.float32) for found in compressed)
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "bfloat16 in groups"])

@@ -230,6 +230,8 @@ class Sends:
 
     def __init__(self):
         self.seen = []
+        #: By what each all-reduce of a gradient is multiplied before and after the sum.
+        self.scales = []
 
     def __enter__(self):
         self.own = {name: getattr(hvd, name) for name in self.FUNCTIONS}
@@ -237,6 +239,8 @@ class Sends:
 
             def noted(*arguments, function=function, own=own, **options):
                 self.seen.append((function, options.get("name")))
+                if ".gradient." in (options.get("name") or ""):
+                    self.scales.append((options.get("prescale_factor"), options.get("postscale_factor")))
                 return own(*arguments, **options)
 
             setattr(hvd, function, noted)
@@ -265,7 +269,7 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
     with sends:
         trainer.fit(module, DataLoader(samples(), BATCH))
     left = [name for name in os.environ if name.startswith("HOROVOD_")]
-    return {**vars(watch), "sent": sends.seen, "rank": trainer.global_rank, "left": left}
+    return {**vars(watch), "sent": sends.seen, "scales": sends.scales, "rank": trainer.global_rank, "left": left}
 
 
 def waits():
