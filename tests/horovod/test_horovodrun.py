@@ -78,9 +78,10 @@ def test_printed_commands(folder):
     check(printed, 4)
     for words in expected:
         assert words in printed
-    # Two names of this machine stand for two machines: each is a node of its own to Horovod.
+    # Two names of this machine stand for two machines: each is a node of its own to Horovod. (To Open MPI, which horovodrun takes where
+    # Horovod was built with it, they are one.)
     assert "-np 8 -H hostname1:4,hostname2:4" in on_two
-    on_two = on_two.replace("-np 8 -H hostname1:4,hostname2:4", "--network-interfaces lo -np 4 -H localhost:2,127.0.0.1:2")
+    on_two = on_two.replace("-np 8 -H hostname1:4,hostname2:4", "--gloo --network-interfaces lo -np 4 -H localhost:2,127.0.0.1:2")
     printed = run(folder, on_two)
     check(printed, 4)
     for node in range(2):
