@@ -8,11 +8,12 @@ import torch
 
 from .ranks import failure, results, script
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)
 try:
     import session_cases  # imports its neighbour as the scripts of the ranks do
 finally:
-    sys.path.pop(0)
+    sys.path.remove(HERE)
 
 IMPORTS = "import session_cases as own\nfrom torch.nn import functional\n"
 TWO = IMPORTS + 'session = gt.Session(accelerator="cpu", devices=2, strategy="ddp")\n'
