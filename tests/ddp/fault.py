@@ -1,7 +1,9 @@
 """Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``. Markers in the directory ``marks`` say what ran."""
 
+import atexit
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ class Model(gt.Module):
         self.net = nn.Linear(4, 2)
 
     def training_step(self, batch, batch_idx):
-        mark("training")
+        mark("training", str(os.getpid()))
         if batch_idx == 5:
             fault("train")
         loss = self.net(batch[0]).square().mean()
@@ -40,7 +42,15 @@ class Model(gt.Module):
         mark("teardown")
 
 
+def leave_after_rank_2() -> None:
+    process, deadline = Path("/proc", Path("marks/training-2").read_text()), time.monotonic() + 20
+    while process.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def main() -> None:
+    if os.environ.get("LEAVES_LATE") == str(mine()):
+        atexit.register(leave_after_rank_2)
     torch.manual_seed(0)
     workers = int(os.environ.get("LOADER_WORKERS", "0"))
     data = TensorDataset(torch.randn(64, 4))

@@ -107,6 +107,12 @@ def test_rank_0_failing_after_fit_does_not_leave_rank_1_waiting_for_it(tmp_path)
         assert "my own error" in run.err
 
 
+def test_the_first_error_is_shown_where_its_rank_leaves_after_one_that_failed_for_its_sake(tmp_path):
+    with start(tmp_path, "exception", 1, "train", DEVICES="3", LEAVES_LATE="1") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1 failed: KeyError: 'my own error'" in run.err
+
+
 def test_success_leaves_nothing(tmp_path):
     with start(tmp_path, "none", 0, "train") as run:
         run.succeed()

@@ -66,8 +66,8 @@ def run(folder, command, **environment):
 def check(printed, ranks):
     for rank in range(ranks):
         assert re.search(rf", rank {rank} of {ranks}\b", printed)  # mpirun may put its own words before the end of a line
-    assert len(set(re.findall(r"weights (\S+)", printed))) == 1  # every rank has trained the same
-    assert len(re.findall(r"weights (\S+)", printed)) == ranks
+    assert len(set(re.findall(r"weights ([-+.e\d]+)", printed))) == 1  # every rank has trained the same
+    assert len(re.findall(r"weights ([-+.e\d]+)", printed)) == ranks
 
 
 def test_printed_commands(folder):

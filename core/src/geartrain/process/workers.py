@@ -210,6 +210,8 @@ class Workers:
     def end(self) -> None:
         """End every worker: SIGTERM, seconds to unwind, SIGKILL; loader workers of theirs with them."""
         with self._lock:
+            if not self._ending:  # one that has told its error and is slow to end, on a busy machine, has failed all the same
+                self.failures += [self._failure(i, 1) for i, rank in enumerate(self.ranks) if i not in self._done and self._told(rank)]
             self._ending = True
         self._context.close(signal.SIGTERM, timeout=int(GRACE))
 
@@ -228,8 +230,6 @@ class Workers:
             self._collect()
             select.select([], [], [], 0.02)
         silent = [rank for rank in self._alive() if not self._told(rank)]
-        if not self._ending:  # one that has told its error and is slow to end, on a busy machine, has failed all the same
-            self.failures += [self._failure(i, 1) for i, rank in enumerate(self.ranks) if i not in self._done and self._told(rank)]
         self.end()
         self._reported = True
         first = self._first(error, failed_at)
