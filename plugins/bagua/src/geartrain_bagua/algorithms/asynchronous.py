@@ -45,7 +45,7 @@ class Asynchronous(Algorithm):
         UsageError: another mode, an interval that is not above 0, or a negative number of steps.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.15}
+    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "unused_parameters": True, "convergence": 0.15}
     #: Training steps done; evaluation does not count.
     steps = 0
     #: Rounds that averaged weights.

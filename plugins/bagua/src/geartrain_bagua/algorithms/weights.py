@@ -28,7 +28,7 @@ class OwnWeights(Algorithm):
     does not depend on it, so ranks still match.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "convergence": 0.1}
+    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "unused_parameters": True, "convergence": 0.1}
     #: Training steps done.
     steps = 0
     _ranks = 0
