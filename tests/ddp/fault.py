@@ -4,9 +4,11 @@ import atexit
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +27,8 @@ class Model(gt.Module):
         mark("training", str(os.getpid()))
         if batch_idx == 5:
             fault("train")
+            if WHERE == "pair":
+                pair()
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -40,6 +44,14 @@ class Model(gt.Module):
 
     def teardown(self, stage):
         mark("teardown")
+
+
+def pair() -> None:
+    """Rank 2 waits for rank 1, with less patience than all others have."""
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=4))
+    fault("pair")
+    if mine() == 2:
+        dist.barrier(group)
 
 
 def leave_after_rank_2() -> None:

@@ -112,6 +112,8 @@ class Workers:
         self._stopped = stopped.Stopped()
         self._lock = threading.Lock()
         self._ending = self._reported = False
+        #: Ranks that had told no error when the first was told to end.
+        self._silent: list[int] = []
         #: The first failures, before anyone was told to end.
         self.failures: list[Failure] = []
 
@@ -161,6 +163,8 @@ class Workers:
             exited = any(self._collect())
             signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(SIGNALS)
             if exited or signalled:
+                if exited and any(_is_timeout(failure.message) for failure in self.failures):
+                    self._wait_for_others(3.0)
                 self.end()
                 self._force_out(stop)
                 return
@@ -212,6 +216,7 @@ class Workers:
         with self._lock:
             if not self._ending:  # one that has told its error and is slow to end, on a busy machine, has failed all the same
                 self.failures += [self._failure(i, 1) for i, rank in enumerate(self.ranks) if i not in self._done and self._told(rank)]
+                self._silent = [rank for rank in self._alive() if not self._told(rank)]
             self._ending = True
         self._context.close(signal.SIGTERM, timeout=int(GRACE))
 
@@ -219,30 +224,34 @@ class Workers:
 
     def _explain(self, error: BaseException, failed_at: float) -> None:
         """This rank failed. If another did first, raise that instead: ours is only the connection it closed."""
-        # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
-        # One that has written its error is on its way out, however slowly a busy machine lets it go.
-        deadline = time.monotonic() + 3.0
-        while (
-            self._alive()
-            and not isinstance(error, KeyboardInterrupt)
-            and (time.monotonic() < deadline or (time.monotonic() < deadline + 2 * GRACE and any(map(self._told, self._alive()))))
-        ):
-            self._collect()
-            select.select([], [], [], 0.02)
-        silent = [rank for rank in self._alive() if not self._told(rank)]
+        if not isinstance(error, KeyboardInterrupt):
+            # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
+            # One that has written its error is on its way out, however slowly a busy machine lets it go.
+            self._wait_for_others(3.0)
         self.end()
         self._reported = True
         first = self._first(error, failed_at)
+        if self._silent and _is_timeout(str(error) if first is None else first.message):
+            # Those that waited say so, each in its own words; the one that they waited for says nothing.
+            told = str(error) if first is None else first.describe().partition("\n")[0]
+            raise TrainingError(
+                f"{_ranks(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped): {told}"
+            ) from error
         if first is not None:
             self.show_logs([first.rank])
             raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
         left = [rank for i, rank in enumerate(self.ranks) if self._done.get(i) == 0]
         if left and is_connection(str(error)):
             raise TrainingError(f"{_ranks(left)} left the program before this run ended (exit code 0): {error}") from error
-        if silent and "timed out" in str(error).lower():
-            raise TrainingError(
-                f"{_ranks(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {error}"
-            ) from error
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Until all have ended, or so long; longer for one that has told its error."""
+        deadline = time.monotonic() + seconds
+        while self._alive() and (
+            time.monotonic() < deadline or (time.monotonic() < deadline + 2 * GRACE and any(map(self._told, self._alive())))
+        ):
+            self._collect()
+            select.select([], [], [], 0.02)
 
     def _first(self, error: BaseException, failed_at: float) -> Failure | None:
         """Whose failure came first: a signal's victim says nothing and comes late, so it goes before connection errors."""
@@ -297,6 +306,11 @@ class Workers:
             raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
         if self._temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def _is_timeout(message: str) -> bool:
+    """Whether an error says that this rank waited in vain."""
+    return "timed out" in message.partition("\n")[0].lower()
 
 
 def _ranks(ranks: list[int]) -> str:
