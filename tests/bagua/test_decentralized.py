@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from regression import Net, one_trainer, samples, weights
+from torch.utils.data import DataLoader
 
 from geartrain import UsageError
+from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.decentralized import Decentralized
 
 from . import reference_weights as reference
@@ -119,6 +122,17 @@ def test_pairs_of_an_odd_number_are_refused_before_anything_starts(hierarchical,
         Decentralized(hierarchical, "shift_one").check_plan(plan(processes, nodes), object)
     assert "geartrain-bagua[bagua]" in str(error.value)
     assert "Fix:" in str(error.value)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_one_process_has_no_partner_and_trains_as_without(hierarchical):
+    trained = []
+    for strategy in (BaguaStrategy(algorithm=Decentralized(hierarchical, "shift_one")), "single"):
+        module = Net()
+        one_trainer(strategy=strategy, devices=1).fit(module, DataLoader(samples(), batch_size=8))
+        trained.append(weights(module))
+    for name, value in trained[1].items():
+        assert torch.equal(trained[0][name], value), name
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Decentralized(OwnWeights):
         hierarchical: average inside each node first, then only each node's first rank exchanges with those of others. On one node
             that is the average over all.
         peer_selection_mode: ``"all"``: the mean over all ranks. ``"shift_one"``: the mean of two, with another partner each time; an
-            even number of ranks, or of nodes where hierarchical.
+            even number of ranks, or of nodes where hierarchical; one process has none.
         communication_interval: average in the first step and every so many steps.
 
     Raises:
@@ -44,14 +44,14 @@ class Decentralized(OwnWeights):
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         partners = plan.num_nodes if self.hierarchical else plan.processes
-        if self.peer_selection_mode == "shift_one" and partners is not None:
+        if self.peer_selection_mode == "shift_one" and partners is not None and plan.processes != 1:
             _check_even(partners, self.hierarchical, plan)
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)
         self._averages = []
         among = context.everyone if context.node is None else context.leaders
-        if self.peer_selection_mode == "shift_one" and among is not None:
+        if self.peer_selection_mode == "shift_one" and among is not None and context.everyone.size > 1:
             _check_even(among.size, self.hierarchical)
 
     def start_step(self) -> None:
@@ -69,6 +69,8 @@ class Decentralized(OwnWeights):
             bucket.give_weights()
 
     def _exchange(self, flat: torch.Tensor, among: Peers, number: int) -> None:
+        if among.size == 1:  # nobody to exchange with
+            return
         if self.peer_selection_mode == "all":
             dist.all_reduce(flat, group=among.group)
             flat.div_(among.size)
