@@ -18,17 +18,34 @@ def test_a_signal_is_an_error_that_names_it(number):
         ended_by(number)
 
 
-def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out():
+LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+
+
+def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    lost = RuntimeError(LOST)
     with hear_signals():
         try:
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+            raise lost
         except RuntimeError:
             ended_by(signal.SIGTERM)
+        assert lost.__notes__ == ["and then this rank was asked to end, by SIGTERM"]
         with pytest.raises(Interrupted, match="SIGTERM"):
             ended_by(signal.SIGTERM)
 
 
-def test_another_error_that_is_being_handled_is_no_reason_to_stay():
+def test_the_starter_loses_its_peers_because_it_is_asked_to_end_and_says_so(monkeypatch):
+    monkeypatch.delenv(ERROR_FILE, raising=False)
+    with hear_signals():
+        try:
+            raise RuntimeError(LOST)
+        except RuntimeError:
+            with pytest.raises(Interrupted, match="SIGTERM"):
+                ended_by(signal.SIGTERM)
+
+
+def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     with hear_signals():
         try:
             raise KeyError("a file that is not there")

@@ -35,8 +35,19 @@ def hear_signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGTERM and (os.path.exists(os.environ.get(ERROR_FILE, "")) or is_connection(str(sys.exception() or ""))):
-        # This rank has failed, told so, and is tearing down; or it has just lost its peers, and is on its way there: asked to end while it
-        # was in a collective, it hears so only now, and another error here would keep it from tearing down.
+    if number == signal.SIGTERM and ERROR_FILE in os.environ and _is_ending():
         return
     raise Interrupted(f"ended by {signal.Signals(number).name}")
+
+
+def _is_ending() -> bool:
+    """Whether this rank, which another process has started, is on its way to its end already."""
+    if os.path.exists(os.environ[ERROR_FILE]):
+        return True  # it has failed, told so, and is tearing down
+    # It has just lost its peers. Asked to end while it was in a collective, it hears so only now, and another error here would keep it from
+    # tearing down.
+    error = sys.exception()
+    if error is None or not is_connection(str(error)):
+        return False
+    error.add_note("and then this rank was asked to end, by SIGTERM")
+    return True
