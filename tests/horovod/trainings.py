@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.testing.launching import until
 
 RANKS, BATCH, STEPS = 3, 4, 3
 
@@ -145,18 +146,24 @@ class Recomputes(Net):
 
 
 class Leaves(Net):
-    """Rank 1 leaves Horovod in the second step's forward, and all come to their backward once they could know."""
+    """Rank 1 leaves Horovod in the second step's forward, and all come to their backward once Horovod's thread has ended for it.
+
+    Nothing is given to Horovod meanwhile: in that moment it may keep a lock for ever, and this thread, which has the GIL, with it.
+    """
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
+            before = threads()
+            Path(f"ready-{self.rank}").touch()
             if self.rank == 1:
+                until(lambda: all(Path(f"ready-{rank}").exists() for rank in range(RANKS)), 60, "all are here")
                 hvd.shutdown()
-            try:
-                for i in range(10**6):
-                    hvd.synchronize(hvd.allreduce_async_(torch.zeros(1), name=f"probe.{i}"))
-            except (ValueError, hvd.HorovodInternalError):
-                pass
+            until(lambda: threads() < before, 60, "Horovod has ended")
         return super().training_step(batch, batch_idx)
+
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 class Meddles(Net):
