@@ -184,7 +184,8 @@ class Workers:
             return found
 
     def _find_stopped(self) -> list[Failure]:
-        pids = {pid: self.ranks[i] for i, pid in self._context.pids().items() if i not in self._done}
+        known = {failure.rank for failure in self.failures}
+        pids = {pid: self.ranks[i] for i, pid in self._context.pids().items() if i not in self._done and self.ranks[i] not in known}
         return [Failure(pids[pid], time.time() - stopped.PATIENCE, None, stopped.describe()) for pid in self._stopped.too_long(pids)]
 
     def _failure(self, i: int, code: int) -> Failure:
