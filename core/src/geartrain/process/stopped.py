@@ -34,9 +34,9 @@ class Stopped:
         return [pid for pid, seconds in self._seconds.items() if seconds >= PATIENCE]
 
 
-def describe(seconds: float = PATIENCE) -> str:
+def describe() -> str:
     """What is wrong with such a rank."""
-    return f"it has been stopped (SIGSTOP) for {seconds:.0f} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
+    return f"it has been stopped (SIGSTOP) for {PATIENCE:.0f} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
 
 
 def _is_stopped(pid: int) -> bool:

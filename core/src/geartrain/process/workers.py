@@ -160,10 +160,10 @@ class Workers:
             for handle in ready:
                 if handle in self._handles:
                     poll.unregister(handle)
-            exited = any(self._collect())
+            failed = bool(self._collect())
             signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(SIGNALS)
-            if exited or signalled:
-                if exited and any(_is_timeout(failure.message) for failure in self.failures):
+            if failed or signalled:
+                if failed and any(_is_timeout(failure.message) for failure in self.failures):
                     self._wait_for_others(3.0)
                 self.end()
                 self._force_out(stop)
