@@ -16,15 +16,13 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
 DDP = HERE.parent / "ddp"
 
-sys.path[:0] = [str(DDP), str(HERE)]
+sys.path.insert(0, str(DDP))
 try:
     import cases
     import manual
-    import own_loops
     import session_cases
 finally:
     sys.path.remove(str(DDP))
-    sys.path.remove(str(HERE))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ def test_two_models_of_a_session_with_parameters_of_the_same_names(two_ranks, wh
 @WHOSE
 @pytest.mark.parametrize("name", ["lbfgs", "two", "gentle"])
 def test_as_one_process(two_ranks, name, whose):
-    module = own_loops.Gentle() if name == "gentle" else cases.Net(name)
+    module = cases.Net() if name == "gentle" else cases.Net(name)
     one = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, precision="16-mixed" if name == "gentle" else "32-true")
     one.fit(module, DataLoader(cases.samples(), 8))
     name += whose
