@@ -64,10 +64,18 @@ def test_rank_0(tmp_path, algorithm, rank, kind, where):
     assert {"teardown-0", "on_exception-0", "teardown-1", "on_exception-1"} <= marks(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [pytest.param(one, marks=() if one in DIFFERENT else pytest.mark.long) for one in ALGORITHMS])
+def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path, algorithm):
+    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", PATIENCE="3") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1 failed: it has been stopped (SIGSTOP)" in run.err
+    assert "teardown-0" in marks(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [pytest.param(one, marks=() if one == "async" else pytest.mark.long) for one in ALGORITHMS])
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path, algorithm):
-    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="12") as run:
+    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="12", PATIENCE="60") as run:
         assert ends_after_fault(run, tmp_path, 1, 12 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+from geartrain.parallel import stopped
 
 KIND, MARKS = sys.argv[1], Path("marks")
 
@@ -51,6 +52,8 @@ class Watch:
 
 
 MARKS.mkdir(exist_ok=True)
+if "STALL" in os.environ:  # the stall is to be seen, not the patience with a stopped rank
+    stopped.PATIENCE = 10 * float(os.environ["STALL"])
 data = DataLoader(TensorDataset(torch.randn(64, 4)), 4)
 options = {"stall_timeout": float(os.environ["STALL"])} if "STALL" in os.environ else None
 trainer = gt.Trainer(

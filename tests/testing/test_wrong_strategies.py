@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain.testing import StrategyConformance
+from geartrain.testing.program import COMPARED
 
 from ..sites import PACKAGES, ROOT, build, environment
-from .wrong import WRONG
+from .wrong import EQUAL, WRONG
 
 #: What a strategy's author writes, and which of the cases are wanted.
 SUITE = """
@@ -24,7 +25,6 @@ class {name}(StrategyConformance):
     capabilities = Capabilities(**{wrong.capabilities!r})
     deadline = {wrong.deadline}
     timeout = {wrong.timeout}
-    timeout = 8.0
     chosen = {wrong.chosen!r}
 """
 CONFTEST = """
@@ -76,7 +76,7 @@ def outcomes(site, request, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if WRONG[name].long else ()) for name in WRONG])
 def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
     outcome, wrong = outcomes[name], WRONG[name]
     assert wrong.fails <= outcome.ran
@@ -85,8 +85,9 @@ def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
 
 
 def test_every_case_catches_something():
-    caught = {case.partition("[")[0] for wrong in WRONG.values() for case in wrong.fails}
+    caught = {case.partition("[")[0] for wrong in WRONG.values() if not wrong.long for case in wrong.fails}
     assert {name for name in dir(StrategyConformance) if name.startswith("test_")} <= caught
+    assert {EQUAL(name) for name in COMPARED} <= {case for wrong in WRONG.values() if not wrong.long for case in wrong.fails}
 
 
 def test_every_wrong_strategy_is_listed():
