@@ -80,7 +80,7 @@ def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
 
 
 def test_a_stopped_rank_is_named_where_another_than_rank_0_has_waited_for_it(tmp_path):
-    with start(tmp_path, "SIGSTOP", 1, "pair", DEVICES="3") as run:
+    with start(tmp_path, "SIGSTOP", 1, "pair", DEVICES="3", PATIENCE="60") as run:
         assert ends_after_fault(run, tmp_path, 1, 4 + PROMPT) > 0
         assert "rank 1 did not come to a collective within the strategy's timeout (hung or stopped): rank 2 failed: " in run.err
 
