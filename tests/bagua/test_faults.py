@@ -75,8 +75,8 @@ def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [pytest.param(one, marks=() if one == "async" else pytest.mark.long) for one in ALGORITHMS])
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path, algorithm):
-    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="12", PATIENCE="60") as run:
-        assert ends_after_fault(run, tmp_path, 1, 12 + PROMPT) > 0
+    with start(tmp_path, algorithm, "SIGSTOP", 1, "train", TIMEOUT="20", PATIENCE="60") as run:
+        assert ends_after_fault(run, tmp_path, 1, 20 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)
 

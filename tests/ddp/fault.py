@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+from geartrain.process import workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from faulty import RANK, WHERE, Watch, fault, mark, mine
@@ -43,28 +45,43 @@ class Model(gt.Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def teardown(self, stage):
+        if "TEARS_DOWN_AFTER_RANK_1" in os.environ and mine() == 0:
+            wait_for_the_end_of(1)
         mark("teardown")
 
 
+class Slow:
+    """Takes its time to tear down, on one rank."""
+
+    @gt.hookimpl
+    def on_exception(self):
+        if os.environ.get("SLOW") == str(mine()):
+            threading.Event().wait(float(os.environ["SECONDS"]))
+            mark("slow")
+
+
 def pair() -> None:
-    """Rank 2 waits for rank 1, with less patience than all others have."""
-    group = dist.new_group([1, 2], timeout=timedelta(seconds=4))
+    """The next rank waits for the one that fails, with less patience than all others have."""
+    group = dist.new_group([RANK, RANK + 1], timeout=timedelta(seconds=4))
     fault("pair")
-    if mine() == 2:
+    if mine() == RANK + 1:
         dist.barrier(group)
 
 
-def leave_after_rank_2() -> None:
-    process, deadline = Path("/proc", Path("marks/training-2").read_text()), time.monotonic() + 20
-    while process.exists() and time.monotonic() < deadline:
+def wait_for_the_end_of(rank: int) -> None:
+    process, deadline = Path("/proc", Path(f"marks/training-{rank}").read_text()), time.monotonic() + 20
+    while process.exists() and "Z" not in (process / "stat").read_text().rpartition(")")[2] and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def main() -> None:
     if os.environ.get("LEAVES_LATE") == str(mine()):
-        atexit.register(leave_after_rank_2)
+        atexit.register(wait_for_the_end_of, 2)
+    if os.environ.get("ABORTS_AT_EXIT") == str(mine()):
+        atexit.register(os.abort)
+    workers.GRACE = float(os.environ.get("GRACE", workers.GRACE))
     torch.manual_seed(0)
-    workers = int(os.environ.get("LOADER_WORKERS", "0"))
+    loader_workers = int(os.environ.get("LOADER_WORKERS", "0"))
     data = TensorDataset(torch.randn(64, 4))
     trainer = gt.Trainer(
         accelerator="cpu",
@@ -73,17 +90,17 @@ def main() -> None:
         num_nodes=int(os.environ.get("NODES", "1")),
         max_epochs=int(os.environ.get("EPOCHS", "2")),
         enable_progress_bar=False,
-        plugins=[Watch()],
+        plugins=[Watch(), Slow()],
         num_sanity_val_steps=0,
         strategy_options={"timeout": float(os.environ.get("TIMEOUT", "60"))},
         output=os.environ.get("OUTPUT"),
         seed=1,
     )
     model = Model()
-    trainer.fit(model, DataLoader(data, 4, shuffle=True, num_workers=workers), DataLoader(data, 4, num_workers=workers))
+    trainer.fit(model, DataLoader(data, 4, shuffle=True, num_workers=loader_workers), DataLoader(data, 4, num_workers=loader_workers))
     mark("weights", repr(model.net.weight.tolist()))
     fault("after")
-    if WHERE == "between" and mine() != RANK:
+    if "TEARS_DOWN_AFTER_RANK_1" in os.environ or (WHERE == "between" and mine() != RANK):
         trainer.validate(Model(), DataLoader(data, 4))
     fault("between")
     mark("done")

@@ -72,9 +72,9 @@ def test_a_signal_to_the_starter_while_it_waits_for_a_rank(tmp_path, number):
 
 @pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
-    # Not less than 10, because ranks that share cores with another program's start apart.
-    with start(tmp_path, "SIGSTOP", 1, "train", TIMEOUT="10", PATIENCE="60") as run:
-        assert ends_after_fault(run, tmp_path, 1, 10 + PROMPT) > 0
+    # Not less, because ranks that share cores with another program's start apart.
+    with start(tmp_path, "SIGSTOP", 1, "train", TIMEOUT="20", PATIENCE="60") as run:
+        assert ends_after_fault(run, tmp_path, 1, 20 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)
 
@@ -91,6 +91,42 @@ def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path
         assert ends_after_fault(run, tmp_path, 1, 30) > 0
         assert "rank 1 failed: it has been stopped (SIGSTOP) for 15 s" in run.err
     assert {"teardown-0", "on_exception-0"} <= marks(tmp_path)
+
+
+def test_ranks_that_wait_for_a_stopped_one_tear_down(tmp_path):
+    with start(tmp_path, "SIGSTOP", 1, "train", DEVICES="3", PATIENCE="3", SLOW="2", SECONDS="2") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1 failed: it has been stopped (SIGSTOP)" in run.err
+    assert {"teardown-0", "on_exception-0", "teardown-2", "on_exception-2", "slow-2"} <= marks(tmp_path)
+
+
+def test_rank_0_is_named_where_it_is_the_one_that_hangs(tmp_path):
+    with start(tmp_path, "hang", 0, "pair") as run:
+        assert ends_after_fault(run, tmp_path, 0, 4 + PROMPT) > 0
+        assert "rank 0 did not come to a collective within the strategy's timeout (hung or stopped): rank 1 failed: " in run.err
+    assert {"teardown-0", "on_exception-0"} <= marks(tmp_path)
+
+
+def test_rank_0_is_given_time_to_tear_down(tmp_path):
+    with start(tmp_path, "SIGKILL", 1, "train", SLOW="0", SECONDS="5", GRACE="1") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "rank 1 was ended by SIGKILL" in run.err
+    assert {"slow-0", "teardown-0"} <= marks(tmp_path)
+
+
+def test_the_first_error_is_shown_where_another_rank_crashes_at_its_end(tmp_path):
+    with start(tmp_path, "exception", 0, "train", ABORTS_AT_EXIT="1") as run:
+        assert ends_after_fault(run, tmp_path, 0) > 0
+        assert "KeyError: 'my own error'" in run.err
+        assert "SIGABRT" not in run.err
+
+
+def test_a_run_after_one_whose_last_moment_a_rank_did_not_survive_says_so(tmp_path):
+    with start(tmp_path, "exception", 1, "after", TEARS_DOWN_AFTER_RANK_1="1") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "the other ranks of this program were ended after a run that failed; rank 1 failed: exit code 1" in run.err
+        assert "KeyError: 'my own error'" in run.err.partition("--- the end of rank 1's output ---")[2]
+    assert "done-0" not in marks(tmp_path)
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path):

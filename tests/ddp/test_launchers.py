@@ -42,6 +42,41 @@ def test_joins_torchrun_and_trains_the_same(tmp_path, self_started):
     assert torch.equal(weights(tmp_path / "out"), self_started)
 
 
+SURVIVES = """
+import geartrain as gt, torch
+from torch.utils.data import DataLoader
+
+class Net(gt.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.weight, self.error = torch.nn.Parameter(torch.ones(1)), error
+    def training_step(self, batch, batch_idx):
+        raise KeyError(self.error)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+def fit(error):
+    trainer = gt.Trainer(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, enable_progress_bar=False)
+    trainer.fit(Net(error), DataLoader(torch.ones(4)))
+
+try:
+    fit("survived")
+except KeyError:
+    fit("too late")
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(tmp_path):
+    (tmp_path / "train.py").write_text(SURVIVES)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    with launched(*torchrun, "train.py", folder=tmp_path) as run:
+        assert run.wait(60) != 0
+    cause = run.err.partition("Root Cause")[2]
+    assert "cannot begin a run: the connection through which ranks meet is closed, as after a run that failed" in cause
+    assert "KeyError: 'survived'" not in cause.partition("traceback")[0]
+
+
 @pytest.mark.slow
 def test_an_error_under_torchrun_is_that_ranks_own(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))

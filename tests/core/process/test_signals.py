@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from geartrain.process.signals import ERROR_FILE, Interrupted, hear_signals
+from geartrain.process import ERROR_FILE
+from geartrain.process.signals import Interrupted, hear_signals
 
 
 def ended_by(number):
@@ -30,6 +31,18 @@ def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(t
         except RuntimeError:
             ended_by(signal.SIGTERM)
         assert lost.__notes__ == ["and then this rank was asked to end, by SIGTERM"]
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            ended_by(signal.SIGTERM)
+
+
+def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_starter(tmp_path, monkeypatch):
+    """As after Ctrl-C, which ranks and starter hear at once."""
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    with hear_signals():
+        try:
+            ended_by(signal.SIGINT)
+        except Interrupted:
+            ended_by(signal.SIGTERM)
         with pytest.raises(Interrupted, match="SIGTERM"):
             ended_by(signal.SIGTERM)
 
@@ -61,6 +74,17 @@ def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(t
         ended_by(signal.SIGTERM)
         with pytest.raises(Interrupted, match="SIGINT"):
             ended_by(signal.SIGINT)
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with hear_signals():
+            ended_by(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_as_they_were_afterwards():

@@ -32,7 +32,7 @@ def child():
 
 def send(child, number, state):
     child.send_signal(number)
-    until(lambda: stopped._is_stopped(child.pid) is state, 20, f"{number.name} is heard")
+    until(lambda: stopped.is_stopped(child.pid) is state, 20, f"{number.name} is heard")
 
 
 def looks(watch, child, clock, seconds):

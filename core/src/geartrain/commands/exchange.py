@@ -144,8 +144,8 @@ def _later() -> Iterator[None]:
 
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
+    from geartrain.process import ERROR_FILE
     from geartrain.process.launch import variables
-    from geartrain.process.signals import ERROR_FILE
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place

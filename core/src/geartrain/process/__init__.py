@@ -10,20 +10,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import traceback
 
+#: Where a worker writes its error, as torchelastic's workers do.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
 _failed: list[float] = []
+
+
+def begin() -> None:
+    """A run begins: one that failed before it, and was survived, is past."""
+    _failed.clear()
+    if path := os.environ.get(ERROR_FILE):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def report(error: BaseException) -> None:
     """Note when this rank failed, and write its error where its starter looks for it: now, before teardown closes connections and
     others fail for it."""
     _failed.append(time.time())
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
@@ -44,6 +55,11 @@ def report(error: BaseException) -> None:
 def failed_at() -> float:
     """When this rank's run failed; now, where it never said so."""
     return _failed[0] if _failed else time.time()
+
+
+def has_failed() -> bool:
+    """Whether this rank's run has failed; then it is tearing down."""
+    return bool(_failed)
 
 
 def is_connection(message: str) -> bool:

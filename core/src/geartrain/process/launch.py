@@ -23,7 +23,7 @@ import torch
 import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
-from geartrain.process import environment, rendezvous, report
+from geartrain.process import begin, environment, rendezvous, report
 from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.handover import registered_names
@@ -129,6 +129,7 @@ def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Itera
     _tie_children()
     run.place = place
     before = _sockets()
+    begin()
     try:
         name = rendezvous.interface(place)
         if name is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError
 
 from geartrain.errors import TrainingError
 from geartrain.process.environment import Place
@@ -83,7 +83,7 @@ def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
     ``torch.distributed.init_process_group("gloo")`` meets there.
 
     Raises:
-        TrainingError: rank 0 cannot be reached, or does not come.
+        TrainingError: rank 0 cannot be reached, or does not come; or an earlier run has failed, which closed the connection to the store.
     """
     assert place.master_addr is not None
     assert place.master_port is not None
@@ -97,16 +97,17 @@ def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
             else connect(place.master_addr, place.master_port, timeout, place.rank)
         )
     program = PrefixStore(f"geartrain/{attempt}", _program[os.getpid()])
-    if place.rank == 0:
-        store = serve(bind(_own_address(place), None), timeout)
-        program.set(f"run/{number}", f"{store.host} {store.port}")
-    else:
-        try:
-            address, port = program.get(f"run/{number}").decode().split()
-        except (DistError, RuntimeError) as error:
-            raise TrainingError(
-                f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this run: {error}"
-            ) from error
+    store = serve(bind(_own_address(place), None), timeout) if place.rank == 0 else None
+    try:
+        if store is not None:
+            program.set(f"run/{number}", f"{store.host} {store.port}")
+        address, port = program.get(f"run/{number}").decode().split()
+    except DistNetworkError as error:
+        lost = "the connection through which ranks meet is closed, as after a run that failed"
+        raise TrainingError(f"rank {place.rank} cannot begin a run: {lost} ({error}). Fix: start the program again") from error
+    except (DistError, RuntimeError) as error:
+        raise TrainingError(f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this run: {error}") from error
+    if store is None:
         store = connect(address, int(port), timeout, place.rank)
     os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     return store

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from geartrain.process import is_connection
+from geartrain.process import ERROR_FILE, is_connection
 
-#: Where a worker writes its error, as torchelastic's workers do.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -23,9 +21,12 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def hear_signals() -> Iterator[None]:
-    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down."""
+    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down. A hangup that nohup lets a program
+    ignore stays ignored."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
         signal.signal(number, _interrupt)
     try:
         yield
@@ -44,9 +45,11 @@ def _is_ending() -> bool:
     """Whether this rank, which another process has started, is on its way to its end already."""
     if os.path.exists(os.environ[ERROR_FILE]):
         return True  # it has failed, told so, and is tearing down
+    error = sys.exception()
+    if isinstance(error, Interrupted):
+        return True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
     # It has just lost its peers. Asked to end while it was in a collective, it hears so only now, and another error here would keep it from
     # tearing down.
-    error = sys.exception()
     if error is None or not is_connection(str(error)):
         return False
     error.add_note("and then this rank was asked to end, by SIGTERM")

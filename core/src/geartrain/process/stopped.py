@@ -30,7 +30,7 @@ class Stopped:
         """Those that have been stopped for ``PATIENCE``; to be called every ``PERIOD``."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * PERIOD), now
-        self._seconds = {pid: self._seconds.get(pid, -passed) + passed for pid in pids if _is_stopped(pid)}
+        self._seconds = {pid: self._seconds.get(pid, -passed) + passed for pid in pids if is_stopped(pid)}
         return [pid for pid, seconds in self._seconds.items() if seconds >= PATIENCE]
 
 
@@ -39,7 +39,8 @@ def describe() -> str:
     return f"it has been stopped (SIGSTOP) for {PATIENCE:.0f} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped: it hears no signal but SIGKILL until it goes on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # a debugger's is a small t
     except OSError:

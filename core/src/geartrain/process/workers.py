@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import select
 import shutil
 import signal
@@ -29,14 +30,16 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import bootstrap, failed_at, is_connection, relaunch, stopped
-from geartrain.process.signals import ERROR_FILE, SIGNALS, hear_signals
+from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, relaunch, stopped
+from geartrain.process.signals import SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 
 #: Seconds between asking a process to end and killing it.
 GRACE = 5.0
+#: Seconds that rank 0, which has failed and tears down, may take for it: loggers hand over what they have.
+TEARDOWN = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Workers:
 
     def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
         self.ranks = [int(environment["RANK"]) for environment in environments]
+        #: Whether every rank of the program is on this node.
+        self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
         self._temporary = logs is None
         self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -127,8 +132,12 @@ class Workers:
             TrainingError: another rank failed first; it names the rank and shows its error and log.
             BaseException: this rank's own error.
         """
-        if self._reported:
-            raise TrainingError("the other ranks of this program were ended after a run that failed. Fix: start the program again")
+        if self._reported or self._ending:
+            if not self._reported:
+                self.show_logs()
+            self._reported = True
+            why = "".join(f"; {failure.describe()}" for failure in self.failures)
+            raise TrainingError(f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again")
         wake_read, wake_write = os.pipe()
         stop_read, stop_write = os.pipe()
         os.set_blocking(wake_write, False)
@@ -194,6 +203,8 @@ class Workers:
             when, message = float(told["extraInfo"].get("when", told["extraInfo"]["timestamp"])), str(told["message"])
         except (OSError, ValueError, KeyError, TypeError):
             when, message = time.time(), f"exit code {code}"
+        else:
+            code = 1  # what it told is why, whatever became of it while it tore down
         return Failure(self.ranks[i], when, -code if code < 0 else None, message)
 
     def _force_out(self, stop: int) -> None:
@@ -201,13 +212,18 @@ class Workers:
         hangs in something else, and the process must end with the cause shown."""
         poll = select.poll()
         poll.register(stop, select.POLLIN)
+        began = time.monotonic()
         if poll.poll(int(GRACE * 1000)):
             return
-        signal.raise_signal(signal.SIGINT)  # a sleep or a Python loop hears this
+        if not has_failed():  # a sleep or a Python loop hears this; who tears down must not
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if poll.poll(int(GRACE * 1000)):
+            return
+        if has_failed() and poll.poll(int((TEARDOWN - 2 * GRACE) * 1000)):
             return
         cause = "; ".join(failure.describe() for failure in self.failures) or "interrupted"
-        print(f"geartrain: {cause}. This rank did not come to an end within {2 * GRACE:.0f} s and is stopped.", file=sys.stderr)
+        took = time.monotonic() - began
+        print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
         self.show_logs()
         sys.stderr.flush()
         os._exit(1)
@@ -219,6 +235,9 @@ class Workers:
                 self.failures += [self._failure(i, 1) for i, rank in enumerate(self.ranks) if i not in self._done and self._told(rank)]
                 self._silent = [rank for rank in self._alive() if not self._told(rank)]
             self._ending = True
+            for i, pid in self._context.pids().items():
+                if i not in self._done and stopped.is_stopped(pid):
+                    os.kill(pid, signal.SIGKILL)  # it hears nothing else; and those that wait for it hear nothing before it has gone
         self._context.close(signal.SIGTERM, timeout=int(GRACE))
 
     # --- afterwards ------------------------------------------------------------------------------------------------------
@@ -232,11 +251,14 @@ class Workers:
         self.end()
         self._reported = True
         first = self._first(error, failed_at)
-        if self._silent and _is_timeout(str(error) if first is None else first.message):
-            # Those that waited say so, each in its own words; the one that they waited for says nothing.
+        # Those that waited say so, each in its own words; the one that they waited for says nothing, or is this one.
+        late = self._silent
+        if first is not None and not late and self._are_all and not _is_timeout(str(error)):
+            late = [0]
+        if late and _is_timeout(str(error) if first is None else first.message):
             told = str(error) if first is None else first.describe().partition("\n")[0]
             raise TrainingError(
-                f"{_ranks(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped): {told}"
+                f"{_ranks(late)} did not come to a collective within the strategy's timeout (hung or stopped): {told}"
             ) from error
         if first is not None:
             self.show_logs([first.rank])
@@ -260,9 +282,9 @@ class Workers:
             return None
         signalled = [failure for failure in self.failures if failure.signal is not None]
         first = min(signalled or self.failures, key=lambda failure: failure.when)
-        if signalled or isinstance(error, KeyboardInterrupt):
-            return first
         mine, theirs = is_connection(str(error)), is_connection(first.message.partition("\n")[0])
+        if isinstance(error, KeyboardInterrupt) or (signalled and (mine or failed_at > first.when)):
+            return first
         own = failed_at < first.when if mine == theirs else theirs
         return None if own else first
 
@@ -310,8 +332,8 @@ class Workers:
 
 
 def _is_timeout(message: str) -> bool:
-    """Whether an error says that this rank waited in vain."""
-    return "timed out" in message.partition("\n")[0].lower()
+    """Whether an error says that this rank waited in vain for others: gloo's and the store's do, a loader's own does not."""
+    return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
 
 
 def _ranks(ranks: list[int]) -> str:

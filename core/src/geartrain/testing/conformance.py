@@ -40,7 +40,7 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
     #: Seconds that one scenario may take, and that a failed program has until it must have ended.
     deadline: float = 60.0
     #: Seconds given as the strategy's timeout where a rank is stopped; long enough for ranks to start in.
-    timeout: float = 12.0
+    timeout: float = 20.0
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,0 +1,49 @@
+"""What a rank tells of its failure, in one run after another."""
+
+import json
+import time
+
+import pytest
+
+from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, report
+
+
+@pytest.fixture(autouse=True)
+def error_file(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    begin()
+    yield path
+    begin()
+
+
+def told(path):
+    return json.loads(path.read_text())["message"]["message"].partition("\n")[0]
+
+
+def test_the_first_error_of_a_run_stays(error_file):
+    began = time.time()
+    report(KeyError("first"))
+    at = failed_at()
+    report(KeyError("second"))
+    assert told(error_file) == "KeyError: 'first'"
+    assert has_failed()
+    assert began <= at == failed_at()
+
+
+def test_one_that_was_survived_is_forgotten_by_the_next_run(error_file):
+    report(KeyError("survived"))
+    before = failed_at()
+    begin()
+    assert not has_failed()
+    assert not error_file.exists()
+    report(KeyError("of the second run"))
+    assert told(error_file) == "KeyError: 'of the second run'"
+    assert failed_at() > before
+
+
+def test_where_nobody_looks_for_it_it_is_noted_all_the_same(monkeypatch):
+    monkeypatch.delenv(ERROR_FILE)
+    begin()
+    report(KeyError("mine"))
+    assert has_failed()
