@@ -122,6 +122,7 @@ def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path
     error = fails(tmp_path, "SIGSTOP", 1)
     assert isinstance(error, gt.TrainingError)
     assert str(error).startswith("rank 1 failed: it has been stopped (SIGSTOP)")
+    assert (tmp_path / "teardown-0").exists()
 
 
 def test_a_run_after_a_failed_one(tmp_path):

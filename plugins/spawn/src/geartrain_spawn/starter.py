@@ -149,9 +149,10 @@ class Ranks:
         while running := {each.process.pid or 0: each for each in self._ranks if each.ended is None}:
             connection.wait([each.process.sentinel for each in running.values()], stopped.PERIOD)
             self._look()
-            if too_long := [running[pid].number for pid in held.too_long(running)]:
-                self.end()
-                raise TrainingError(f"{_named(too_long)} failed: {stopped.describe()}")
+            if too_long := [running[pid] for pid in held.too_long(running)]:
+                self._kill(too_long)  # nothing else ends them; and those that wait for them in a collective are let go, to tear down
+                self._unwind()
+                raise TrainingError(f"{_named([each.number for each in too_long])} failed: {stopped.describe()}")
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
                 self._raise()
@@ -183,9 +184,13 @@ class Ranks:
         deadline = time.monotonic() + GRACE
         for each in alive:
             each.process.join(max(0.0, deadline - time.monotonic()))
-        for each in self._alive():
+        self._kill(self._alive())
+
+    def _kill(self, ranks: list[_Rank]) -> None:
+        for each in ranks:
             each.killed = True
             each.process.kill()
+        for each in ranks:
             each.process.join()
 
     def close(self) -> None:
