@@ -116,6 +116,15 @@ def test_a_stopped_rank_is_named_at_the_timeout(tmp_path, monkeypatch):
     assert str(error).startswith("rank 1 did not come to a collective within the strategy's timeout")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_at_the_timeout(tmp_path, rank):
+    error = fails(tmp_path, "hang", rank, strategy_options={"timeout": 5.0})
+    assert isinstance(error, gt.TrainingError)
+    assert str(error).startswith(f"rank {rank} did not come to a collective within the strategy's timeout (hung or stopped): ")
+    assert "timed out" in str(error).lower()
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
 def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "GRACE", 1.0)
     monkeypatch.setattr(stopped, "PATIENCE", 4.0)

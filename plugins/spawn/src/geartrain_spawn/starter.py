@@ -97,8 +97,6 @@ class _Rank:
     error_file: Path
     #: When it was seen to have ended, in seconds since the epoch; ``None`` while it lives, and where it was told to end.
     ended: float | None = None
-    #: Whether it had to be killed, because it did not end when it was asked.
-    killed: bool = False
 
     def failed_at(self) -> float:
         """When its error came, before teardown; else when it was seen to have ended."""
@@ -114,6 +112,8 @@ class Ranks:
     def __init__(self, start_method: str, logs: Path) -> None:
         self._start_method, self._logs = start_method, logs
         self._ranks: list[_Rank] = []
+        #: Those that had told no error when the first was told to end; ``None`` before that.
+        self._silent: list[int] | None = None
 
     def start(self, place: Place, number: int, timeout: timedelta, payload: Any) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
@@ -179,7 +179,10 @@ class Ranks:
 
     def end(self) -> None:
         """End every rank that lives: SIGTERM, seconds to unwind, SIGKILL. Nothing is left of them."""
-        for each in (alive := self._alive()):
+        alive = self._alive()
+        if self._silent is None:  # afterwards one that hung in Python has told an error too: that it was asked to end
+            self._silent = [each.number for each in alive if not each.error_file.exists()]
+        for each in alive:
             each.process.terminate()
         deadline = time.monotonic() + GRACE
         for each in alive:
@@ -188,7 +191,6 @@ class Ranks:
 
     def _kill(self, ranks: list[_Rank]) -> None:
         for each in ranks:
-            each.killed = True
             each.process.kill()
         for each in ranks:
             each.process.join()
@@ -216,10 +218,10 @@ class Ranks:
         if not isinstance(answer, rank.Told):
             raise TrainingError(f"rank {first.number} ended with exit code {first.process.exitcode} and said nothing{where}")
         if _is_victim(answer):
-            hung = [each.number for each in self._ranks if each.killed]
             left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
-            if hung:
-                what = f"{_named(hung)} did not come to a collective within the strategy's timeout (hung or stopped)"
+            if self._silent and _is_timeout(answer):
+                # Those that waited say so, each in its own words; the one that they waited for says nothing.
+                what = f"{_named(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped)"
                 raise TrainingError(f"{what}: {answer.summary}")
             if left:
                 raise TrainingError(f"{_named(left)} left before the run ended (exit code 0): {answer.summary}")
@@ -258,6 +260,11 @@ def _again(told: rank.Told, number: int) -> BaseException:
 
 def _is_victim(answer: Any) -> bool:
     return isinstance(answer, rank.Told) and is_connection(answer.summary)
+
+
+def _is_timeout(answer: rank.Told) -> bool:
+    """Whether an error says that this rank waited in vain."""
+    return "timed out" in answer.summary.partition("\n")[0].lower()
 
 
 def _named(ranks: list[int]) -> str:
