@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import util
 from pathlib import Path
 
 import torch
@@ -112,6 +113,24 @@ class Faulty(Net):
 
     def teardown(self, stage):
         self.mark("teardown")
+
+
+class AbortsAtExit(Faulty):
+    """Rank 1 aborts while its process ends, after it has told its error."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        if self.global_rank == 1:
+            util.Finalize(None, os.abort, exitpriority=0)
+
+
+class HangsInTeardown(Faulty):
+    """The rank that fails does not come to an end."""
+
+    def teardown(self, stage):
+        super().teardown(stage)
+        if self.global_rank == self.rank:
+            threading.Event().wait()
 
 
 def is_gone(folder, rank):
