@@ -31,6 +31,8 @@ from geartrain_spawn.files import AnonymousFile
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
 #: Seconds: for ranks to end by themselves after one has failed, and between asking a rank to end and killing it.
 UNWIND, GRACE = 3.0, 5.0
+#: Seconds after which a rank that has not heard is asked to end once more.
+AGAIN = 1.0
 
 _numbers = itertools.count(1)
 
@@ -204,12 +206,18 @@ class Ranks:
             for each in alive:
                 if each.number not in self._silent:  # it has told its error and is slow to tear down: it has failed all the same
                     each.ended = time.time()
-        for each in alive:
-            each.process.terminate()
-        deadline = time.monotonic() + GRACE
-        for each in alive:
-            each.process.join(max(0.0, deadline - time.monotonic()))
+        self._ask_to_end()
         self._kill(self._alive())
+
+    def _ask_to_end(self) -> None:
+        # More than once: after Ctrl-C, which a terminal sends to ranks as well, a second signal on its heels may let the kernel hand both
+        # to another thread of a rank, and then the main thread, where Python handles them, sleeps on in whatever it waits for.
+        deadline = time.monotonic() + GRACE
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            for each in alive:
+                if not each.error_file.exists():  # else it is on its way to its end
+                    each.process.terminate()
+            connection.wait([each.process.sentinel for each in alive], min(left, AGAIN))
 
     def _kill(self, ranks: list[_Rank]) -> None:
         for each in ranks:
