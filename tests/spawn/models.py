@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import util
 from pathlib import Path
 
 import torch
@@ -93,7 +94,8 @@ class Faulty(Net):
             sys.exit(0)
         if self.kind == "_exit":
             os._exit(0)
-        os.kill(os.getpid(), getattr(signal, self.kind))
+        if self.kind != "hang":
+            os.kill(os.getpid(), getattr(signal, self.kind))
         threading.Event().wait()
 
     def setup(self, stage):
@@ -111,6 +113,24 @@ class Faulty(Net):
 
     def teardown(self, stage):
         self.mark("teardown")
+
+
+class AbortsAtExit(Faulty):
+    """Rank 1 aborts while its process ends, after it has told its error."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        if self.global_rank == 1:
+            util.Finalize(None, os.abort, exitpriority=0)
+
+
+class HangsInTeardown(Faulty):
+    """The rank that fails does not come to an end."""
+
+    def teardown(self, stage):
+        super().teardown(stage)
+        if self.global_rank == self.rank:
+            threading.Event().wait()
 
 
 def is_gone(folder, rank):

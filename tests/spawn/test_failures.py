@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 import geartrain as gt
 from geartrain.parallel import stopped
+from geartrain_spawn import rank as rank_process
 from geartrain_spawn import starter
+from geartrain_spawn.files import AnonymousFile
 
-from .models import Faulty, Net, is_gone, loader, trainer
+from .models import AbortsAtExit, Faulty, HangsInTeardown, Net, is_gone, loader, trainer
 
 METHODS = ["forkserver", "spawn", "fork"]
 #: Seconds within which a run must have ended after a fault; generous, for a machine with two busy cores.
@@ -38,12 +41,19 @@ class CannotTravel(ValueError):
         raise TypeError("no")
 
 
-def fails(tmp_path, kind, rank, where="train", method="forkserver", error=None, **options):
+class CannotComeBack(ValueError):
+    """It pickles, but what is pickled cannot be made again."""
+
+    def __init__(self, code, *, hint):
+        super().__init__(f"code {code}")
+
+
+def fails(tmp_path, kind, rank, where="train", method="forkserver", error=None, module=Faulty, **options):
     """Run until the fault; the error that the caller got."""
     began = time.monotonic()
     one = trainer(method, **options)
     with pytest.raises(BaseException) as raised:
-        one.fit(Faulty(tmp_path, kind, rank, where, error), loader(), loader(8))
+        one.fit(module(tmp_path, kind, rank, where, error), loader(), loader(8))
     assert time.monotonic() - began < PROMPT
     assert is_gone(tmp_path, 0)
     assert is_gone(tmp_path, 1)
@@ -89,6 +99,44 @@ def test_a_rank_that_a_signal_ends_is_named(tmp_path, kind, method):
     assert (tmp_path / "teardown-0").exists()
 
 
+def test_a_rank_that_is_killed_while_it_hands_over_is_named(tmp_path, monkeypatch):
+    dump = AnonymousFile.dump
+
+    def half(file, thing):
+        dump(file, thing)
+        if thing != rank_process.DONE:
+            os.truncate(file.descriptor, os.fstat(file.descriptor).st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(AnonymousFile, "dump", half)  # ranks have it, being forks
+    error = fails(tmp_path, "", None, method="fork")
+    assert isinstance(error, gt.TrainingError)
+    assert str(error) == "rank 0 was ended by SIGKILL"
+
+
+def test_an_error_that_cannot_come_back_is_told(tmp_path):
+    error = fails(tmp_path, "exception", 1, error=CannotComeBack(7, hint="look there"), method="fork")
+    assert isinstance(error, gt.TrainingError)
+    assert str(error) == "rank 1 failed: CannotComeBack: code 7"
+    assert "in training_step" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_crash_at_exit_does_not_hide_the_error(tmp_path, rank):
+    error = fails(tmp_path, "exception", rank, error=KeyError("mine"), module=AbortsAtExit)
+    assert type(error) is KeyError
+    assert f"raised on rank {rank}" in error.__notes__
+
+
+def test_a_teardown_without_end_does_not_hide_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "UNWIND", 1.0)
+    monkeypatch.setattr(starter, "GRACE", 1.0)
+    options = {"timeout": 5.0}  # its connections stay, so the other waits
+    error = fails(tmp_path, "exception", 0, error=KeyError("mine"), module=HangsInTeardown, strategy_options=options)
+    assert isinstance(error, gt.TrainingError)
+    assert str(error) == "rank 0 failed: KeyError: 'mine'"
+
+
 def test_a_rank_that_is_asked_to_end_tears_down(tmp_path):
     error = fails(tmp_path, "SIGTERM", 1)
     assert isinstance(error, gt.TrainingError)
@@ -116,12 +164,22 @@ def test_a_stopped_rank_is_named_at_the_timeout(tmp_path, monkeypatch):
     assert str(error).startswith("rank 1 did not come to a collective within the strategy's timeout")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_at_the_timeout(tmp_path, rank):
+    error = fails(tmp_path, "hang", rank, strategy_options={"timeout": 5.0})
+    assert isinstance(error, gt.TrainingError)
+    assert str(error).startswith(f"rank {rank} did not come to a collective within the strategy's timeout (hung or stopped): ")
+    assert "timed out" in str(error).lower()
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
 def test_a_rank_that_stays_stopped_ends_the_run_long_before_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(starter, "GRACE", 1.0)
     monkeypatch.setattr(stopped, "PATIENCE", 4.0)
     error = fails(tmp_path, "SIGSTOP", 1)
     assert isinstance(error, gt.TrainingError)
     assert str(error).startswith("rank 1 failed: it has been stopped (SIGSTOP)")
+    assert (tmp_path / "teardown-0").exists()
 
 
 def test_a_run_after_a_failed_one(tmp_path):

@@ -257,6 +257,19 @@ def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
+    """A terminal interrupts all processes of the program, so that a rank is asked to end while it tears down already."""
+    with waiting(tmp_path, method) as run:
+        until_waiting(run, tmp_path)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(PROMPT) != 0
+        assert "SIGINT" in run.err
+        until(lambda: not run.processes(), PROMPT, "no process is left")
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_starter_takes_everything_with_it(tmp_path, method):
     with waiting(tmp_path, method, LOADER_WORKERS="1") as run:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -31,6 +31,8 @@ from geartrain_spawn.files import AnonymousFile
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
 #: Seconds: for ranks to end by themselves after one has failed, and between asking a rank to end and killing it.
 UNWIND, GRACE = 3.0, 5.0
+#: Seconds after which a rank that has not heard is asked to end once more.
+AGAIN = 1.0
 
 _numbers = itertools.count(1)
 
@@ -95,17 +97,34 @@ class _Rank:
     number: int
     answer: AnonymousFile
     error_file: Path
-    #: When it was seen to have ended, in seconds since the epoch; ``None`` while it lives, and where it was told to end.
+    #: When it was seen to have ended or to end by its own error, in seconds since the epoch; ``None`` while it lives, and where it was
+    #: told to end.
     ended: float | None = None
-    #: Whether it had to be killed, because it did not end when it was asked.
-    killed: bool = False
 
     def failed_at(self) -> float:
         """When its error came, before teardown; else when it was seen to have ended."""
+        written = self._written()
+        return (self.ended or time.time()) if written is None else written[0]
+
+    def told(self) -> rank.Told | None:
+        """Its error, once it has ended; ``None`` where it said nothing."""
+        written = self._written()
+        if self.process.exitcode and (self.process.exitcode > 0 or written is not None):
+            # It may hold half of something, where it was killed while it wrote, or an error that can be pickled but not unpickled.
+            with suppress(Exception):
+                if isinstance(answer := self.answer.load(), rank.Told):
+                    return answer
+        return None if written is None else written[1]
+
+    def _written(self) -> tuple[float, rank.Told] | None:
+        """What it wrote when its error came, before teardown, and when that was, in seconds since the epoch."""
         try:
-            return float(json.loads(self.error_file.read_text())["message"]["extraInfo"]["when"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return self.ended or time.time()
+            message = json.loads(self.error_file.read_text())["message"]
+            text = message["extraInfo"]["py_callstack"]
+            told = rank.Told(None, message["message"].removesuffix(f"\n{text}"), text)
+            return float(message["extraInfo"]["when"]), told
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
 
 class Ranks:
@@ -114,6 +133,8 @@ class Ranks:
     def __init__(self, start_method: str, logs: Path) -> None:
         self._start_method, self._logs = start_method, logs
         self._ranks: list[_Rank] = []
+        #: Those that had told no error when the first was told to end; ``None`` before that.
+        self._silent: list[int] | None = None
 
     def start(self, place: Place, number: int, timeout: timedelta, payload: Any) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
@@ -149,9 +170,10 @@ class Ranks:
         while running := {each.process.pid or 0: each for each in self._ranks if each.ended is None}:
             connection.wait([each.process.sentinel for each in running.values()], stopped.PERIOD)
             self._look()
-            if too_long := [running[pid].number for pid in held.too_long(running)]:
-                self.end()
-                raise TrainingError(f"{_named(too_long)} failed: {stopped.describe()}")
+            if too_long := [running[pid] for pid in held.too_long(running)]:
+                self._kill(too_long)  # nothing else ends them; and those that wait for them in a collective are let go, to tear down
+                self._unwind()
+                raise TrainingError(f"{_named([each.number for each in too_long])} failed: {stopped.describe()}")
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
                 self._raise()
@@ -178,14 +200,29 @@ class Ranks:
 
     def end(self) -> None:
         """End every rank that lives: SIGTERM, seconds to unwind, SIGKILL. Nothing is left of them."""
-        for each in (alive := self._alive()):
-            each.process.terminate()
+        alive = self._alive()
+        if self._silent is None:  # afterwards one that hung in Python has told an error too: that it was asked to end
+            self._silent = [each.number for each in alive if not each.error_file.exists()]
+            for each in alive:
+                if each.number not in self._silent:  # it has told its error and is slow to tear down: it has failed all the same
+                    each.ended = time.time()
+        self._ask_to_end()
+        self._kill(self._alive())
+
+    def _ask_to_end(self) -> None:
+        # More than once: after Ctrl-C, which a terminal sends to ranks as well, a second signal on its heels may let the kernel hand both
+        # to another thread of a rank, and then the main thread, where Python handles them, sleeps on in whatever it waits for.
         deadline = time.monotonic() + GRACE
-        for each in alive:
-            each.process.join(max(0.0, deadline - time.monotonic()))
-        for each in self._alive():
-            each.killed = True
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            for each in alive:
+                if not each.error_file.exists():  # else it is on its way to its end
+                    each.process.terminate()
+            connection.wait([each.process.sentinel for each in alive], min(left, AGAIN))
+
+    def _kill(self, ranks: list[_Rank]) -> None:
+        for each in ranks:
             each.process.kill()
+        for each in ranks:
             each.process.join()
 
     def close(self) -> None:
@@ -199,26 +236,31 @@ class Ranks:
 
     def _raise(self) -> None:
         failed = [each for each in self._ranks if each.ended is not None and each.process.exitcode != 0]
-        told = {each.number: each.answer.load() for each in failed}
+        told = {each.number: each.told() for each in failed}
         # A signal's victim says nothing; a lost connection says only that another has gone.
         failed.sort(key=lambda each: (_is_victim(told[each.number]), each.failed_at()))
-        signalled = [each for each in failed if (each.process.exitcode or 0) < 0]
+        # One that crashes on its way out, after an error, has failed by that error.
+        signalled = [each for each in failed if told[each.number] is None and (each.process.exitcode or 0) < 0]
         first = (signalled or failed)[0]
         where = self._show_log(first)
         if signalled:
             raise TrainingError(f"rank {first.number} was ended by {signal.Signals(-(first.process.exitcode or 0)).name}{where}")
         answer = told[first.number]
-        if not isinstance(answer, rank.Told):
+        if answer is None:
             raise TrainingError(f"rank {first.number} ended with exit code {first.process.exitcode} and said nothing{where}")
         if _is_victim(answer):
-            hung = [each.number for each in self._ranks if each.killed]
-            left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
-            if hung:
-                what = f"{_named(hung)} did not come to a collective within the strategy's timeout (hung or stopped)"
-                raise TrainingError(f"{what}: {answer.summary}")
-            if left:
-                raise TrainingError(f"{_named(left)} left before the run ended (exit code 0): {answer.summary}")
+            self._blame_absent(answer)
         raise _again(answer, first.number)
+
+    def _blame_absent(self, answer: rank.Told) -> None:
+        """Raise for those whom a rank lost, or waited for in vain."""
+        left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+        if self._silent and _is_timeout(answer):
+            # Those that waited say so, each in its own words; the one that they waited for says nothing.
+            what = f"{_named(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped)"
+            raise TrainingError(f"{what}: {answer.summary}")
+        if left:
+            raise TrainingError(f"{_named(left)} left before the run ended (exit code 0): {answer.summary}")
 
     def _show_log(self, failed: _Rank, lines: int = 40) -> str:
         """Print the end of a rank's output; where all of it is."""
@@ -251,8 +293,13 @@ def _again(told: rank.Told, number: int) -> BaseException:
     return error
 
 
-def _is_victim(answer: Any) -> bool:
-    return isinstance(answer, rank.Told) and is_connection(answer.summary)
+def _is_victim(answer: rank.Told | None) -> bool:
+    return answer is not None and is_connection(answer.summary)
+
+
+def _is_timeout(answer: rank.Told) -> bool:
+    """Whether an error says that this rank waited in vain."""
+    return "timed out" in answer.summary.partition("\n")[0].lower()
 
 
 def _named(ranks: list[int]) -> str:
