@@ -3,7 +3,7 @@
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
   rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
-  ``refusals``, ``stopped``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+  ``is_timeout``, ``refusals``, ``stopped``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
   torch.distributed.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 from geartrain.errors import TrainingError
 from geartrain.pickles import refusals
-from geartrain.process import is_connection, stopped
+from geartrain.process import is_connection, is_timeout, stopped
 from geartrain.process.environment import Place, detect
 from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
@@ -44,6 +44,7 @@ __all__ = [
     "gather_uneven",
     "hear_signals",
     "is_connection",
+    "is_timeout",
     "join",
     "launch",
     "name_absent_ranks",

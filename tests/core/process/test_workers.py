@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from geartrain.process.workers import Failure, Workers, _is_timeout
+from geartrain.process import is_timeout
+from geartrain.process.workers import Failure, Workers
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ from geartrain.process.workers import Failure, Workers, _is_timeout
     ],
 )
 def test_who_has_waited_for_others(message, waited):
-    assert _is_timeout(message) is waited
+    assert is_timeout(message) is waited
 
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")

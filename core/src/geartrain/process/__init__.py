@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 
@@ -65,3 +66,8 @@ def has_failed() -> bool:
 def is_connection(message: str) -> bool:
     """Whether an error's message is that of a collective whose peer has gone."""
     return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
+
+
+def is_timeout(message: str) -> bool:
+    """Whether an error's message says that a rank waited for others in vain: gloo's and the store's do, a loader's own does not."""
+    return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import select
 import shutil
 import signal
@@ -30,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, relaunch, stopped
+from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, is_timeout, relaunch, stopped
 from geartrain.process.signals import SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
@@ -172,7 +171,7 @@ class Workers:
             failed = bool(self._collect())
             signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(SIGNALS)
             if failed or signalled:
-                if failed and any(_is_timeout(failure.message) for failure in self.failures):
+                if failed and any(is_timeout(failure.message) for failure in self.failures):
                     self._wait_for_others(3.0)
                 self.end()
                 self._force_out(stop)
@@ -253,9 +252,9 @@ class Workers:
         first = self._first(error, failed_at)
         # Those that waited say so, each in its own words; the one that they waited for says nothing, or is this one.
         late = self._silent
-        if first is not None and not late and self._are_all and not _is_timeout(str(error)):
+        if first is not None and not late and self._are_all and not is_timeout(str(error)):
             late = [0]
-        if late and _is_timeout(str(error) if first is None else first.message):
+        if late and is_timeout(str(error) if first is None else first.message):
             told = str(error) if first is None else first.describe().partition("\n")[0]
             raise TrainingError(
                 f"{_ranks(late)} did not come to a collective within the strategy's timeout (hung or stopped): {told}"
@@ -329,11 +328,6 @@ class Workers:
             raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
         if self._temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
-
-
-def _is_timeout(message: str) -> bool:
-    """Whether an error says that this rank waited in vain for others: gloo's and the store's do, a loader's own does not."""
-    return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.parallel import Place, belongings, hear_signals, is_connection, reserve, stopped, take_back
+from geartrain.parallel import Place, belongings, hear_signals, is_connection, is_timeout, reserve, stopped, take_back
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 
@@ -255,7 +255,7 @@ class Ranks:
     def _blame_absent(self, answer: rank.Told) -> None:
         """Raise for those whom a rank lost, or waited for in vain."""
         left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
-        if self._silent and _is_timeout(answer):
+        if self._silent and is_timeout(answer.summary):
             # Those that waited say so, each in its own words; the one that they waited for says nothing.
             what = f"{_named(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped)"
             raise TrainingError(f"{what}: {answer.summary}")
@@ -295,11 +295,6 @@ def _again(told: rank.Told, number: int) -> BaseException:
 
 def _is_victim(answer: rank.Told | None) -> bool:
     return answer is not None and is_connection(answer.summary)
-
-
-def _is_timeout(answer: rank.Told) -> bool:
-    """Whether an error says that this rank waited in vain."""
-    return "timed out" in answer.summary.partition("\n")[0].lower()
 
 
 def _named(ranks: list[int]) -> str:
