@@ -114,6 +114,13 @@ def test_rank_0_is_given_time_to_tear_down(tmp_path):
     assert {"slow-0", "teardown-0"} <= marks(tmp_path)
 
 
+def test_rank_0_is_ended_where_it_hangs_in_leaving_its_group(tmp_path):
+    with start(tmp_path, "SIGKILL", 1, "train", HANGS_LEAVING="1", GRACE="1") as run:
+        assert ends_after_fault(run, tmp_path, 1) > 0
+        assert "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within " in run.err
+    assert {"on_exception-0", "teardown-0"} <= marks(tmp_path)
+
+
 def test_the_first_error_is_shown_where_another_rank_crashes_at_its_end(tmp_path):
     with start(tmp_path, "exception", 0, "train", ABORTS_AT_EXIT="1") as run:
         assert ends_after_fault(run, tmp_path, 0) > 0

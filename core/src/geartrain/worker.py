@@ -22,7 +22,7 @@ from geartrain.logs import Logs
 from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
 from geartrain.porting.names import MEMBERS, member
-from geartrain.process import report
+from geartrain.process import leave, report
 from geartrain.rounds import is_sure
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
@@ -218,6 +218,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
         # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
         run.model, run.calls = None, {}
         gc.collect()
+    leave()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
     run.module._run = None

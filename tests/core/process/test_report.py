@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, report
+from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, is_telling, leave, report
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,14 @@ def test_where_nobody_looks_for_it_it_is_noted_all_the_same(monkeypatch):
     begin()
     report(KeyError("mine"))
     assert has_failed()
+
+
+def test_telling_ends_where_leaving_begins():
+    assert not is_telling()
+    report(KeyError("mine"))
+    assert is_telling()
+    leave()
+    assert not is_telling()
+    begin()
+    report(KeyError("of the second run"))
+    assert is_telling()

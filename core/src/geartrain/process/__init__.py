@@ -21,11 +21,15 @@ import traceback
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
 _failed: list[float] = []
+#: Whether everyone whom this rank's failure concerns has been told; what is left is to leave the group.
+_leaving = False
 
 
 def begin() -> None:
     """A run begins: one that failed before it, and was survived, is past."""
+    global _leaving
     _failed.clear()
+    _leaving = False
     if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -61,6 +65,17 @@ def failed_at() -> float:
 def has_failed() -> bool:
     """Whether this rank's run has failed; then it is tearing down."""
     return bool(_failed)
+
+
+def leave() -> None:
+    """Plugins and modules have torn down; what is left is to leave the group."""
+    global _leaving
+    _leaving = True
+
+
+def is_telling() -> bool:
+    """Whether this rank has failed, and plugins and modules are being told, which may take them a while."""
+    return bool(_failed) and not _leaving
 
 
 def is_connection(message: str) -> bool:

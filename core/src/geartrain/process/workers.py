@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, is_timeout, relaunch, stopped
+from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, is_telling, is_timeout, relaunch, stopped
 from geartrain.process.signals import SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
@@ -37,7 +37,7 @@ logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 
 #: Seconds between asking a process to end and killing it.
 GRACE = 5.0
-#: Seconds that rank 0, which has failed and tears down, may take for it: loggers hand over what they have.
+#: Seconds that plugins and modules may take where rank 0 has failed and tells them: loggers hand over what they have.
 TEARDOWN = 300.0
 
 
@@ -218,8 +218,12 @@ class Workers:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if poll.poll(int(GRACE * 1000)):
             return
-        if has_failed() and poll.poll(int((TEARDOWN - 2 * GRACE) * 1000)):
-            return
+        if is_telling():
+            while is_telling() and time.monotonic() < began + TEARDOWN:
+                if poll.poll(500):
+                    return
+            if poll.poll(int(GRACE * 1000)):
+                return
         cause = "; ".join(failure.describe() for failure in self.failures) or "interrupted"
         took = time.monotonic() - began
         print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
