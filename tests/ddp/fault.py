@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,9 +70,10 @@ def pair() -> None:
 
 
 def wait_for_the_end_of(rank: int) -> None:
-    process, deadline = Path("/proc", Path(f"marks/training-{rank}").read_text()), time.monotonic() + 20
-    while process.exists() and "Z" not in (process / "stat").read_text().rpartition(")")[2] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    process, deadline = Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat"), time.monotonic() + 20
+    with suppress(OSError):  # it has gone
+        while "Z" not in process.read_text().rpartition(")")[2] and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def main() -> None:

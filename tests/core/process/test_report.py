@@ -1,11 +1,11 @@
-"""What a rank tells of its failure, in one run after another."""
+"""What a rank tells of its failure, in one run after another, and what errors say."""
 
 import json
 import time
 
 import pytest
 
-from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, is_telling, leave, report
+from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, is_telling, is_timeout, leave, report
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +58,17 @@ def test_telling_ends_where_leaving_begins():
     begin()
     report(KeyError("of the second run"))
     assert is_telling()
+
+
+@pytest.mark.parametrize(
+    ("message", "waited"),
+    [
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete", True),
+        ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        ("DataLoader timed out after 30 seconds", False),
+        ("requests.exceptions.ReadTimeout: the read timed out", False),
+        ("KeyError: 'x'\nTimed out waiting 12000ms for recv operation to complete", False),
+    ],
+)
+def test_who_has_waited_for_others(message, waited):
+    assert is_timeout(message) is waited
