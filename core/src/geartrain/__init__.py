@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from geartrain import _start  # noqa: F401 (reads where the program started, before it changes its folder)
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.hookspecs import hookimpl, hookspec

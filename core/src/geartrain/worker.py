@@ -23,6 +23,7 @@ from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
 from geartrain.porting.names import MEMBERS, member
 from geartrain.process import leave, report
+from geartrain.process.forks import share_temporary_folder
 from geartrain.rounds import is_sure
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
@@ -145,6 +146,7 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
                 f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
             )
         run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
+        share_temporary_folder(run.loaders[stage])
         run.batches[stage] = [0 if is_spare(loader) else count_batches(loader, limit, stage) for loader in run.loaders[stage]]
         _agree_on_rounds(run, stage)
 

@@ -89,3 +89,15 @@ def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "x")
     done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert "again []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "says"),
+    [
+        ("import geartrain", "os.chdir(os.sep)", "again ['x']"),
+        ("os.chdir(os.sep)", "import geartrain", "import geartrain before os.chdir()"),
+    ],
+)
+def test_a_program_that_changes_its_directory(folder, first, then, says):
+    (folder / "moves.py").write_text(f"import os\nif 'AGAIN' not in os.environ:\n    {first}\n    {then}\n{ASK}")
+    assert says in python("moves.py", "x", folder=folder)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +19,8 @@ import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
 from geartrain.process import begin, environment, rendezvous, report
-from geartrain.process.bootstrap import PR_SET_PDEATHSIG
 from geartrain.process.environment import STARTED_BY, Place
+from geartrain.process.forks import adopt_temporary_folder, guard_forks
 from geartrain.process.handover import registered_names
 from geartrain.process.signals import hear_signals
 from geartrain.process.workers import Workers, at_exit
@@ -33,8 +28,6 @@ from geartrain.process.workers import Workers, at_exit
 if TYPE_CHECKING:
     from geartrain.run import Run
 
-#: Seconds that a fork waits on older Pythons; see ``_settle``.
-_SETTLE = 0.005
 #: What this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
 _runs = 0
@@ -92,41 +85,11 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
         return worker(place.local_rank)
 
 
-@cache
-def _tie_children() -> None:
-    """Let what this process forks die with it: torch's loader workers look for their parent, but one that is blocked in writing a
-    batch never does. Only children of the main thread: the signal follows the thread that forked."""
-    if sys.platform != "linux":
-        return
-    libc, main, forking = ctypes.CDLL(None), threading.main_thread(), [False]
-
-    def before() -> None:
-        forking[0] = threading.current_thread() is main
-        _settle()
-
-    def in_child() -> None:
-        if forking[0]:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    os.register_at_fork(before=before, after_in_child=in_child)
-
-
-def _settle() -> None:
-    """Let threads of the process group come to rest before a fork.
-
-    Python 3.11 re-creates the lock of its list of threads in a forked child only after it has taken it: where another thread was
-    adding itself to the list, the child, a loader worker, hangs for ever. gloo's threads do so just after a collective, to free what it
-    held; measured with a loader worker an epoch: one hang in 300 epochs. Newer Pythons hold the lock themselves while they fork; since
-    which one was not looked up.
-    """
-    if sys.version_info < (3, 13) and torch.distributed.is_initialized():
-        time.sleep(_SETTLE)
-
-
 @contextmanager
 def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Iterator[None]:
     """Meet the other ranks; after an error let go of them."""
-    _tie_children()
+    guard_forks()
+    adopt_temporary_folder()
     run.place = place
     before = _sockets()
     begin()

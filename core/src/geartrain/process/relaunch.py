@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 from geartrain._start import DIRECTORY
 from geartrain.errors import UsageError
 
 
 def command() -> list[str]:
-    """The command to run again.
+    """Return the command to run again.
 
     Raises:
-        UsageError: there is none to run again, or it would not do the same.
+        UsageError: there is none to run again, it would not do the same, or its file cannot be found from the start directory.
     """
     reason = why_not()
     if reason:
@@ -22,7 +23,21 @@ def command() -> list[str]:
             f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
             "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
         )
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None  # python -m has a spec
+    if script is not None and not any(_is_same_file(Path(DIRECTORY, argument), script) for argument in sys.orig_argv[1:]):
+        raise UsageError(
+            f"other ranks are started by running the same command again, and {script} is not found from {DIRECTORY}, the current "
+            "directory when geartrain was imported. Fix: import geartrain before os.chdir()"
+        )
     return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _is_same_file(path: Path, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):
+        return False
 
 
 def why_not() -> str | None:

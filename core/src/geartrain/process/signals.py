@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from geartrain.process import ERROR_FILE, is_connection
+from geartrain.process.forks import handlers_not_inherited
 
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -23,13 +25,14 @@ class Interrupted(KeyboardInterrupt):
 def hear_signals() -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down. A hangup that nohup lets a program
     ignore stays ignored."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
     for number in before:
         signal.signal(number, _interrupt)
     try:
-        yield
+        with handlers_not_inherited(before):
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ ends the others, allows seconds to unwind, and keeps whose error came first.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import math
@@ -23,13 +24,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
 from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, is_telling, is_timeout, relaunch, stopped
+from geartrain.process.forks import TEMPORARY, not_inherited, remove_temporary_folder
 from geartrain.process.signals import SIGNALS, hear_signals
 
 # elastic warns of every process that it is asked to end.
@@ -39,6 +43,7 @@ logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 GRACE = 5.0
 #: Seconds that plugins and modules may take where rank 0 has failed and tells them: loggers hand over what they have.
 TEARDOWN = 300.0
+_exit = os._exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,10 @@ class Workers:
         #: Whether every rank of the program is on this node.
         self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
         self._temporary = logs is None
-        self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs
+        self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()  # ranks start in another folder
         self.logs.mkdir(parents=True, exist_ok=True)
         command = relaunch.command()
-        log_paths = [str((self.logs / f"rank-{rank}.log").absolute()) for rank in self.ranks]
+        log_paths = [str(self.logs / f"rank-{rank}.log") for rank in self.ranks]
         before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
         here = os.getcwd()
         os.chdir(relaunch.directory())
@@ -103,7 +108,7 @@ class Workers:
                 "geartrain",
                 sys.executable,
                 {i: ("-I", "-S", bootstrap.__file__, str(os.getpid()), path, *command) for i, path in enumerate(log_paths)},
-                {i: dict(environment) for i, environment in enumerate(environments)},
+                {i: {**environment, TEMPORARY: util.get_temp_dir()} for i, environment in enumerate(environments)},
                 _Logs(self.logs, self.ranks),
             )
         finally:
@@ -137,33 +142,53 @@ class Workers:
             self._reported = True
             why = "".join(f"; {failure.describe()}" for failure in self.failures)
             raise TrainingError(f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again")
+        over = threading.Event()
         wake_read, wake_write = os.pipe()
-        stop_read, stop_write = os.pipe()
         os.set_blocking(wake_write, False)
-        old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        watcher = threading.Thread(target=self._watch, args=(wake_read, stop_read), name="geartrain-watch", daemon=True)
-        watcher.start()
-        try:
-            with hear_signals():
-                yield
-        except BaseException as error:
-            self._explain(error, failed_at())
-            raise
-        finally:
-            os.close(stop_write)
-            watcher.join()
-            signal.set_wakeup_fd(old_wake)
-            for handle in (wake_read, wake_write, stop_read):
-                os.close(handle)
+        with not_inherited(wake_read, wake_write), self._exits_fail():
+            old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+            watcher = threading.Thread(target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True)
+            watcher.start()
+            try:
+                with hear_signals():
+                    yield
+            except BaseException as error:
+                self._explain(error, failed_at())
+                raise
+            finally:
+                over.set()
+                with contextlib.suppress(BlockingIOError):  # full: the watcher wakes anyway
+                    os.write(wake_write, b"\0")  # closing would wake nobody while a child that was forked earlier holds a copy
+                watcher.join()
+                signal.set_wakeup_fd(old_wake)
 
-    def _watch(self, wake: int, stop: int) -> None:
+    @contextmanager
+    def _exits_fail(self) -> Iterator[None]:
+        """Make ``os._exit(0)`` in this process fail: it skips all of Python, and the program would end as if the run had succeeded."""
+        mine = os.getpid()
+
+        def leave(status: int) -> NoReturn:
+            if os.getpid() == mine:  # not a forked child, which ends by it as a rule
+                rank = min(self.ranks) - 1
+                print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
+                self._context.close(signal.SIGKILL)
+                remove_temporary_folder()
+            _exit(status or 1)
+
+        os._exit = leave
+        try:
+            yield
+        finally:
+            os._exit = _exit
+
+    def _watch(self, wake: int, over: threading.Event) -> None:
         """Wait for a worker's exit, one that is stopped for too long, a signal to this process, or the end of the work."""
         poll = select.poll()
-        for handle in (wake, stop, *self._handles):
+        for handle in (wake, *self._handles):
             poll.register(handle, select.POLLIN)
         while True:
             ready = [handle for handle, _ in poll.poll(stopped.PERIOD * 1000)]
-            if stop in ready:
+            if over.is_set():
                 return
             for handle in ready:
                 if handle in self._handles:
@@ -174,7 +199,7 @@ class Workers:
                 if failed and any(is_timeout(failure.message) for failure in self.failures):
                     self._wait_for_others(3.0)
                 self.end()
-                self._force_out(stop)
+                self._force_out(over)
                 return
 
     def _collect(self) -> list[Failure]:
@@ -206,30 +231,29 @@ class Workers:
             code = 1  # what it told is why, whatever became of it while it tore down
         return Failure(self.ranks[i], when, -code if code < 0 else None, message)
 
-    def _force_out(self, stop: int) -> None:
-        """Rank 0 had its peers taken away: whatever collective it is in has failed by now. Where it still does not come out, it
-        hangs in something else, and the process must end with the cause shown."""
-        poll = select.poll()
-        poll.register(stop, select.POLLIN)
+    def _force_out(self, over: threading.Event) -> None:
+        """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
+        works, it hangs in something else, and the process must end with the cause shown."""
         began = time.monotonic()
-        if poll.poll(int(GRACE * 1000)):
+        if over.wait(GRACE):
             return
-        if not has_failed():  # a sleep or a Python loop hears this; who tears down must not
+        if not has_failed():  # a sleep or a Python loop hears this; a rank that tears down must not
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if poll.poll(int(GRACE * 1000)):
+        if over.wait(GRACE):
             return
         if is_telling():
             while is_telling() and time.monotonic() < began + TEARDOWN:
-                if poll.poll(500):
+                if over.wait(0.5):
                     return
-            if poll.poll(int(GRACE * 1000)):
+            if over.wait(GRACE):
                 return
         cause = "; ".join(failure.describe() for failure in self.failures) or "interrupted"
         took = time.monotonic() - began
         print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
         self.show_logs()
         sys.stderr.flush()
-        os._exit(1)
+        remove_temporary_folder()
+        _exit(1)
 
     def end(self) -> None:
         """End every worker: SIGTERM, seconds to unwind, SIGKILL; loader workers of theirs with them."""
@@ -349,6 +373,7 @@ def at_exit(workers: Workers) -> None:
                 print(f"geartrain: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            remove_temporary_folder()
+            _exit(1)
 
     atexit.register(wait)

@@ -16,6 +16,7 @@ from geartrain.errors import UsageError
 from geartrain.module import Module
 from geartrain.optim import needs_closure, parameters_of
 from geartrain.porting.names import OF_FABRIC, member
+from geartrain.process.forks import share_temporary_folder
 from geartrain.run import Run
 from geartrain.session.models import Called, SessionLoader, SessionModel
 from geartrain.session.optimizers import Step, Stepper, session_optimizer, stepper_of
@@ -133,6 +134,7 @@ class Session(Together):
                 raise UsageError(f"setup_dataloaders({type(loader).__name__}): Fix: a DataLoader or an iterable of batches, once")
             run.stage = stage
             mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if use_distributed_sampler else loader
+            share_temporary_folder([mine])
             run.loaders, run.batches = {stage: [mine]}, {stage: [count_batches(mine, None, stage)]}
             made.append(SessionLoader(self, run, mine, move_to_device))
         return made[0] if len(made) == 1 else made

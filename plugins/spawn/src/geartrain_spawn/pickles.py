@@ -7,10 +7,12 @@ import os
 import pickle
 import sys
 import types
+from collections import ChainMap
 from collections.abc import Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec
-from typing import IO, Any
+from multiprocessing import reduction
+from typing import IO, Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -79,6 +81,31 @@ def _by_value_where_needed(name: str) -> None:
         path = found.submodule_search_locations
     if found is None or found.origin is None or not os.path.exists(found.origin) or not os.path.samefile(found.origin, origin):
         cloudpickle.register_pickle_by_value(module)
+
+
+#: How multiprocessing and torch.multiprocessing pickle descriptors and tensors.
+_SHARED = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+
+
+class _WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles for a loader worker that a rank starts: as multiprocessing does, and by value what a fresh process could not import."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(_SHARED, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | types.FunctionType):
+            _by_value_where_needed(obj.__module__)
+        return super().reducer_override(obj)
+
+
+def pickle_by_value_for_workers() -> None:
+    """Let this rank start loader workers by ``spawn`` and ``forkserver``: a dataset of the caller's script came here by value, and the
+    rank's own ``__main__`` does not have its class."""
+
+    def dump_for_worker(obj: Any, file: Any, protocol: int | None = None) -> None:
+        _WorkerPickler(file, protocol).dump(obj)
+
+    reduction.dump = dump_for_worker
 
 
 # --- what does not pickle ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from geartrain import Run
 from geartrain.parallel import Place, join, outcome, threads, variables
 from geartrain_spawn.files import AnonymousFile
+from geartrain_spawn.pickles import pickle_by_value_for_workers
 
 
 @dataclass(slots=True)
@@ -111,6 +112,7 @@ def main(job: Job) -> None:
     try:
         if job.surroundings is not None:
             job.surroundings.take_over()
+            pickle_by_value_for_workers()
         os.environ.update(variables(job.place), TORCHELASTIC_ERROR_FILE=str(job.error_file))
         # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
@@ -139,12 +141,16 @@ def _die_with_starter() -> None:
     """End when the starter does, however that ends."""
     starter = multiprocessing.parent_process()
     assert starter is not None
+    assert starter.pid is not None
     if sys.platform == "linux" and os.getppid() == starter.pid:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
+    # A forkserver's child is no child of its starter, and the server may outlive it. Not the sentinel if there is a choice: it is a pipe,
+    # whose other end the starter's forked children hold open after its death.
+    ended = os.pidfd_open(starter.pid) if hasattr(os, "pidfd_open") else starter.sentinel
+
     def watch() -> None:
-        # A forkserver's child is no child of its starter, and the server may live on.
-        connection.wait([starter.sentinel])
+        connection.wait([ended])
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="geartrain-starter", daemon=True).start()

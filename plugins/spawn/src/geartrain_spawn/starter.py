@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +51,7 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
     payload = (run, worker) if start_method == "fork" else _pack(run, worker)
     logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if run.output is None else run.output.absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    util.get_temp_dir()  # ranks and their loader workers use it too: a killed one leaves no folder
     ranks = Ranks(start_method, logs)
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:

@@ -1,0 +1,83 @@
+"""What a forked child of a rank, such as a loader worker or one of a Pool, does not keep of it."""
+
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from geartrain.process.forks import guard_forks, not_inherited
+from geartrain.process.signals import hear_signals
+
+guard_forks()
+
+
+@pytest.fixture
+def pipe():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with not_inherited(writing):
+        yield reading, writing
+    os.close(reading)
+
+
+def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_raises_in_the_child(pipe):
+    reading, writing = pipe
+    started = multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=lambda: started.set() or signal.pause())
+    before = signal.set_wakeup_fd(writing)
+    try:
+        with hear_signals():
+            child.start()
+            assert started.wait(10)
+            child.terminate()
+            child.join(10)
+            os.set_blocking(reading, False)
+            woken = os.read(reading, 64) if select.select([reading], [], [], 0)[0] else b""
+    finally:
+        signal.set_wakeup_fd(before)
+    assert child.exitcode == -signal.SIGTERM
+    assert signal.SIGTERM not in woken
+
+
+def test_a_forked_child_holds_no_copy_of_a_watchers_pipe(pipe):
+    reading, writing = pipe
+    leave = multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=leave.wait, args=(20,))
+    child.start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # no writing end of the pipe is left here
+    assert select.select([reading], [], [], 5)[0], "a child holds the writing end, so that its reader never sees the end"
+    leave.set()
+    child.join(10)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a file in /proc")
+def test_loader_workers_leave_no_folder_after_an_error(tmp_path):
+    program = """
+        import torch, geartrain as gt
+        from torch.utils.data import DataLoader
+
+        class Fails(gt.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(1, 1)
+
+            def training_step(self, batch, batch_idx):
+                raise ValueError("my own error")
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 0.1)
+
+        trainer = gt.Trainer(max_epochs=1, enable_progress_bar=False)
+        trainer.fit(Fails(), DataLoader(torch.rand(8, 1), batch_size=2, num_workers=1, persistent_workers=True))
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "ValueError: my own error" in done.stderr
+    assert not list(tmp_path.glob("pymp-*"))
