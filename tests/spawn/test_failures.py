@@ -154,7 +154,7 @@ def test_a_rank_that_is_interrupted_is_named(tmp_path):
 def test_a_rank_that_leaves_early_is_named(tmp_path, kind, rank):
     error = fails(tmp_path, kind, rank)
     assert isinstance(error, gt.TrainingError)
-    assert str(error).startswith(f"rank {rank} left before the run ended")
+    assert str(error).startswith(f"rank {rank} left the program before the run ended")
 
 
 def test_a_stopped_rank_is_named_at_the_timeout(tmp_path, monkeypatch):

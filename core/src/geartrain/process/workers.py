@@ -292,7 +292,8 @@ class Workers:
             raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
         left = [rank for i, rank in enumerate(self.ranks) if self._done.get(i) == 0]
         if left and is_connection(str(error)):
-            raise TrainingError(f"{_ranks(left)} left the program before this run ended (exit code 0): {error}") from error
+            self.show_logs(left)
+            raise TrainingError(f"{_ranks(left)} left the program before the run ended (exit code 0, as after os._exit(0))") from None
 
     def _wait_for_others(self, seconds: float) -> None:
         """Until all have ended, or so long; longer for one that has told its error."""

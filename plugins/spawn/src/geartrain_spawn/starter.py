@@ -178,9 +178,8 @@ class Ranks:
             if any(each.process.exitcode for each in self._ranks if each.ended is not None):
                 self._unwind()
                 self._raise()
-        left = [each.number for each in self._ranks if each.answer.is_empty()]
-        if left:
-            raise TrainingError(f"{_named(left)} left before the run ended (exit code 0)")
+        if left := self._left():
+            raise self._left_error(left)
         return self._ranks[0].answer.load()
 
     def _alive(self) -> list[_Rank]:
@@ -243,25 +242,34 @@ class Ranks:
         # One that crashes on its way out, after an error, has failed by that error.
         signalled = [each for each in failed if told[each.number] is None and (each.process.exitcode or 0) < 0]
         first = (signalled or failed)[0]
+        answer = told[first.number]
+        if not signalled and _is_victim(answer):
+            self._blame_absent(answer)
         where = self._show_log(first)
         if signalled:
             raise TrainingError(f"rank {first.number} was ended by {signal.Signals(-(first.process.exitcode or 0)).name}{where}")
-        answer = told[first.number]
         if answer is None:
             raise TrainingError(f"rank {first.number} ended with exit code {first.process.exitcode} and said nothing{where}")
-        if _is_victim(answer):
-            self._blame_absent(answer)
         raise _again(answer, first.number)
 
     def _blame_absent(self, answer: rank.Told) -> None:
-        """Raise for those whom a rank lost, or waited for in vain."""
-        left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+        """Raise for the ranks that another rank lost, or for which it waited until the timeout."""
+        left = self._left()
         if self._silent and is_timeout(answer.summary):
             # Those that waited say so, each in its own words; the one that they waited for says nothing.
             what = f"{_named(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped)"
             raise TrainingError(f"{what}: {answer.summary}")
         if left:
-            raise TrainingError(f"{_named(left)} left before the run ended (exit code 0): {answer.summary}")
+            raise self._left_error(left)
+
+    def _left(self) -> list[_Rank]:
+        """Return the ranks that ended with exit code 0 and no result."""
+        return [each for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+
+    def _left_error(self, left: list[_Rank]) -> TrainingError:
+        where = "".join([self._show_log(each) for each in left][:1])
+        names = _named([each.number for each in left])
+        return TrainingError(f"{names} left the program before the run ended (exit code 0, as after os._exit(0)){where}")
 
     def _show_log(self, failed: _Rank, lines: int = 40) -> str:
         """Print the end of a rank's output; where all of it is."""
@@ -285,7 +293,7 @@ def _again(told: rank.Told, number: int) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         error = TrainingError(f"rank {number} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
     elif isinstance(error, SystemExit):
-        error = TrainingError(f"rank {number} left before the run ended ({told.summary})")
+        error = TrainingError(f"rank {number} left the program before the run ended ({told.summary})")
     elif error is None:
         error = TrainingError(f"rank {number} failed: {told.summary}")
     else:
