@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geartrain import TrainingError
-from geartrain.whole_files import is_temporary, replacing
+from geartrain.whole_files import AppendedFile, is_temporary, replacing
 
 
 @contextmanager
@@ -81,3 +81,16 @@ def test_the_name_beside_is_known(tmp_path):
     assert not any(
         is_temporary(tmp_path / name, ".ckpt") for name in ("last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1")
     )
+
+
+def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"one\n")
+    file = AppendedFile(path)
+    file.append(b"two\n")
+    with files_of_at_most(10), pytest.raises(TrainingError, match=r"^disk full: \S+file could not be written"):
+        file.append(b"three\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+    file.append(b"four\n")
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\nfour\n"

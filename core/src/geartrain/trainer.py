@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
 from geartrain.checkpoint import Start, find, model_checkpoints
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -311,6 +311,12 @@ class Trainer(Placed):
             check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
+        with reserved_folder(self._parts, resumes):
+            return self._launch(command, model, given, datamodule, checkpoint, resumes)
+
+    def _launch(
+        self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any, resumes: bool
+    ) -> Any:
         start = Start(find(checkpoint, self._parts, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)

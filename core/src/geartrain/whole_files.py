@@ -51,6 +51,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             beside.unlink(missing_ok=True)
 
 
+def write(path: Path, text: str) -> None:
+    """Write a text file whole or not at all; raises as :func:`replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
 def is_temporary(path: Path, suffix: str) -> bool:
     """True if :func:`replacing` gives this name to the temporary file of one whose name ends with ``suffix``."""
     return re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) is not None
@@ -93,3 +99,35 @@ def _reason(path: Path, error: OSError) -> str:
     with suppress(OSError):
         why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
     return f"disk full: {path} could not be written ({why}). Fix: free space, or another output"
+
+
+class AppendedFile:
+    """A file that grows by whole pieces.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Not buffered: what cannot be written must raise in append, and not again when the file is closed.
+        self._file = path.open("ab", buffering=0)
+        self.size = self._file.seek(0, os.SEEK_END)
+
+    def append(self, data: bytes) -> None:
+        """Write all of ``data`` before this returns.
+
+        Raises:
+            TrainingError: it could not be written: the disk is full. The file is as it was.
+        """
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._file.truncate(self.size)
+            raise TrainingError(_reason(self.path, error)) from error
+        self.size += len(data)
+
+    def close(self) -> None:
+        self._file.close()
