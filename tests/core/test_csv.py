@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     (warning,) = done.stdout.splitlines()
-    assert "geartrain[csv]: log_metrics raised OSError" in warning
+    assert "geartrain[csv]: log_metrics raised TrainingError: disk full" in warning
     lines = read(tmp_path / "m.csv")
     assert [int(line["step"]) for line in lines] == list(range(1, len(lines) + 1))
     assert 5 < len(lines) < 15

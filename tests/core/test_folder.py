@@ -1,15 +1,23 @@
 """The run's folder, and checkpoints: written whole, read safely, refused where they do not fit."""
 
+import errno
 import json
+import multiprocessing
+import os
 import pickle
+import sys
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
+from torch import nn
 
 import geartrain as gt
-from geartrain import GeartrainError, TrainingError, UsageError, hookimpl
+from geartrain import GeartrainError, Session, TrainingError, UsageError, hookimpl
+from geartrain.folder_lock import fcntl, locked
 
-from .models import EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
+from .models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
+from .test_whole_files import files_of_at_most
 
 
 def read(path):
@@ -133,6 +141,192 @@ def test_a_folder_with_other_files_is_used(tmp_path):
     fit(output=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "plan.json").exists()
+
+
+# --- two runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_another_run_uses_is_refused(tmp_path):
+    class Meets(EvalNet):
+        refused = None
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.refused is None:
+                with pytest.raises(UsageError, match=r"another run uses output=.*Fix: another folder") as self.refused:
+                    trainer(output=tmp_path).fit(Net(), loader(), ckpt_path="auto")
+
+    net = Meets()
+    fit(net, output=tmp_path)
+    assert net.refused is not None
+    assert read(tmp_path / "summary.json")["steps"] == 6
+    trainer(output=tmp_path, max_epochs=2).fit(Net(), loader(), ckpt_path="auto")  # the other has ended
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_a_session_uses_its_folder_until_it_is_closed(tmp_path, with_function):
+    def train(session):
+        with pytest.raises(UsageError, match="another run uses"):
+            fit(output=tmp_path)
+
+    session = Session(output=tmp_path)
+    if with_function:
+        session.launch(train)
+    else:
+        session.launch()
+        train(session)
+        session.close()
+    with pytest.raises(UsageError, match="holds a run already"):
+        fit(output=tmp_path)
+
+
+def test_of_two_runs_that_were_checked_in_a_new_folder_one_starts(tmp_path):
+    one, two = (trainer(output=tmp_path) for _ in range(2))
+    for each in (one, two):
+        each.check(Net())
+    one.fit(Net(), loader())
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="holds a run already"):
+        two.fit(Net(), loader())
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    one.fit(Net(), loader())  # its own folder
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, UsageError])
+def test_a_run_that_fails_gives_its_folder_back(tmp_path, error):
+    class Fails(Net):
+        def on_train_start(self):
+            raise error("by hand")
+
+    with pytest.raises(error, match="by hand"):
+        fit(Fails(), output=tmp_path)
+    with pytest.raises(UsageError, match="holds a run already"):
+        fit(output=tmp_path)
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    with pytest.raises(UsageError):
+        fit(nn.Linear(3, 1), output=tmp_path / "new")
+    with pytest.raises(UsageError, match="holds none"):
+        trainer(output=tmp_path / "new").fit(Net(), loader(), ckpt_path="last")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=r"file/run'? cannot be created: Not a directory. Fix: another folder"):
+        fit(output=tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(fcntl is None, reason="Windows has no such locks")
+def test_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch):
+    def no_lock(descriptor, operation):
+        raise OSError(errno.EBADF, "Bad file descriptor")  # of a folder on NFS
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    fit(output=tmp_path)
+    assert read(tmp_path / "summary.json")["status"] == "done"
+
+
+@pytest.mark.skipif(fcntl is None, reason="Windows has no such locks")
+def test_a_process_that_a_run_has_forked_does_not_keep_the_folder(tmp_path):
+    """A DataLoader worker outlives a run that is killed by seconds."""
+
+    def holds_it():
+        for descriptor in range(256):
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+                    sys.exit(3)
+
+    child = multiprocessing.get_context("fork").Process(target=holds_it)
+    with locked(tmp_path):
+        child.start()
+        child.join(DEADLINE)
+    assert child.exitcode == 0
+
+
+# --- a full disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_the_error_and_leaves_whole_files(tmp_path):
+    """The summary cannot be written either, which is a note on the first error."""
+
+    class Fills(Logs):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 2:
+                limit.enter_context(files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 20))
+
+    with ExitStack() as limit, pytest.raises(TrainingError, match=r"^disk full: \S+metrics.jsonl could not be written") as caught:
+        fit(Fills(), output=tmp_path, log_every_n_steps=1)
+    assert any("disk full" in note and "summary.json" in note for note in caught.value.__notes__)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "plan.json"]
+
+
+def test_a_full_disk_leaves_no_half_summary_and_none_of_an_earlier_run(tmp_path):
+    class Fills:
+        @hookimpl
+        def on_run_start(self, run):
+            if run.command == "test":
+                limit.enter_context(files_of_at_most(100))
+
+    with ExitStack() as limit:
+        net, one = Logs(), trainer(output=tmp_path, plugins=[Fills()])
+        one.fit(net, loader())
+        with pytest.raises(TrainingError, match="disk full"):
+            one.test(net, loader())
+    assert not (tmp_path / "summary.json").exists()
+
+
+class _Ranks:
+    """A strategy that knows better than rank 0 why the run failed; with ``kills``, rank 0 writes no summary."""
+
+    kills = False
+
+    @hookimpl
+    def launch(self, worker):
+        try:
+            return worker(0)
+        except BaseException:
+            if self.kills:
+                (self.folder / "summary.json").unlink()
+            raise TrainingError("rank 1 was ended by SIGKILL") from None
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_the_summary_names_the_error_that_the_caller_gets(tmp_path, kills):
+    class LosesItsPeer(Net):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("Connection closed by peer")
+
+    ranks = _Ranks()
+    ranks.folder, ranks.kills = tmp_path / "run", kills
+    with pytest.raises(TrainingError, match="SIGKILL"):
+        fit(LosesItsPeer(), strategy=ranks, output=tmp_path / "run")
+    summary = read(tmp_path / "run" / "summary.json")
+    assert summary["status"] == "failed"
+    assert summary["error"] == "TrainingError: rank 1 was ended by SIGKILL"
+
+
+def test_the_summary_of_an_earlier_run_stays_if_a_later_one_never_starts(tmp_path):
+    one = fit(Net(), output=tmp_path / "run")
+    with pytest.raises(UsageError):
+        one.fit(Net(), loader(), ckpt_path=tmp_path / "none.ckpt")
+    assert read(tmp_path / "run" / "summary.json")["status"] == "done"
+
+
+def test_the_summary_of_a_run_whose_plugin_fails_to_end_it(tmp_path):
+    class Fails:
+        @hookimpl
+        def on_exception(self):
+            raise RuntimeError("second")
+
+    class Net(Logs):
+        def on_train_end(self):
+            raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        fit(Net(), output=tmp_path, plugins=[Fails()])
+    assert read(tmp_path / "summary.json")["error"] == "ValueError: first"
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------------

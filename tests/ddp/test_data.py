@@ -64,6 +64,19 @@ def test_rank_without_a_sample_of_its_own_is_spare():
     assert [numbers(b) for b in shards(loader, "train")] == [[0], [1], [2], [0]]
 
 
+def test_no_rank_is_spare_if_the_loader_is_empty():
+    """Then the loader is refused, as in one process."""
+    assert not any(is_spare(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
+
+
+def test_ranks_predict_whole_batches_in_turn():
+    loader = DataLoader(range(11), batch_size=3)
+    assert shards(loader, "predict", size=2) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]
+    assert shards(DataLoader(range(11), batch_size=3, drop_last=True), "predict", size=2) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5]]]
+    shuffled = shards(DataLoader(range(11), batch_size=3, shuffle=True), "predict", size=2)
+    assert sorted(numbers(shuffled[0]) + numbers(shuffled[1])) == list(range(11))
+
+
 # --- its order -----------------------------------------------------------------------------------------------------------
 
 

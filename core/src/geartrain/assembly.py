@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from geartrain.hooks import Hooks
 from geartrain.options import Options
 from geartrain.parts import Choice, Part, state_of
 from geartrain.plan import Plan, make_plan
-from geartrain.process.environment import Place
+from geartrain.process.environment import Place, starts_rank_0
 from geartrain.registry import Registry, file_plugin, is_file, make
 
 #: What manual optimisation is called among the parts.
@@ -62,7 +63,7 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
     scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
     dtype = choose_precision(asked.precision, __version__)
-    parts = (*core_parts(options, dtype, asked.output, place is None or place.rank == 0), chip, scheme, *extra)
+    parts = (*core_parts(options, dtype, asked.output, starts_rank_0(place, num_nodes)), chip, scheme, *extra)
     hooks = Hooks(parts)
     plan = make_plan(
         hooks,
@@ -108,6 +109,12 @@ def core_parts(options: Options, precision: Choice, output: str | Path | None, f
 
 def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
     return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+
+
+def reserved_folder(parts: Iterable[Part], resumes: bool = False) -> AbstractContextManager[None]:
+    """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`."""
+    folder = next((part.plugin for part in parts if isinstance(part.plugin, RunFolder)), None)
+    return nullcontext() if folder is None else folder.reserved(resumes)
 
 
 def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, ...]:

@@ -187,34 +187,42 @@ def _is_loader(item: Any) -> bool:
     )
 
 
-def count_batches(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
-    """How many batches of a loader will be used; ``None`` if it cannot say.
+def length(thing: Any) -> int | None:
+    """Return the length of a loader or sampler; ``None`` if it cannot say."""
+    try:
+        return len(thing)
+    except TypeError:
+        return None
+
+
+def count_batches(loader: Iterable[Any], limit: int | float | None, stage: str, total: int | None = None) -> int | None:
+    """Return how many batches of a loader will be used; ``None`` if it cannot say.
+
+    Args:
+        total: how many it has; default: its length.
 
     Raises:
         TrainingError: the loader is empty.
         UsageError: a fraction of a loader that has no length.
     """
-    try:
-        length: int | None = len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        length = None
+    total = length(loader) if total is None else total
     if limit == 0:
         return 0
-    if length == 0:
+    if total == 0:
         raise TrainingError(
             f"the loader to {stage} is empty: {describe(loader)}. Fix: give it samples, or a smaller batch_size with drop_last"
         )
     if isinstance(limit, float) and limit < 1.0:
-        if length is None:
+        if total is None:
             raise UsageError(f"a fraction ({limit}) of the loader to {stage} cannot be taken: it has no length. Fix: a number of batches")
-        if int(length * limit) == 0:
+        if int(total * limit) == 0:
             raise UsageError(
-                f"{limit} of the {length} batches to {stage} is less than one batch. Fix: a larger fraction, or a number of batches"
+                f"{limit} of the {total} batches to {stage} is less than one batch. Fix: a larger fraction, or a number of batches"
             )
-        return int(length * limit)
+        return int(total * limit)
     if limit is None or isinstance(limit, float):
-        return length
-    return limit if length is None else min(limit, length)
+        return total
+    return limit if total is None else min(limit, total)
 
 
 def describe(loader: Any) -> str:

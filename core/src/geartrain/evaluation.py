@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from geartrain.data import map_tensors
 from geartrain.hooks import fire
 from geartrain.metric_objects import standing_in
+from geartrain.predictions import from_all_ranks
 from geartrain.rounds import repeated, while_any_has
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def evaluate(run: Run, stage: str) -> Any:
     """Run one evaluation and put the stage back as it was.
 
     Returns:
-        For ``"predict"`` each batch's output on the CPU (a list of such lists where there are several loaders); otherwise the
-        metrics by name.
+        For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if there are several loaders); otherwise
+        the metrics by name.
     """
     method, prefix, loaders = _STAGES[stage]
     before, run.stage = (run.stage, run.dataloader_idx), stage
@@ -44,6 +44,8 @@ def evaluate(run: Run, stage: str) -> Any:
             _own(run, f"on_{prefix}_start")
             _own(run, f"on_{prefix}_epoch_start")
             outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
+            if stage == "predict" and run.world.size > 1:
+                outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
             _own(run, f"{prefix}_epoch_end", collected)
             _own(run, f"on_{prefix}_epoch_end")
@@ -77,7 +79,7 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
     more = (index,) if len(run.loaders[loaders]) > 1 else ()
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
-    turns = while_any_has(run, islice(batches, limit)) if run.unsure[loaders] else repeated(batches, limit, rounds)
+    turns = while_any_has(run, batches, limit) if run.unsure[loaders] else repeated(batches, limit, rounds)
     for batch_idx, (batch, again) in enumerate(turns):
         run.batch, run.repeating = batch, again
         with _thrown_away(run) if run.repeating else nullcontext():

@@ -106,7 +106,8 @@ def shard_dataloader(run: Run, loader: Iterable[Any], stage: str) -> Iterable[An
     Fired: once for each loader, before the model is wrapped.
     Arguments: ``loader`` as the user made it; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     Returns: the loader to iterate in this process.
-    Default: the loader itself for one rank, ``geartrain.parallel.shard`` for several.
+    Default: the loader itself for one rank, ``geartrain.parallel.shard`` for several. It gives ranks whole batches in turn to predict,
+        which ``trainer.predict`` puts back in order; the outputs of another kind of shard are returned rank by rank.
     """
 
 

@@ -45,22 +45,25 @@ def while_all_have(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def while_any_has(run: Run, batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Batches to evaluate, each with whether this rank has run out and repeats its last; one small collective a batch.
+def while_any_has(run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, bool]]:
+    """Yield batches to evaluate, each with True if this rank has used its ``limit`` or run out and repeats its last; one small collective
+    a batch.
 
     Raises:
         TrainingError: this rank never had one that it could repeat.
     """
-    iterator, last = iter(batches), _OUT
+    iterator, last, done = islice(batches, None if limit is None else max(limit, 1)), _OUT, 0
     while True:
         batch = next(iterator, _OUT)
-        if len(_who(run, batch is _OUT)) == run.world.size:
+        repeats = batch is _OUT or done == limit
+        if len(_who(run, repeats)) == run.world.size:
             return
-        if batch is _OUT and last is _OUT:
+        last = last if batch is _OUT else batch
+        if last is _OUT:
             raise TrainingError(
                 f"the loader to {run.stage} gives rank {run.world.rank} no batch, and others some. Fix: give each rank one at least"
             )
-        last, repeats = (last, True) if batch is _OUT else (batch, False)
+        done += 1
         yield last, repeats
 
 

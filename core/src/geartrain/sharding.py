@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from geartrain.data import length
+
 if TYPE_CHECKING:
     from geartrain.run import Run
 
 
-class _Shard(Sampler[Any]):
+class Shard(Sampler[Any]):
     """This rank's items of another sampler: every ``size``-th, from ``rank``.
 
     Args:
         sampler: gives the same items in the same order on every rank; random ones are seeded for it.
-        even: whether each rank gets equally many, by starting over at the end (training); else no item stands twice
+        even: True if each rank gets equally many items, by starting over at the end (training). Otherwise no item comes twice
             (evaluation), and ranks differ by one at most.
         seed: of the order; the same on every rank.
     """
@@ -40,43 +42,38 @@ class _Shard(Sampler[Any]):
 
     @property
     def empty(self) -> bool:
-        """Whether this rank has no item of its own."""
-        return _is_empty(self.sampler, self.rank)
+        """True if this rank has no item and another rank has one."""
+        total = length(self.sampler)
+        return total is not None and 0 < total <= self.rank
 
     def __len__(self) -> int:
-        return _length(len(self.sampler), self.rank, self.size, self.even)
+        total = len(self.sampler)
+        return math.ceil(total / self.size) if self.even else len(range(self.rank, total, self.size)) or min(total, 1)
 
-
-class ShardSampler(_Shard):
-    """This rank's indices of a sampler."""
-
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return _part(self._all(), self.rank, self.size, self.even)
 
-    def _all(self) -> Iterable[int]:
-        if not hasattr(self.sampler, "__len__"):
+    def _all(self) -> Iterable[Any]:
+        if length(self.sampler) is None:
             return self.sampler  # type: ignore[no-any-return]
-        before = getattr(self.sampler, "generator", ...)
-        own = before is None or isinstance(before, torch.Generator)
-        with _drawing_from(self.seed + self.epoch):
+        seed = self.seed + self.epoch
+        # A batch sampler draws from the sampler inside it.
+        drawn_from: list[Any] = [self.sampler, getattr(self.sampler, "sampler", None)]
+        drawn_from = [sampler for sampler in drawn_from if _has_generator(sampler)]
+        before = [sampler.generator for sampler in drawn_from]
+        with _drawing_from(seed):
             try:
-                if own:
-                    self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+                for sampler in drawn_from:
+                    sampler.generator = torch.Generator().manual_seed(seed)
                 return list(self.sampler)
             finally:
-                if own:
-                    self.sampler.generator = before
+                for sampler, generator in zip(drawn_from, before, strict=True):
+                    sampler.generator = generator
 
 
-class ShardBatchSampler(_Shard):
-    """This rank's batches of a batch sampler of the user's own."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if not hasattr(self.sampler, "__len__"):
-            return _part(self.sampler, self.rank, self.size, self.even)
-        with _drawing_from(self.seed + self.epoch):
-            batches = list(self.sampler)
-        return _part(batches, self.rank, self.size, self.even)
+def _has_generator(sampler: Any) -> bool:
+    generator = getattr(sampler, "generator", ...)
+    return generator is None or isinstance(generator, torch.Generator)
 
 
 def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:
@@ -88,14 +85,6 @@ def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[An
         items = (items * math.ceil(target / len(items)))[:target]
     # A rank without any gets one that is not its own: it repeats a batch where others still evaluate.
     return iter(items[rank::size] or items[:1])
-
-
-def _length(total: int, rank: int, size: int, even: bool) -> int:
-    return math.ceil(total / size) if even else len(range(rank, total, size)) or min(total, 1)
-
-
-def _is_empty(sampler: Any, rank: int) -> bool:
-    return hasattr(sampler, "__len__") and rank >= len(sampler)
 
 
 @contextmanager
@@ -126,16 +115,20 @@ def agree_on_seed(run: Run) -> int:
 def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
     """This rank's part of a loader, for a strategy's ``shard_dataloader``.
 
-    A random or sequential sampler is replaced, keeping the loader's own shuffling; a sampler of the user's own is wrapped; a
-    ``DistributedSampler`` of the user's own is kept, and so is anything that is no DataLoader of a dataset with a length.
+    A random or sequential sampler is replaced, keeping the loader's own shuffling. A sampler of the user is wrapped. A
+    ``DistributedSampler`` of the user is kept, and so is anything that is not a DataLoader of a dataset with a length.
+
+    To predict, ranks get whole batches of the loader in turn: one output a batch is then the same as in one process.
     """
     rank, size = run.world.rank, run.world.size
     if size == 1 or not run.plan.options.use_distributed_sampler:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         what = type(getattr(loader, "dataset", loader)).__name__
+        result = ". What predict returns has the outputs of rank 0, then those of rank 1, and so on" if stage == "predict" else ""
         warnings.warn(
-            f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by self.trainer.global_rank", stacklevel=2
+            f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by self.trainer.global_rank{result}",
+            stacklevel=2,
         )
         return loader
     batches = loader.batch_sampler
@@ -143,16 +136,23 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         return loader
     even, seed = stage == "train", agree_on_seed(run)
     if batches is None:
-        return _with(loader, ShardSampler(loader.sampler, rank, size, even, seed), None)
-    if type(batches) is BatchSampler:
-        sampler = ShardSampler(batches.sampler, rank, size, even, seed)
+        return _with(loader, Shard(loader.sampler, rank, size, even, seed), None)
+    if type(batches) is BatchSampler and stage != "predict":
+        sampler = Shard(batches.sampler, rank, size, even, seed)
         return _with(loader, sampler, BatchSampler(sampler, batches.batch_size, batches.drop_last))
-    return _with(loader, loader.sampler, ShardBatchSampler(batches, rank, size, even, seed))
+    return _with(loader, loader.sampler, Shard(batches, rank, size, even, seed))
 
 
 def is_spare(loader: Any) -> bool:
-    """Whether a rank has no sample of its own in an evaluation loader, which then holds one of another rank's."""
-    return any(isinstance(s, ShardSampler | ShardBatchSampler) and not s.even and s.empty for s in _samplers(loader))
+    """True if a rank has no sample of its own in an evaluation loader, which then holds one of another rank."""
+    return any(isinstance(sampler, Shard) and not sampler.even and sampler.empty for sampler in _samplers(loader))
+
+
+def batches_in_turn(loader: Any) -> Shard | None:
+    """Return what gives ranks whole batches of an evaluation loader in turn; ``None`` if the ranks' batches are not such parts of it."""
+    batches = getattr(loader, "batch_sampler", None)
+    dealer = getattr(loader, "sampler", None) if batches is None else batches
+    return dealer if isinstance(dealer, Shard) and not dealer.even else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -164,12 +164,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 def order_seeds(loader: Any) -> list[int]:
     """The seeds of a sharded loader's order."""
-    return [sampler.seed for sampler in _samplers(loader) if isinstance(sampler, _Shard)]
+    return [sampler.seed for sampler in _samplers(loader) if isinstance(sampler, Shard)]
 
 
 def set_order_seeds(loader: Any, seeds: list[int]) -> None:
     """Give a sharded loader the order that another had; nothing to one that is not sharded, or was not."""
-    shards = [sampler for sampler in _samplers(loader) if isinstance(sampler, _Shard)]
+    shards = [sampler for sampler in _samplers(loader) if isinstance(sampler, Shard)]
     for sampler, seed in zip(shards, seeds, strict=False):
         sampler.seed = seed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
 from geartrain.checkpoint import Start, find, model_checkpoints
 from geartrain.data import DataSource, loader_batch_size
 from geartrain.errors import UsageError
@@ -58,7 +58,7 @@ class Trainer(Placed):
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
         limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each loader to predict.
+        limit_predict_batches: the same for each loader to predict; on several ranks, of all of them together.
         val_check_interval: validate after this fraction of an epoch (0.25), or number of batches (100).
         check_val_every_n_epoch: validate only every n-th epoch; ``None`` counts ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches to try before training; -1 for all.
@@ -247,7 +247,12 @@ class Trainer(Placed):
         """Collect what ``predict_step`` returns; arguments as for :meth:`validate`.
 
         Returns:
-            One output a batch, on the CPU; a list of such lists where there are several loaders.
+            One output a batch, on the CPU; a list of such lists if there are several loaders. On several ranks every rank returns the
+            outputs of all, in the loader's order, and needs the memory for them. If ranks do not share a loader (an IterableDataset,
+            a DistributedSampler of the user), the outputs of rank 0 come first, then those of rank 1, and so on.
+
+        Raises:
+            TrainingError: the run failed; or an output cannot be pickled to reach the other ranks.
         """
         outputs: list[Any] = self._start("predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
         return outputs
@@ -306,6 +311,12 @@ class Trainer(Placed):
             check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
+        with reserved_folder(self._parts, resumes):
+            return self._launch(command, model, given, datamodule, checkpoint, resumes)
+
+    def _launch(
+        self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any, resumes: bool
+    ) -> Any:
         start = Start(find(checkpoint, self._parts, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)

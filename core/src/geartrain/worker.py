@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from geartrain import loop
 from geartrain.assembly import is_manual
 from geartrain.checkpoint import Start, load
-from geartrain.data import DataSource, count_batches, describe
+from geartrain.data import DataSource, count_batches, describe, length
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
@@ -27,7 +27,7 @@ from geartrain.process.forks import share_temporary_folder
 from geartrain.rounds import is_sure
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
-from geartrain.sharding import is_spare
+from geartrain.sharding import batches_in_turn, is_spare
 from geartrain.step import ModuleHooks, Step
 
 #: command -> the stages whose loaders it needs.
@@ -147,8 +147,17 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
             )
         run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
         share_temporary_folder(run.loaders[stage])
-        run.batches[stage] = [0 if is_spare(loader) else count_batches(loader, limit, stage) for loader in run.loaders[stage]]
+        run.batches[stage] = [_count(loader, limit, stage) for loader in run.loaders[stage]]
         _agree_on_rounds(run, stage)
+
+
+def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
+    """Return how many batches this rank uses. To predict, the limit is that of all ranks together: the result is that of one process."""
+    dealer = batches_in_turn(loader) if stage == "predict" else None
+    if dealer is None:
+        return 0 if is_spare(loader) else count_batches(loader, limit, stage)
+    total = count_batches(loader, limit, stage, length(dealer.sampler))
+    return None if total is None else len(range(dealer.rank, total, dealer.size))
 
 
 def _agree_on_rounds(run: Run, stage: str) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
-from geartrain.process.environment import detect
+from geartrain.process.environment import detect, starts_rank_0
 from geartrain.run import Run
+from geartrain.whole_files import AppendedFile, replacing
 
 #: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")
@@ -56,8 +56,7 @@ class CSVLogger:
             raise UsageError("geartrain[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
         # Only what this object finds at first: a later run of its goes on in the file that the first one began.
         # Rank 0 writes it: a rank that comes later, to a run that goes on, finds the table that rank 0 began.
-        place = detect()
-        first = place is None or place.rank == 0
+        first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(f"geartrain[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
         self._began = True
@@ -114,16 +113,16 @@ class Table:
         """Write one line, whole or not at all, before this returns.
 
         Raises:
-            OSError: the disk is full, or gone; the file is as it was.
+            TrainingError: the disk is full; the file is as it was.
         """
         new = [name for name in row if name not in self._columns]
         if new and not self._columns:
             self._begin(new)
-        elif new and (self._size <= SMALL or self._size >= 2 * self._written_anew):
+        elif new and (self._file.size <= SMALL or self._file.size >= 2 * self._written_anew):
             self._write_anew([*self._columns, *new])
         elif new:
             self._next([*self._columns, *new])
-        self._append(line(row.get(name, "") for name in self._columns))
+        self._file.append(line(row.get(name, "") for name in self._columns))
 
     def close(self) -> None:
         self._file.close()
@@ -149,49 +148,34 @@ class Table:
                 raise TrainingError(f"{path} is not a table of metrics: its columns are {', '.join(self._columns[:5])}")
         self._reopen()
         # How long it was when it was written anew last is not known, so it counts as just written.
-        self._written_anew = self._size
+        self._written_anew = self._file.size
 
     def _reopen(self) -> None:
-        # Not buffered: what cannot be written must raise here, and not once more when the file is closed.
-        self._file: IO[bytes] = self._path().open("ab", buffering=0)
-        self._size = self._file.seek(0, os.SEEK_END)
-
-    def _append(self, data: bytes) -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError:
-            self._file.truncate(self._size)  # no half line
-            raise
-        self._size += len(data)
+        self._file = AppendedFile(self._path())
 
     # --- columns ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, columns: list[str]) -> None:
-        self._append(line(columns))
+        self._file.append(line(columns))
         self._columns, self._written_anew = columns, 0
 
     def _write_anew(self, columns: list[str]) -> None:
         """Copy the lines under a new header, with empty cells at their ends."""
         path = self._path()
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
         old, more = len(line(self._columns)), b"," * (len(columns) - len(self._columns)) + b"\n"
         try:
-            with path.open("rb") as source, beside.open("wb") as target:
+            with replacing(path) as target:
                 target.write(line(columns))
-                source.seek(old)
-                for text in source:  # only names may hold a line's end: values are numbers and stages
-                    target.write(text[:-1] + more)
-            shutil.copymode(path, beside)
-            self._file.close()  # before it is replaced, which Windows would refuse
-            try:
-                os.replace(beside, path)
-            finally:
-                self._reopen()
+                with path.open("rb") as source:
+                    source.seek(old)
+                    for text in source:  # only names may hold a line's end: values are numbers and stages
+                        target.write(text[:-1] + more)
+                shutil.copymode(path, target.name)
+                self._file.close()  # before it is replaced, which Windows would refuse
         finally:
-            beside.unlink(missing_ok=True)
-        self._columns, self._written_anew = columns, self._size
+            self._file.close()
+            self._reopen()
+        self._columns, self._written_anew = columns, self._file.size
 
     def _next(self, columns: list[str]) -> None:
         """Go on in a file of its own, because this one is too long to be written anew."""

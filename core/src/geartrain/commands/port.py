@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
 from pathlib import Path
 
-from geartrain.errors import GeartrainError, UsageError
+from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.porting import Ported, port
+from geartrain.whole_files import replacing
 
 
 def command(name: str, argv: list[str]) -> None:
@@ -56,11 +58,16 @@ def _read(path: Path) -> str:
 def _write(path: Path, before: str, text: str) -> None:
     if text == before and path.exists():
         return
+    path = path.resolve()  # a link stays one
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {path.parent}. Fix: create it")
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error}") from error
+        with replacing(path) as file:  # a full disk leaves the user's file as it was
+            file.write(text.encode())
+            if path.exists():
+                shutil.copymode(path, file.name)
+    except TrainingError as error:
+        raise UsageError(str(error)) from error
 
 
 def _diff(path: Path, before: str, after: str) -> str:

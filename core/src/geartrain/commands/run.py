@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from geartrain import predictions
 from geartrain.checkpoint import find
 from geartrain.commands.arguments import read
 from geartrain.commands.target import Target
@@ -28,6 +27,5 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     model, data = request.make_model()
     result = getattr(trainer, name)(model, datamodule=data, **files)
     if name == "predict" and trainer.output is not None and trainer.is_global_zero:
-        # One output a batch, on the CPU: torch.load(path, weights_only=True) reads tensors, numbers, strings and their nestings.
-        torch.save(result, trainer.output / "predictions.pt")
+        predictions.save(result, trainer.output / "predictions.pt")
     return trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from geartrain.step import check_module
 from geartrain.trainer import Trainer
 from geartrain.tuning import LRFinder, Tuner
 from geartrain.tuning.tuner import learning_rate_of, owners_of
+from geartrain.whole_files import write
 
 _USAGE = """\
 usage: geartrain tune lr TARGET [options]
@@ -81,12 +83,12 @@ def _lr_option(model: Any, suggestion: float) -> str:
 
 def _write_lr(files: list[Path], found: LRFinder) -> None:
     if files:
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-        files[0].write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
-        with files[1].open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["lr", "loss", "raw_loss"])
-            rows.writerows(zip(found.lrs, found.losses, found.raw_losses, strict=True))
+        write(files[0], f"{json.dumps(found.as_dict(), indent=2)}\n")
+        table = io.StringIO()
+        rows = csv.writer(table, lineterminator="\n")
+        rows.writerow(["lr", "loss", "raw_loss"])
+        rows.writerows(zip(found.lrs, found.losses, found.raw_losses, strict=True))
+        write(files[1], table.getvalue())
 
 
 def _batch_size(request: Request) -> None:
@@ -101,8 +103,7 @@ def _batch_size(request: Request) -> None:
     ]
     facts = {"batch_size": found, "reason": tuner.reason, "trials": trials}
     for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write(file, f"{json.dumps(facts, indent=2)}\n")
     if values.json:
         print(json.dumps(facts, indent=2))
         return

@@ -3,6 +3,7 @@
 - ``environment``: who started this process, and which rank it is.
 - ``relaunch``: the command line that starts another rank of this program.
 - ``bootstrap``: what runs first in a started process; it dies with its starter.
+- ``forks``: what a forked child, such as a loader worker, must not keep of its rank.
 - ``signals``: those that end a run raise an error in it; ``stopped``: ranks that somebody stops.
 - ``workers``: starts the other local ranks and supervises them while this process works as one of them.
 - ``rendezvous``: the store through which ranks meet.

@@ -76,6 +76,13 @@ def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
+def starts_rank_0(place: Place | None, num_nodes: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """True if this process is rank 0 or starts it."""
+    if place is not None:
+        return place.rank == 0
+    return num_nodes == 1 or environ.get("NODE_RANK", environ.get("GROUP_RANK", "0")) == "0"
+
+
 def master(num_nodes: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
     """Where rank 0's store is when geartrain starts the processes itself: loopback and any free port on one node.
 

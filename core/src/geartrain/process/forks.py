@@ -31,9 +31,29 @@ _own_descriptors: set[int] = set()
 _handlers_before: dict[int, Any] = {}
 
 
+def _drop_in_child() -> None:
+    if _handlers_before:
+        # A signal to the child must neither wake the rank's watcher nor raise the rank's Interrupted: Pool.terminate() sends SIGTERM.
+        signal.set_wakeup_fd(-1)
+        for number, handler in _handlers_before.items():
+            signal.signal(number, handler)
+        _handlers_before.clear()
+    for descriptor in _own_descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _own_descriptors.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_in_child)
+
+
 @cache
 def guard_forks() -> None:
-    """Prepare every later fork of this process."""
+    """Let every later fork of this process wait until it is safe, and every child of the main thread die with this process.
+
+    torch's loader workers look for their parent, but not while they are blocked in writing a batch.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     main, forking = threading.main_thread(), [False]
 
@@ -42,18 +62,7 @@ def guard_forks() -> None:
         _settle()
 
     def in_child() -> None:
-        # A signal to the child must neither wake the rank's watcher nor raise the rank's Interrupted: Pool.terminate() sends SIGTERM.
-        signal.set_wakeup_fd(-1)
-        for number, handler in _handlers_before.items():
-            signal.signal(number, handler)
-        _handlers_before.clear()
-        for descriptor in _own_descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        _own_descriptors.clear()
-        # torch's loader workers look for their parent, but not while they are blocked in writing a batch. Only children of the main
-        # thread: the signal follows the thread that forked.
-        if libc is not None and forking[0]:
+        if libc is not None and forking[0]:  # the signal follows the thread that forked
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     os.register_at_fork(before=before, after_in_child=in_child)
@@ -62,13 +71,15 @@ def guard_forks() -> None:
 @contextmanager
 def not_inherited(*descriptors: int) -> Iterator[None]:
     """Close these descriptors in every child that is forked inside, and here at the end."""
+    mine = os.getpid()
     _own_descriptors.update(descriptors)
     try:
         yield
     finally:
-        _own_descriptors.difference_update(descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        if os.getpid() == mine:  # a forked child that comes here has closed them
+            _own_descriptors.difference_update(descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from geartrain.assembly import Asked, assemble, core_parts, recipes, remake
+from geartrain.assembly import Asked, assemble, core_parts, recipes, remake, reserved_folder
 from geartrain.errors import UsageError, nearest
 from geartrain.hooks import Hooks, fire
 from geartrain.options import Options
@@ -165,11 +165,14 @@ class Launched(Placed):
             own_loop=True,
         )
         try:
-            if function is not None:
-                return run.hooks.launch(run=run, worker=Work(run, function, args, kwargs))
-            stay = Stay(run)
-            run.hooks.launch(run=run, worker=stay)
-            self._stack = stay.stack()
+            with ExitStack() as around:
+                around.enter_context(reserved_folder(self._parts))
+                if function is not None:
+                    return run.hooks.launch(run=run, worker=Work(run, function, args, kwargs))
+                stay = Stay(run)
+                run.hooks.launch(run=run, worker=stay)
+                around.push(stay.stack())
+                self._stack = around.pop_all()
             atexit.register(self._at_exit)
         finally:
             if self._stack is None:

@@ -243,7 +243,7 @@ class Ranks:
         signalled = [each for each in failed if told[each.number] is None and (each.process.exitcode or 0) < 0]
         first = (signalled or failed)[0]
         answer = told[first.number]
-        if not signalled and _is_victim(answer):
+        if answer is not None and not signalled and _is_victim(answer):
             self._blame_absent(answer)
         where = self._show_log(first)
         if signalled:

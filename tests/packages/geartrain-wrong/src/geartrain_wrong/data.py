@@ -38,9 +38,8 @@ class PadsPredictions(Plain):
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
         mine = parallel.shard(run, loader, stage)
-        sampler = mine.batch_sampler.sampler
         if stage == "predict":
-            sampler.even = True
+            mine.batch_sampler.even = True
         return mine
 
 

@@ -1,0 +1,52 @@
+"""predict returns every output on every rank, in the loader's order."""
+
+import torch
+
+from .cases import one_trainer
+from .predictions import all_in_order
+from .ranks import results
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_ranks_predict_what_one_process_predicts(tmp_path):
+    body = """
+from predictions import *
+import geartrain.predictions
+
+geartrain.predictions._CHUNK = 1  # a chunk for each output
+shuffled = DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())
+shuffled.generator.seed()  # another seed on each rank
+one = ddp().predict(Doubles(), shuffled)
+
+class Predicts(Doubles):
+    def predict_dataloader(self):
+        return numbers(11)
+
+gt.cli(Predicts, argv="predict --strategy ddp --devices 2 --accelerator cpu --quiet --output out".split())
+keep(ddp(), in_order=all_in_order(ddp), of_ranks=of_ranks(ddp), shuffled=one, rank=int(os.environ["RANK"]))
+"""
+    expected = all_in_order(one_trainer)
+    for kept in results(tmp_path, body):
+        assert kept["in_order"].keys() == expected.keys()
+        wrong = [name for name, found in kept["in_order"].items() if not equal(found, expected[name])]
+        assert not wrong, f"{wrong[0]}: {kept['in_order'][wrong[0]]} on rank {kept['rank']}, expected {expected[wrong[0]]}"
+        of_ranks = {name: [batch.tolist() for batch in found] for name, found in kept["of_ranks"].items()}
+        assert of_ranks == {
+            "iterable": [[0, 2, 4], [6, 8]] * 2,
+            "not sharded": [[0, 2, 4], [6]] * 2,
+            "DistributedSampler": [[0, 4], [2, 6]],
+        }
+        assert sorted(torch.cat(kept["shuffled"]).tolist()) == list(range(0, 100, 2))
+        assert [len(batch) for batch in kept["shuffled"]] == [3] * 16 + [2]
+    assert "What predict returns has the outputs of rank 0, then those of rank 1" in (tmp_path / "run.err").read_text()
+    of_command_line = torch.load(tmp_path / "out" / "predictions.pt", weights_only=True)
+    assert equal(of_command_line, expected["uneven"])
