@@ -1,0 +1,95 @@
+"""Write a file so that readers find the old one or the new one, whole, also after a kill, a power cut or a full disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from geartrain.errors import TrainingError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a temporary file that replaces ``path`` when the block ends, and that is removed if the block raises.
+
+    Creates the folder of ``path`` if it does not exist.
+
+    Raises:
+        TrainingError: the file could not be written: the disk is full, or the folder is read-only.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    raw: _File | None = None
+    try:
+        make_folder(path.parent)
+        raw = _File(beside, "w")
+        file = io.BufferedWriter(raw, 2**20)
+        yield file
+        file.flush()
+        os.fsync(raw.fileno())  # before the rename, or a power cut may leave the new name with no bytes behind it
+        raw.close()
+        os.replace(beside, path)
+        _sync(path.parent)
+    except Exception as error:
+        # torch.save turns a failed write into a RuntimeError about positions in its archive.
+        cause = error if isinstance(error, OSError) else None if raw is None else raw.error
+        if cause is None:
+            raise
+        raise TrainingError(_reason(path, cause)) from error
+    finally:
+        if raw is not None:
+            with suppress(OSError):
+                raw.close()
+            beside.unlink(missing_ok=True)
+
+
+def is_temporary(path: Path, suffix: str) -> bool:
+    """True if :func:`replacing` gives this name to the temporary file of one whose name ends with ``suffix``."""
+    return re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) is not None
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it so that a power cut does not take them away."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync(folder.parent)
+
+
+class _File(io.FileIO):
+    """A file that remembers why a write failed."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _sync(folder: Path) -> None:
+    with suppress(OSError):  # Windows and some network file systems cannot sync a folder
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def _reason(path: Path, error: OSError) -> str:
+    why = error.strerror or str(error)
+    if error.errno not in _FULL:
+        return f"{path} could not be written: {why}. Fix: another output, or the right to write there"
+    with suppress(OSError):
+        why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
+    return f"disk full: {path} could not be written ({why}). Fix: free space, or another output"

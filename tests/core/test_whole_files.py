@@ -1,0 +1,83 @@
+"""whole_files: readers find the old file or the new one, and a failed write leaves nothing else."""
+
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from geartrain import TrainingError
+from geartrain.whole_files import is_temporary, replacing
+
+
+@contextmanager
+def files_of_at_most(size):
+    """No file of this process can become longer: what a full disk does, for one block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write(path, data):
+    with replacing(path) as file:
+        file.write(data)
+
+
+def test_folders_are_created_and_nothing_is_left_beside_the_file(tmp_path):
+    path = tmp_path / "a" / "b" / "file"
+    write(path, b"one")
+    write(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert os.listdir(path.parent) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_file(tmp_path, error):
+    path = tmp_path / "file"
+    write(path, b"old")
+
+    def fails():
+        with replacing(path) as file:
+            file.write(b"new")
+            raise error
+
+    with pytest.raises(TrainingError if error is OSError else error):
+        fails()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("size", [10, 3 * 2**20])  # in the buffer until the end, and written at once
+def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, size):
+    path = tmp_path / "file"
+    write(path, b"old")
+    with files_of_at_most(5), pytest.raises(TrainingError, match=r"^disk full: \S+file could not be written \(.*MiB free\)\. Fix: free"):
+        write(path, bytes(size))
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_is_named_under_torch_save(tmp_path):
+    with files_of_at_most(2**20), pytest.raises(TrainingError, match=r"^disk full"), replacing(tmp_path / "file") as file:
+        torch.save(torch.zeros(2**20), file)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"file/in could not be written: .*Fix: another output"):
+        write(tmp_path / "file" / "in", b"")
+
+
+def test_the_name_beside_is_known(tmp_path):
+    with replacing(tmp_path / "last.ckpt"):
+        (beside,) = tmp_path.iterdir()
+    assert is_temporary(beside, ".ckpt")
+    assert not is_temporary(beside, ".json")
+    assert not any(
+        is_temporary(tmp_path / name, ".ckpt") for name in ("last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1")
+    )
