@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geartrain import TrainingError
-from geartrain.whole_files import is_temporary, replacing
+from geartrain.whole_files import remove_abandoned, replacing
 
 
 @contextmanager
@@ -73,11 +73,11 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         write(tmp_path / "file" / "in", b"")
 
 
-def test_the_name_beside_is_known(tmp_path):
-    with replacing(tmp_path / "last.ckpt"):
-        (beside,) = tmp_path.iterdir()
-    assert is_temporary(beside, ".ckpt")
-    assert not is_temporary(beside, ".json")
-    assert not any(
-        is_temporary(tmp_path / name, ".ckpt") for name in ("last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1")
-    )
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    others = ["last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1", ".summary.json.1"]
+    for name in (*others, ".last.ckpt.1", ".a.b.ckpt.23"):
+        (tmp_path / name).write_text("")
+    with replacing(tmp_path / "best.ckpt"):  # by a process that lives
+        remove_abandoned(tmp_path, ".ckpt")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "best.ckpt"])
+    remove_abandoned(tmp_path / "none")
