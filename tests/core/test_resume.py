@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
-from geartrain import TrainingError, UsageError, hookimpl
+from geartrain import TrainingError, UsageError, checkpoint_file, hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint
 from geartrain.checkpoint import checkpoint_state
 
@@ -131,7 +131,7 @@ def test_without_the_random_state_it_would_be_another_run(tmp_path):
     whole, _ = train(tmp_path / "whole")
     state = torch.load(step_file(tmp_path / "whole", 3), weights_only=True)
     state["fit"]["ranks"][0]["random"]["torch"] = torch.Generator().manual_seed(5).get_state()
-    torch.save(state, tmp_path / "other.ckpt")
+    checkpoint_file.write(state, tmp_path / "other.ckpt")
     other, _ = train(tmp_path / "other", path=tmp_path / "other.ckpt")
     assert differ(other.run.module, whole.run.module)
 
@@ -399,7 +399,7 @@ def refused(tmp_path, path, words, error, **options):
 def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     del state["fit"]
-    torch.save(state, tmp_path / "weights.ckpt")
+    checkpoint_file.write(state, tmp_path / "weights.ckpt")
     refused(tmp_path, tmp_path / "weights.ckpt", "holds weights, and not what a fit needs.*Fix: checkpoint=", TrainingError)
     module = Random()
     with warnings.catch_warnings():
@@ -421,7 +421,7 @@ def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
 def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     change(state["fit"])
-    torch.save(state, tmp_path / "odd.ckpt")
+    checkpoint_file.write(state, tmp_path / "odd.ckpt")
     refused(tmp_path, tmp_path / "odd.ckpt", words, TrainingError)
 
 
@@ -454,7 +454,7 @@ def test_parameters_in_another_order(tmp_path, change, words):
     refused(tmp_path, last, words, TrainingError, module=partial(Reordered, **change))
     state = torch.load(last, weights_only=True)
     del state["fit"]["optimizers"][0]["parameters"]  # as in files that were saved before
-    torch.save(state, last)
+    checkpoint_file.write(state, last)
     train(tmp_path, epochs=2, path="last", module=Reordered)
 
 
@@ -466,10 +466,12 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
         torch.save(Random(), odd)
     else:
         odd.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[kind])
-    with pytest.raises(TrainingError, match=r"could not be read as a checkpoint.*Fix: another file") as caught:
-        train(tmp_path, path="auto")
-    assert "weights_only" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    words = {"code": "could not be read as a checkpoint", "text": "could not be read as a checkpoint"}.get(kind, "is damaged: its bytes")
+    for path, expected in ((odd, rf"last\.ckpt {words}.*Fix: another file"), ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:")):
+        with pytest.raises(TrainingError, match=expected) as caught:
+            train(tmp_path, path=path)
+        assert "weights_only" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -792,7 +794,7 @@ def rewrite(path, change):
     """Change the state of model_checkpoint in a file."""
     state = torch.load(path, weights_only=True)
     change(state["fit"]["parts"]["model_checkpoint"])
-    torch.save(state, path)
+    checkpoint_file.write(state, path)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", 3])

@@ -306,7 +306,7 @@ class Trainer(Placed):
             check_data(datamodule)
         if self._assume:
             raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
-        start = Start(find(checkpoint, self._parts, self.output, resumes), resumes)
+        start = Start(find(checkpoint, self.hooks, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
         self.datamodule = datamodule

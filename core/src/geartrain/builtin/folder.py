@@ -14,6 +14,7 @@ from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
 from geartrain.run import Run
+from geartrain.whole_files import remove_abandoned
 
 
 class RunFolder:
@@ -93,6 +94,11 @@ class LastCheckpoint:
 
     A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
     """
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        if run.output is not None and run.world.rank == 0:
+            remove_abandoned(run.output, LAST)
 
     @hookimpl(wrapper=True)
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:

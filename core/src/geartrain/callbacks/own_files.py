@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from geartrain.callbacks.checkpoint_names import SUFFIX, is_inside
+from geartrain.checkpoint_file import peek, progress
 
 
 def check_name(name: Any) -> str:
@@ -37,17 +36,17 @@ def is_own(folder: Path, name: str, identity: str) -> bool:
     return not states or any(state["identity"] == identity for state in states)
 
 
-def written_after(folder: Path, identity: str, progress: tuple[int, int, int]) -> Iterator[str]:
-    """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past ``progress``.
+def written_after(folder: Path, identity: str, after: tuple[int, int, int]) -> Iterator[str]:
+    """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past some progress.
 
     A checkpoint lists itself among its files: a copy that a user made under another name is not one of them.
 
     Args:
-        progress: epochs, steps, and batches of the epoch.
+        after: epochs, steps, and batches of the epoch.
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
-        for state in _states_in(path, after=progress):
+        for state in _states_in(path, after):
             if state["identity"] == identity and name in (state["best_model_path"], state["last_model_path"], *state["best_k_models"]):
                 yield name
                 break
@@ -69,9 +68,9 @@ def delete(folder: Path, name: str) -> None:
 
 def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:
     """Return the states of all ModelCheckpoints in a file that was saved after some progress; of a file that cannot be read, none."""
-    with suppress(Exception):  # a user's own file may be anything
-        fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]  # mapped: no tensor is read
-        if (fit["epoch"], fit["step"], fit["batch_idx"]) > after:
+    with suppress(KeyError, TypeError, AttributeError):
+        fit = peek(path)
+        if fit and progress(fit) > after:
             parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
             return [state for part in parts for state in part.values() if isinstance(state, dict) and "identity" in state]
     return []
