@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, checkpoint_file, hookimpl
-from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint
+from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, model_checkpoint
 from geartrain.checkpoint import checkpoint_state
 
 from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
@@ -851,3 +851,61 @@ def test_a_best_that_is_gone_is_not_the_best_any_more(tmp_path):
     with pytest.warns(UserWarning, match=r"has no epoch=1\.ckpt of this run"):
         train(tmp_path, epochs=3, path="last", plugins=[keep], callbacks=[Looks()], steps=False)
     assert seen == [("epoch=0.ckpt", 0.0)]
+
+
+class _Killed(BaseException):
+    pass
+
+
+class Kills:
+    """Ends the process, as far as files are concerned, at the n-th moment: after each file that is written and before each deletion."""
+
+    def __init__(self, monkeypatch, moment):
+        self.left, self.write, self.delete = moment, checkpoint_file.write, model_checkpoint.delete
+        monkeypatch.setattr(checkpoint_file, "write", self.writes)
+        monkeypatch.setattr(model_checkpoint, "delete", self.deletes)
+
+    def writes(self, state, path):
+        self.write(state, path)
+        self.count()
+
+    def deletes(self, folder, name):
+        self.count()
+        self.delete(folder, name)
+
+    def count(self):
+        self.left -= 1
+        if not self.left:
+            raise _Killed
+
+
+@pytest.fixture(scope="module")
+def whole_best(tmp_path_factory):
+    """A fit of four epochs that was not killed, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return best_of(folder, 4, save_top_k=2, save_last=True), folder
+
+
+@pytest.mark.parametrize("moment", [1, 2, 7, 9, 10, 11])
+def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkeypatch, whole_best, moment):
+    options = {"save_top_k": 2, "save_last": True}
+    whole, unbroken = whole_best
+    with monkeypatch.context() as patched:
+        Kills(patched, moment)
+        with pytest.raises(_Killed):
+            best_of(tmp_path / "killed", 4, **options)
+    folder = tmp_path / "killed" / "run" / "checkpoints"
+    for name in (".epoch=9.ckpt.12345", "mine.ckpt"):
+        (folder / name).write_text("")
+    (folder.parent / ".last.ckpt.12345").write_text("")
+    rest = best_of(tmp_path / "killed", 4, path="auto", **options)
+    assert names_in(tmp_path / "killed") == sorted([*names_in(unbroken), "run/checkpoints/mine.ckpt"])
+    assert [one.rpartition("/")[2] for one in rest.best_k_models] == [one.rpartition("/")[2] for one in whole.best_k_models]
+    last = [torch.load(one / "run" / "last.ckpt", weights_only=True)["model"] for one in (unbroken, tmp_path / "killed")]
+    assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
+
+
+def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
+    best_of(tmp_path, 3, save_top_k=-1)
+    best_of(tmp_path, 3, path=tmp_path / "run" / "checkpoints" / "epoch=0.ckpt", save_top_k=-1)
+    assert names_in(tmp_path / "run" / "checkpoints") == [f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")]

@@ -98,7 +98,7 @@ class LastCheckpoint:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         if run.output is not None and run.world.rank == 0:
-            remove_abandoned(run.output, LAST)
+            remove_abandoned(run.output, ".ckpt")
 
     @hookimpl(wrapper=True)
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
