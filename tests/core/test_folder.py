@@ -476,7 +476,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_no_other_file(tmp_path
             raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(TrainingError, match=r"last\.ckpt could not be written: disk full"):
         fit(output=tmp_path, max_epochs=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6  # the first epoch's, whole

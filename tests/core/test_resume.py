@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import random
+import shutil
 import warnings
 from functools import partial
 
@@ -14,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
-from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint
+from geartrain import TrainingError, UsageError, checkpoint_file, hookimpl
+from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, model_checkpoint
 from geartrain.checkpoint import checkpoint_state
 
 from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
@@ -130,7 +131,7 @@ def test_without_the_random_state_it_would_be_another_run(tmp_path):
     whole, _ = train(tmp_path / "whole")
     state = torch.load(step_file(tmp_path / "whole", 3), weights_only=True)
     state["fit"]["ranks"][0]["random"]["torch"] = torch.Generator().manual_seed(5).get_state()
-    torch.save(state, tmp_path / "other.ckpt")
+    checkpoint_file.write(state, tmp_path / "other.ckpt")
     other, _ = train(tmp_path / "other", path=tmp_path / "other.ckpt")
     assert differ(other.run.module, whole.run.module)
 
@@ -161,7 +162,8 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
             rest, more = train(folder / path.stem, path=path, plugins=[again], **options)
             assert_same_end(rest, whole)
             assert_rest(more, lines)
-            assert list(map(str.split, again.best_k_models)) != []
+            later = [one.name for one in (folder / "of").iterdir() if int(one.stem[5:]) > int(path.stem[5:])]
+            assert sorted(one.name for one in again.dirpath.glob("*")) == sorted(later)
 
 
 # --- parts that keep state -----------------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def test_a_checkpoint_names_itself_as_the_best(tmp_path):
     best = ModelCheckpoint("val_loss", save_top_k=1, filename="best")
     train(tmp_path, epochs=1, plugins=[best], steps=False)
     state = torch.load(best.best_model_path, weights_only=True)["fit"]["parts"]["model_checkpoint"]
-    assert state["best_model_path"] == best.best_model_path
+    assert (state["best_model_path"], state["best_k_models"]) == ("best.ckpt", {"best.ckpt": best.best_model_score})
     last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["fit"]["parts"]["model_checkpoint"]
     assert last == state
 
@@ -397,7 +399,7 @@ def refused(tmp_path, path, words, error, **options):
 def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     del state["fit"]
-    torch.save(state, tmp_path / "weights.ckpt")
+    checkpoint_file.write(state, tmp_path / "weights.ckpt")
     refused(tmp_path, tmp_path / "weights.ckpt", "holds weights, and not what a fit needs.*Fix: checkpoint=", TrainingError)
     module = Random()
     with warnings.catch_warnings():
@@ -419,7 +421,7 @@ def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
 def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     change(state["fit"])
-    torch.save(state, tmp_path / "odd.ckpt")
+    checkpoint_file.write(state, tmp_path / "odd.ckpt")
     refused(tmp_path, tmp_path / "odd.ckpt", words, TrainingError)
 
 
@@ -452,7 +454,7 @@ def test_parameters_in_another_order(tmp_path, change, words):
     refused(tmp_path, last, words, TrainingError, module=partial(Reordered, **change))
     state = torch.load(last, weights_only=True)
     del state["fit"]["optimizers"][0]["parameters"]  # as in files that were saved before
-    torch.save(state, last)
+    checkpoint_file.write(state, last)
     train(tmp_path, epochs=2, path="last", module=Reordered)
 
 
@@ -464,10 +466,12 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
         torch.save(Random(), odd)
     else:
         odd.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[kind])
-    with pytest.raises(TrainingError, match=r"could not be read as a checkpoint.*Fix: another file") as caught:
-        train(tmp_path, path="auto")
-    assert "weights_only" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    words = {"code": "could not be read as a checkpoint", "text": "could not be read as a checkpoint"}.get(kind, "is damaged: its bytes")
+    for path, expected in ((odd, rf"last\.ckpt {words}.*Fix: another file"), ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:")):
+        with pytest.raises(TrainingError, match=expected) as caught:
+            train(tmp_path, path=path)
+        assert "weights_only" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -729,3 +733,179 @@ def test_a_checkpoint_in_memory_goes_before_a_file(tmp_path):
 
     train(tmp_path, path="last", plugins=[Again(commits_at=9, breaks_at=18), Counts()], steps=False)
     assert seen == [(1, 7), (2, 14), (1, 9), (2, 14)]
+
+
+# --- files of model_checkpoint -------------------------------------------------------------------------------------------
+
+
+def best_of(folder, epochs, path=None, keep=None, **options):
+    """A fit that keeps its two best files in the run's folder, of a metric that falls; and its ModelCheckpoint."""
+
+    class Falls(Random):
+        def validation_step(self, batch, batch_idx):
+            self.log("falls", -float(self.current_epoch))
+
+    keep = keep or ModelCheckpoint(**{"monitor": "falls", "save_top_k": 2, "filename": "{epoch}", **options})
+    train(folder, epochs=epochs, path=path, module=Falls, plugins=[keep], steps=False)
+    return keep
+
+
+def names_in(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt*") if path.is_file())
+
+
+def bytes_in(folder):
+    return {name: (folder / name).read_bytes() for name in names_in(folder)}
+
+
+def test_another_folder_leaves_the_files_of_the_one_it_comes_from(tmp_path):
+    best_of(tmp_path / "a", 2)
+    before = bytes_in(tmp_path / "a")
+    with pytest.warns(UserWarning, match=r"model_checkpoint\].*a/run/last\.ckpt is of another folder than.*d/run/checkpoints"):
+        keep = best_of(tmp_path / "d", 4, path=tmp_path / "a" / "run" / "last.ckpt")
+    assert bytes_in(tmp_path / "a") == before
+    assert names_in(tmp_path / "d") == ["run/checkpoints/epoch=2.ckpt", "run/checkpoints/epoch=3.ckpt", "run/last.ckpt"]
+    assert keep.best_model_path == str(tmp_path / "d" / "run" / "checkpoints" / "epoch=3.ckpt")
+
+
+def test_a_copy_continues_with_its_own_files(tmp_path):
+    best_of(tmp_path / "a", 2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    before = bytes_in(tmp_path / "a")
+    keep = best_of(tmp_path / "b", 3, path="last")
+    assert bytes_in(tmp_path / "a") == before
+    assert names_in(tmp_path / "b") == ["run/checkpoints/epoch=1.ckpt", "run/checkpoints/epoch=2.ckpt", "run/last.ckpt"]
+    assert list(keep.best_k_models) == [str(tmp_path / "b" / "run" / "checkpoints" / f"epoch={epoch}.ckpt") for epoch in (1, 2)]
+
+
+def test_one_object_in_two_folders_deletes_in_neither_what_the_other_wrote(tmp_path):
+    keep = best_of(tmp_path / "a", 2)
+    before = bytes_in(tmp_path / "a")
+    with pytest.warns(UserWarning, match="another folder"):
+        best_of(tmp_path / "d", 3, keep=keep)
+    assert bytes_in(tmp_path / "a") == before
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    best_of(tmp_path / "b", 3, path="last", keep=keep)
+    assert bytes_in(tmp_path / "a") == before
+    assert keep.best_model_path == str(tmp_path / "b" / "run" / "checkpoints" / "epoch=2.ckpt")
+
+
+def rewrite(path, change):
+    """Change the state of model_checkpoint in a file."""
+    state = torch.load(path, weights_only=True)
+    change(state["fit"]["parts"]["model_checkpoint"])
+    checkpoint_file.write(state, path)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", 3])
+@pytest.mark.parametrize("where", ["best_model_path", "last_model_path", "best_k_models", "replaced"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name, where):
+    keep = ModelCheckpoint("falls")
+    state = keep.state_dict()
+    state[where] = {name: 1.0} if where == "best_k_models" else [name] if where == "replaced" else name
+    with pytest.raises(ValueError, match="is no name of a checkpoint inside the folder"):
+        keep.load_state_dict(state)
+
+
+def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(tmp_path):
+    best_of(tmp_path, 2)
+    rewrite(tmp_path / "run" / "last.ckpt", lambda state: state["best_k_models"].update({"../../mine.ckpt": 5.0}))
+    with pytest.raises(
+        TrainingError, match=r"last\.ckpt: the state of .*model_checkpoint.* does not fit: '\.\./\.\./mine\.ckpt' is no name"
+    ):
+        best_of(tmp_path, 3, path="last")
+
+
+def test_links_out_of_the_folder_and_files_of_others_are_not_followed_and_not_deleted(tmp_path):
+    best_of(tmp_path / "other", 1)
+    best_of(tmp_path, 2)
+    folder, mine = tmp_path / "run" / "checkpoints", tmp_path / "mine"
+    mine.mkdir()
+    for name in ("a", "b"):
+        (mine / f"{name}.ckpt").write_text("mine")
+    (folder / "link.ckpt").symlink_to(mine / "a.ckpt")
+    (folder / "sub").symlink_to(mine)
+    shutil.copy(tmp_path / "other" / "run" / "checkpoints" / "epoch=0.ckpt", folder / "others.ckpt")
+    shutil.copy(folder / "epoch=1.ckpt", folder / "copy.ckpt")
+    worse = {"link.ckpt": 9.0, "sub/b.ckpt": 8.0, "others.ckpt": 7.0, "gone.ckpt": 6.0}
+    rewrite(tmp_path / "run" / "last.ckpt", lambda state: state.update(best_k_models=worse | state["best_k_models"], replaced=[*worse]))
+    with pytest.warns(UserWarning, match=r"checkpoints has no link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run"):
+        keep = best_of(tmp_path, 4, path="last")
+    assert sorted(path.name for path in mine.iterdir()) == ["a.ckpt", "b.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("copy.ckpt", "epoch=2.ckpt", "epoch=3.ckpt", "link.ckpt", "others.ckpt", "sub"),
+    ]
+    assert [one[-12:] for one in keep.best_k_models] == ["epoch=2.ckpt", "epoch=3.ckpt"]
+
+
+def test_a_best_that_is_gone_is_not_the_best_any_more(tmp_path):
+    best_of(tmp_path, 2)
+    (tmp_path / "run" / "checkpoints" / "epoch=1.ckpt").unlink()
+    seen = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer, pl_module):
+            seen.append((trainer.checkpoint_callback.best_model_path[-12:], trainer.checkpoint_callback.best_model_score))
+
+    keep = ModelCheckpoint("val_loss", save_top_k=2)
+    with pytest.warns(UserWarning, match=r"has no epoch=1\.ckpt of this run"):
+        train(tmp_path, epochs=3, path="last", plugins=[keep], callbacks=[Looks()], steps=False)
+    assert seen == [("epoch=0.ckpt", 0.0)]
+
+
+class _Killed(BaseException):
+    pass
+
+
+class Kills:
+    """Ends the process, as far as files are concerned, at the n-th moment: after each file that is written and before each deletion."""
+
+    def __init__(self, monkeypatch, moment):
+        self.left, self.write, self.delete = moment, checkpoint_file.write, model_checkpoint.delete
+        monkeypatch.setattr(checkpoint_file, "write", self.writes)
+        monkeypatch.setattr(model_checkpoint, "delete", self.deletes)
+
+    def writes(self, state, path):
+        self.write(state, path)
+        self.count()
+
+    def deletes(self, folder, name):
+        self.count()
+        self.delete(folder, name)
+
+    def count(self):
+        self.left -= 1
+        if not self.left:
+            raise _Killed
+
+
+@pytest.fixture(scope="module")
+def whole_best(tmp_path_factory):
+    """A fit of four epochs that was not killed, and its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    return best_of(folder, 4, save_top_k=2, save_last=True), folder
+
+
+@pytest.mark.parametrize("moment", [1, 2, 7, 9, 10, 11])
+def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkeypatch, whole_best, moment):
+    options = {"save_top_k": 2, "save_last": True}
+    whole, unbroken = whole_best
+    with monkeypatch.context() as patched:
+        Kills(patched, moment)
+        with pytest.raises(_Killed):
+            best_of(tmp_path / "killed", 4, **options)
+    folder = tmp_path / "killed" / "run" / "checkpoints"
+    for name in (".epoch=9.ckpt.12345", "mine.ckpt"):
+        (folder / name).write_text("")
+    (folder.parent / ".last.ckpt.12345").write_text("")
+    rest = best_of(tmp_path / "killed", 4, path="auto", **options)
+    assert names_in(tmp_path / "killed") == sorted([*names_in(unbroken), "run/checkpoints/mine.ckpt"])
+    assert [one.rpartition("/")[2] for one in rest.best_k_models] == [one.rpartition("/")[2] for one in whole.best_k_models]
+    last = [torch.load(one / "run" / "last.ckpt", weights_only=True)["model"] for one in (unbroken, tmp_path / "killed")]
+    assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
+
+
+def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
+    best_of(tmp_path, 3, save_top_k=-1)
+    best_of(tmp_path, 3, path=tmp_path / "run" / "checkpoints" / "epoch=0.ckpt", save_top_k=-1)
+    assert names_in(tmp_path / "run" / "checkpoints") == [f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")]

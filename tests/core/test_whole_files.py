@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from geartrain import TrainingError
-from geartrain.whole_files import AppendedFile, is_temporary, replacing
+from geartrain.whole_files import AppendedFile, remove_abandoned, replacing
 
 
 @contextmanager
@@ -73,16 +73,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         write(tmp_path / "file" / "in", b"")
 
 
-def test_the_name_beside_is_known(tmp_path):
-    with replacing(tmp_path / "last.ckpt"):
-        (beside,) = tmp_path.iterdir()
-    assert is_temporary(beside, ".ckpt")
-    assert not is_temporary(beside, ".json")
-    assert not any(
-        is_temporary(tmp_path / name, ".ckpt") for name in ("last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1")
-    )
-
-
 def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"one\n")
@@ -94,3 +84,13 @@ def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
     file.append(b"four\n")
     file.close()
     assert path.read_bytes() == b"one\ntwo\nfour\n"
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    others = ["last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1", ".summary.json.1"]
+    for name in (*others, ".last.ckpt.1", ".a.b.ckpt.23"):
+        (tmp_path / name).write_text("")
+    with replacing(tmp_path / "best.ckpt"):  # by a process that lives
+        remove_abandoned(tmp_path, ".ckpt")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "best.ckpt"])
+    remove_abandoned(tmp_path / "none")

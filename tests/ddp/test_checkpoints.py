@@ -90,9 +90,9 @@ def test_both_ranks_name_rank_0s_best(kept):
     _, ranks = kept
     for rank in ranks:
         # Rank 1 by itself would have taken the first epoch with "min" and the last with "max".
-        assert rank["own"]["best_model_path"] == "own/epoch=2.ckpt"
+        assert rank["own"]["best_model_path"] == "epoch=2.ckpt"
         assert rank["own"]["best_model_score"] == -2.0
-        assert rank["max"]["best_k_models"] == {"max/epoch=0.ckpt": 0.0, "max/epoch=1.ckpt": -1.0}
+        assert rank["max"]["best_k_models"] == {"epoch=0.ckpt": 0.0, "epoch=1.ckpt": -1.0}
     assert ranks[0]["own"] == ranks[1]["own"]
 
 
@@ -126,8 +126,8 @@ def test_a_synced_metric_within_an_epoch(kept):
     _, ranks = kept
     assert ranks[0]["within"] == ranks[1]["within"]
     for rank in ranks:
-        assert rank["within"]["best_k_models"]["within/step=4.ckpt"] == rank["val_loss"]
-        assert list(rank["steps"]["best_k_models"]) == ["steps/step=2.ckpt", "steps/step=4.ckpt"]
+        assert rank["within"]["best_k_models"]["step=4.ckpt"] == rank["val_loss"]
+        assert list(rank["steps"]["best_k_models"]) == ["step=2.ckpt", "step=4.ckpt"]
         assert rank["folder"] == "run/checkpoints/epoch=0-step=4.ckpt"
 
 

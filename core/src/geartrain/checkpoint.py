@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from geartrain import checkpoint_file
 from geartrain._version import __version__
 from geartrain.errors import TrainingError, UsageError
 from geartrain.fit_state import fit_state
 from geartrain.module import overridden
 from geartrain.parts import Part
+from geartrain.process.environment import detect
 from geartrain.resume import load_fit, refuse
 from geartrain.run import Run
+from geartrain.whole_files import make_folder
 
 if TYPE_CHECKING:
     from geartrain.callbacks.model_checkpoint import ModelCheckpoint
+    from geartrain.hooks import Hooks
 
 #: The checkpoint that the run's folder gets after each epoch.
 LAST = "last.ckpt"
@@ -43,7 +49,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 def save(run: Run, state: dict[str, Any], path: Path) -> None:
     """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path."""
     if run.world.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
@@ -95,21 +101,22 @@ def load(run: Run, start: Start) -> None:
 # --- which one -----------------------------------------------------------------------------------------------------------
 
 
-def find(given: str | Path | None, parts: Iterable[Part], output: Path | None, resumes: bool = False) -> Path | None:
-    """The file that ``ckpt_path=`` means, or ``None`` for none.
+def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False) -> Path | None:
+    """Return the file that ``ckpt_path=`` means, or ``None`` for none.
 
     Args:
         given: ``"best"``, ``"last"``, a file or ``None``; where the run resumes, also ``"auto"``: the last, if there is one.
-        parts: the trainer's.
+        hooks: the trainer's.
         output: the run's folder.
 
     Raises:
         UsageError: there is none, or there are several.
+        TrainingError: ``"last"`` or ``"auto"``, and all are damaged.
     """
     if given is None or (resumes and given == "auto"):
-        return None if given is None else newest_last(parts, output)
+        return None if given is None else newest_last(hooks, output)
     named = given in ("best", "last")
-    path = Path(given) if not named else _best(parts) if given == "best" else _last(parts, output, resumes)
+    path = Path(given) if not named else _best(hooks.parts) if given == "best" else _last(hooks, output, resumes)
     if path.is_file():
         return path
     what = f"there is no checkpoint {path}"
@@ -142,8 +149,8 @@ def _best(parts: Iterable[Part]) -> Path:
     return Path(those[0].best_model_path)
 
 
-def _last(parts: Iterable[Part], output: Path | None, resumes: bool) -> Path:
-    newest = newest_last(parts, output)
+def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
+    newest = newest_last(hooks, output)
     if newest is None:
         where = "" if output is None else f", and {str(output)!r} holds none"
         more = "; or ckpt_path='auto' (--resume auto), which begins anew where there is none" if resumes else ""
@@ -154,17 +161,67 @@ def _last(parts: Iterable[Part], output: Path | None, resumes: bool) -> Path:
     return newest
 
 
-def newest_last(parts: Iterable[Part], output: Path | None) -> Path | None:
-    """The newest last checkpoint of the run's folder and of the trainer's ``ModelCheckpoint`` plugins; ``None`` where there is none."""
-    paths = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
-    for one in model_checkpoints(parts):
-        paths += [Path(one.last_model_path)] if one.last_model_path else _of_before(one, output)
-    there = [path for path in paths if path.is_file()]
-    return max(there, key=lambda path: path.stat().st_mtime_ns, default=None)
+def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
+    """Return the newest whole last checkpoint of the run's folder and of the trainer's ``ModelCheckpoint`` plugins.
+
+    Without one, return the newest whole checkpoint of these folders from which a ``fit`` can resume; ``None`` if nothing was saved.
+
+    Raises:
+        TrainingError: something was saved, and all of it is damaged.
+    """
+    lasts = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
+    folders = [] if output is None else [output / "checkpoints"]
+    for one in model_checkpoints(hooks.parts):
+        folder = None if output is None or one.dirpath is None else Path(one.dirpath)
+        if folder is not None and output is not None and folder.resolve().is_relative_to(output.resolve()):
+            folders.append(folder)  # one that is elsewhere may be another run's
+        if one.last_model_path:
+            lasts.append(Path(one.last_model_path))
+        elif one.save_last and output is not None and (one.dirpath is None or folder in folders):
+            where = output / "checkpoints" if folder is None else folder
+            lasts += (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(where.glob(pattern)))
+    owner = hooks.owner("load_checkpoint")
+    if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
+        return next(iter(_newest_first(lasts)), None)
+    damaged: list[Path] = []
+    for path in chain(_newest_first(lasts), _furthest_first(folders)):
+        if _is_whole(path):
+            _warn_of(damaged, path)
+            return path
+        damaged += [path] if path not in damaged else []
+    if damaged:
+        raise TrainingError(
+            f"all checkpoints of this run are damaged: {', '.join(map(str, damaged))}. "
+            "Fix: ckpt_path= a copy of one, or start from scratch in another folder"
+        )
+    return None
 
 
-def _of_before(one: ModelCheckpoint, output: Path | None) -> Iterator[Path]:
-    """What another process saved as ``last.ckpt``, ``last-v1.ckpt`` and so on, in the run's folder: elsewhere it may be another run's."""
-    folder = None if output is None else output / "checkpoints" if one.dirpath is None else Path(one.dirpath)
-    if one.save_last and folder is not None and output is not None and folder.resolve().is_relative_to(output.resolve()):
-        yield from (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(folder.glob(pattern)))
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _furthest_first(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the checkpoints of these folders from which a fit can resume, by what they hold, as one may be a copy; then damaged ones."""
+    found = {path: checkpoint_file.peek(path) for folder in folders for path in sorted(folder.rglob("*.ckpt"))}
+    fits = {path: checkpoint_file.progress(fit) for path, fit in found.items() if fit}
+    yield from sorted(fits, key=lambda path: fits[path], reverse=True)
+    for path in found.keys() - fits.keys():
+        try:
+            checkpoint_file.check(path)  # weights alone, or a file of the user's
+        except TrainingError:
+            yield path
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return checkpoint_file.check(path)
+    except (TrainingError, UsageError):
+        return False
+
+
+def _warn_of(damaged: list[Path], used: Path) -> None:
+    place = detect()
+    if damaged and (place is None or place.rank == 0):
+        names = ", ".join(map(str, damaged))
+        warnings.warn(f"damaged, or saved by another program: {names}. Used instead: {used}, the newest that is whole", stacklevel=2)

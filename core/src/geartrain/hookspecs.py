@@ -141,7 +141,8 @@ def load_checkpoint(run: Run, path: Path) -> dict[str, Any]:
         In a ``fit`` that resumes, optimizers and schedulers then get their state, and last the parts that have ``load_state_dict``.
     Arguments: ``path`` of the file.
     Returns: what ``save_checkpoint`` was given.
-    Default: ``torch.load(path, map_location="cpu", weights_only=True)``: a file can hold tensors, never code.
+    Default: compares the file with its digest, then ``torch.load(path, map_location="cpu", weights_only=True)``: a file can hold
+        tensors, never code.
     """
 
 
@@ -294,7 +295,7 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
 
     Fired: in every rank when one is due.
     Arguments: ``state`` holds tensors and plain values, on rank 0 those of all ranks; ``path`` of the file.
-    Default: rank 0 writes a temporary file beside ``path`` with ``torch.save`` and renames it.
+    Default: rank 0 writes a temporary file beside ``path`` with ``torch.save``, puts a digest of its bytes behind it and renames it.
     """
 
 

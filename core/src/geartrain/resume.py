@@ -30,6 +30,8 @@ _KEYS = ("step", "epoch", "batch_idx", "validated", "batches_seen", "optimizers"
 class Resumed:
     """Where a run goes on, in the first epoch after a checkpoint."""
 
+    #: The checkpoint's file; ``None`` if it was in memory.
+    path: Path | None
     #: Batches of that epoch that were done.
     batch_idx: int
     #: Whether the validation that was due there was done.
@@ -139,7 +141,13 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.metrics.update(mine.get("metrics", {}))
     batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
     run.resumed = Resumed(
-        batch_idx, fit["validated"], mine.get("random"), mine.get("began"), mine.get("logs"), mine.get("metric_objects", {})
+        path if run.commit is None else None,
+        batch_idx,
+        fit["validated"],
+        mine.get("random"),
+        mine.get("began"),
+        mine.get("logs"),
+        mine.get("metric_objects", {}),
     )
     _load_parts(run, fit, mine.get("parts", {}), anew, path)
     _warn_of_replay(run, batch_idx)

@@ -317,7 +317,7 @@ class Trainer(Placed):
     def _launch(
         self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any, resumes: bool
     ) -> Any:
-        start = Start(find(checkpoint, self._parts, self.output, resumes), resumes)
+        start = Start(find(checkpoint, self.hooks, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
         self.datamodule = datamodule

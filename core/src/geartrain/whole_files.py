@@ -31,6 +31,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         make_folder(path.parent)
         raw = _File(beside, "w")
+        with suppress(OSError):  # a network file system without locks
+            _lock(raw)
         file = io.BufferedWriter(raw, 2**20)
         yield file
         file.flush()
@@ -57,9 +59,16 @@ def write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def is_temporary(path: Path, suffix: str) -> bool:
-    """True if :func:`replacing` gives this name to the temporary file of one whose name ends with ``suffix``."""
-    return re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) is not None
+def remove_abandoned(folder: Path, suffix: str = "") -> None:
+    """Remove the temporary files that killed processes left beside files whose names end with ``suffix``.
+
+    A file that a process is still writing is locked, and stays.
+    """
+    for path in folder.glob(".*") if folder.is_dir() else ():
+        if re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError), path.open("rb") as file:
+                _lock(file)
+                path.unlink()
 
 
 def make_folder(path: Path) -> None:
@@ -81,6 +90,18 @@ class _File(io.FileIO):
         except OSError as error:
             self.error = error
             raise
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file until it is closed or this process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    with suppress(ImportError):  # Windows, where a file that is open cannot be removed
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync(folder: Path) -> None:

@@ -6,7 +6,6 @@ one need not write them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import parallel
+from geartrain import checkpoint_file, parallel
 from geartrain.data import moves_nothing
-from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks import does_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.loop import train_step
@@ -68,16 +66,7 @@ class Defaults:
 
     @hookimpl
     def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise UsageError(f"there is no checkpoint {path}") from error
-        except Exception as error:  # torch's own words advise to read it with code
-            raise TrainingError(
-                f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, cut off, or holds more than "
-                "tensors and plain values. Fix: another file"
-            ) from error
-        return state
+        return checkpoint_file.read(path)
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
@@ -135,15 +124,8 @@ class Defaults:
 
     @hookimpl
     def save_checkpoint(self, run: Run, state: dict[str, Any], path: Path) -> None:
-        if run.world.rank != 0:
-            return
-        # Written beside and renamed, so that whoever reads `path` finds the old file or the new one, never half of one.
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            torch.save(state, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        if run.world.rank == 0:
+            checkpoint_file.write(state, path)
 
     @hookimpl
     def teardown_process_group(self) -> None:

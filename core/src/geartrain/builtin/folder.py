@@ -16,7 +16,7 @@ from geartrain.folder_lock import locked
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
 from geartrain.run import Run
-from geartrain.whole_files import AppendedFile, write
+from geartrain.whole_files import AppendedFile, remove_abandoned, write
 
 
 class RunFolder:
@@ -134,6 +134,11 @@ class LastCheckpoint:
 
     A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
     """
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        if run.output is not None and run.world.rank == 0:
+            remove_abandoned(run.output, ".ckpt")
 
     @hookimpl(wrapper=True)
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from geartrain.errors import TrainingError, UsageError, nearest
 
@@ -24,6 +24,8 @@ def check_pattern(pattern: str) -> str:
     left = _FIELD.sub("", pattern)
     if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
         raise UsageError(f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'")
+    if not is_inside(pattern):
+        raise UsageError(f"model_checkpoint: filename={pattern!r} leads out of the folder. Fix: dirpath")
     for name, spec in _FIELD.findall(pattern):
         try:
             format(1 if name in ("epoch", "step") else 1.0, spec)
@@ -56,10 +58,21 @@ def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
     return _FIELD.sub(one, pattern)
 
 
-def free(folder: Path, name: str, own: str) -> Path:
-    """The file of this name; ``NAME-v1.ckpt`` and so on where there is one already, unless it is ``own``, which may be replaced."""
+def free(folder: Path, name: str, own: str) -> str:
+    """Return the file name for ``name``, with ``-v1`` and so on if a file has it, unless that file is ``own``, which may be replaced.
+
+    Raises:
+        TrainingError: a value in the name leads out of the folder.
+    """
+    if not is_inside(name):
+        raise TrainingError(f"geartrain[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename")
     for version in count():
-        path = folder / f"{name}{f'-v{version}' if version else ''}{SUFFIX}"
-        if str(path) == own or not path.exists():
-            return path
+        file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
+        if file == own or not (folder / file).exists():
+            return file
     raise AssertionError  # count() has no end
+
+
+def is_inside(name: str) -> bool:
+    """True if a folder's path and this name make a path inside the folder, links aside."""
+    return bool(PurePosixPath(name).parts) and not any(part in ("/", "//", "..") for part in PurePosixPath(name).parts)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-import shutil
 import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
-from geartrain.callbacks.checkpoint_names import check_pattern, fill, free
+from geartrain.callbacks.checkpoint_names import SUFFIX, check_pattern, fill, free
 from geartrain.callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
+from geartrain.callbacks.own_files import check_name, delete, is_own, written_after
 from geartrain.callbacks.stopping import say
 from geartrain.checkpoint import checkpoint_state, save
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
 from geartrain.run import Run
+from geartrain.whole_files import remove_abandoned
 
 _FIX = "Fix: log it with self.log, or monitor another"
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What rank 0 decided at one look; every rank does the same."""
+    """What rank 0 decided at one look; every rank does the same. Files are names relative to the folder."""
 
     #: The file of the newest among the best; empty where it is not among them.
-    path: str = ""
+    name: str = ""
     score: float | None = None
     #: The file that it takes the place of.
     drop: str = ""
@@ -45,6 +47,10 @@ class ModelCheckpoint:
     the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
     its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
     the older file is the better; NaN is never among the best. A second ``fit`` with the same object goes on.
+
+    It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint in this folder or in the run's
+    continues with the files that the checkpoint lists and that still exist. From a checkpoint elsewhere it starts from scratch here, and
+    leaves the files there alone.
 
     Args:
         monitor: the metric's name; without, the newest checkpoint takes the place of the one before.
@@ -104,23 +110,40 @@ class ModelCheckpoint:
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
         self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
-        #: The best file so far; without ``monitor`` the newest; empty where there is none.
-        self.best_model_path = ""
-        #: Its score.
+        #: The score of the best file.
         self.best_model_score: float | None = None
-        #: The newest ``last.ckpt``; empty without ``save_last``.
-        self.last_model_path = ""
-        #: The best files, oldest first, and their scores.
-        self.best_k_models: dict[str, float] = {}
+        #: Drawn when it starts from scratch: by this it knows the files that it wrote.
+        self._identity = ""
+        # Names are relative to the folder, so that a copy of the folder is complete.
+        self._best = self._last = ""
+        self._scores: dict[str, float] = {}
+        #: Files that the one which is being saved replaces.
+        self._old: list[str] = []
+        #: Where the next fit writes, and where the named files are.
+        self._planned = self._where = None if dirpath is None else Path(dirpath)
 
     def __repr__(self) -> str:
         return f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, filename={self.filename!r})"
 
     @property
+    def best_model_path(self) -> str:
+        """The best file so far; without ``monitor`` the newest; empty if there is none."""
+        return self._path(self._best)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest ``last.ckpt``; empty without ``save_last``."""
+        return self._path(self._last)
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """The best files, oldest first, and their scores."""
+        return {self._path(name): score for name, score in self._scores.items()}
+
+    @property
     def kth_best_model_path(self) -> str:
-        """The file that the next better one takes the place of; empty while there is room."""
-        ranked = self._ranked()
-        return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
+        """The file that the next better one replaces; empty while there is room."""
+        return self._path(self._kth_best())
 
     # --- when to look ----------------------------------------------------------------------------------------------------
 
@@ -134,12 +157,15 @@ class ModelCheckpoint:
             )
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(f"geartrain[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
+        self._planned = folder
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._on = run.command == "fit" and not run.plan.options.fast_dev_run
         self._validated = self._expected = self._warned = False
-        self._looked = run.resumed is not None and bool(self.best_model_path or self.last_model_path)
+        if self._on:
+            self._settle(run)
+        self._looked = run.resumed is not None and bool(self._best or self._last)
         if self._on and self._steps is None:
             self._at_epoch_end = looks_after_epochs(run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end")
 
@@ -182,6 +208,72 @@ class ModelCheckpoint:
                 f"geartrain[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
             )
 
+    def _settle(self, run: Run) -> None:
+        """Settle with which files this fit continues: on every rank with those that rank 0 finds."""
+        folder = self._folder(run.plan)
+        assert folder is not None  # check_plan has refused it
+        if run.world.rank == 0:
+            remove_abandoned(folder, SUFFIX)
+            if self._continues(run, folder):
+                self._drop_lost(folder)
+                self._delete_leftovers(run, folder)
+            else:
+                self._start_from_scratch(run, folder)
+            self._identity = self._identity or uuid4().hex
+        self._planned = self._where = folder
+        if run.world.size > 1:
+            self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
+
+    def _continues(self, run: Run, folder: Path) -> bool:
+        """True if the named files are those of this run, and not of one in another folder."""
+        if run.resumed is None or run.resumed.path is None:  # a second fit, or a checkpoint in memory
+            return self._where in (None, folder)
+        source = run.resumed.path
+        return any(home is not None and source.resolve().is_relative_to(home.resolve()) for home in (folder, run.output))
+
+    def _start_from_scratch(self, run: Run, folder: Path) -> None:
+        if self._best or self._last or self._scores:
+            source = self._where if run.resumed is None else run.resumed.path
+            warnings.warn(
+                f"geartrain[model_checkpoint]: {source} is of another folder than {folder}: the checkpoints there stay, and the best of "
+                "this run are found from scratch",
+                stacklevel=2,
+            )
+        self._identity = self._best = self._last = ""
+        self.best_model_score, self._scores, self._old = None, {}, []
+
+    def _drop_lost(self, folder: Path) -> None:
+        """Forget files that are not there, or that another run wrote."""
+        names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
+        lost = [name for name in names if not is_own(folder, name, self._identity)]
+        if not lost:
+            return
+        warnings.warn(
+            f"geartrain[model_checkpoint]: {folder} has no {', '.join(lost)} of this run, which the checkpoint names: not kept as the best",
+            stacklevel=2,
+        )
+        self._scores = {name: score for name, score in self._scores.items() if name not in lost}
+        self._last = "" if self._last in lost else self._last
+        if self._best in lost:
+            self._best = next(iter(self._ranked()), "")
+            self.best_model_score = self._scores.get(self._best)
+
+    def _delete_leftovers(self, run: Run, folder: Path) -> None:
+        """Delete what a kill left: files that were being replaced, and files that were saved after the checkpoint.
+
+        A checkpoint that is not the last one was chosen by the user: then later files stay.
+        """
+        if run.resumed is None:
+            return
+        left = [name for name in self._old if is_own(folder, name, self._identity)]
+        if run.resumed.path is None or run.resumed.path.stem.partition("-v")[0] == "last":
+            left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx))
+        kept = (self._best, self._last, *self._scores)
+        for name in left:
+            if name not in kept:
+                delete(folder, name)
+        self._old = []
+
     def _is_due(self, run: Run) -> bool:
         return (run.epoch + 1) % self._epochs == 0
 
@@ -199,22 +291,22 @@ class ModelCheckpoint:
         if turn.missing and not self._warned:
             warnings.warn(f"{turn.missing} Until it is, nothing is kept as the best", stacklevel=2)
             self._warned = True
-        paths = [path for path in (turn.path, turn.last) if path]
+        names = [name for name in (turn.name, turn.last) if name]
         before = self.state_dict()
-        old = self._remember(turn)  # first: the file that is saved is to know of itself
+        self._remember(turn)  # first: the file that is saved is to know of itself
         try:
-            state = checkpoint_state(run, epochs) if paths else {}
-            for path in paths:
-                save(run, state, Path(path))
+            state = checkpoint_state(run, epochs) if names else {}
+            for name in names:
+                save(run, state, Path(self._path(name)))
         except BaseException:
             self.load_state_dict(before)
             raise
-        self._tell_and_delete(run, turn, old)
+        self._tell_and_delete(run, turn)
 
     def _decide(self, run: Run) -> _Turn:
         folder = self._folder(run.plan)
         assert folder is not None  # check_plan has refused it
-        last = str(free(folder, "last", self.last_model_path)) if self.save_last else ""
+        last = free(folder, "last", self._last) if self.save_last else ""
         score = None if self.monitor is None else run.metrics.get(self.monitor)
         if self.monitor is not None and score is None:
             missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
@@ -223,12 +315,12 @@ class ModelCheckpoint:
             return _Turn(last=last, missing=missing)
         if not self._is_among_the_best(score):
             return _Turn(last=last)
-        drop = self.kth_best_model_path if self.monitor is not None else self.best_model_path if self.save_top_k == 1 else ""
+        drop = self._kth_best() if self.monitor is not None else self._best if self.save_top_k == 1 else ""
         try:
             name = fill(self.filename, {**run.metrics, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
+            return _Turn(free(folder, name, drop), score, drop, last)
         except TrainingError as error:  # for all ranks alike
             return _Turn(error=str(error))
-        return _Turn(str(free(folder, name, drop)), score, drop, last)
 
     def _require(self, run: Run) -> None:
         """By steps it may look before there is a metric; after an epoch there must be one."""
@@ -241,36 +333,44 @@ class ModelCheckpoint:
     def _is_among_the_best(self, score: float | None) -> bool:
         if self.save_top_k <= 0 or score is None:
             return self.save_top_k != 0
-        worst = self.kth_best_model_path
-        return not math.isnan(score) and (not worst or is_better(self.mode, score, self.best_k_models[worst]))
+        worst = self._kth_best()
+        return not math.isnan(score) and (not worst or is_better(self.mode, score, self._scores[worst]))
 
-    def _remember(self, turn: _Turn) -> list[str]:
-        """Note what is about to be saved. Returns the files that it takes the place of."""
-        old = [path for path, new in ((turn.drop, turn.path), (self.last_model_path, turn.last)) if new and path not in ("", new)]
-        self.last_model_path = turn.last or self.last_model_path
-        if turn.path:
-            self.best_k_models.pop(turn.drop, None)
+    def _remember(self, turn: _Turn) -> None:
+        """Note what is about to be saved, and which files it replaces."""
+        self._old = [name for name, new in ((turn.drop, turn.name), (self._last, turn.last)) if new and name not in ("", new)]
+        self._last = turn.last or self._last
+        if turn.name:
+            self._scores.pop(turn.drop, None)
             if turn.score is None:
-                self.best_model_path = turn.path
+                self._best = turn.name
             else:
-                self.best_k_models.pop(turn.path, None)
-                self.best_k_models[turn.path] = turn.score
-                self.best_model_path = next(iter(self._ranked()), "")
-                self.best_model_score = self.best_k_models.get(self.best_model_path)
-        return old
+                self._scores.pop(turn.name, None)
+                self._scores[turn.name] = turn.score
+                self._best = next(iter(self._ranked()), "")
+                self.best_model_score = self._scores.get(self._best)
 
-    def _tell_and_delete(self, run: Run, turn: _Turn, old: list[str]) -> None:
-        if turn.path and self.verbose:
+    def _tell_and_delete(self, run: Run, turn: _Turn) -> None:
+        if turn.name and self.verbose:
             why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
-            say(run, f"model_checkpoint: saved {turn.path}{why}.")
-        if run.world.rank == 0:
-            for path in old:
-                _delete(Path(path))
+            say(run, f"model_checkpoint: saved {self._path(turn.name)}{why}.")
+        if run.world.rank == 0 and self._where is not None:
+            for name in self._old:
+                delete(self._where, name)
+        self._old = []
+
+    def _kth_best(self) -> str:
+        ranked = self._ranked()
+        return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
 
     def _ranked(self) -> list[str]:
         """The files with a score, best first, and of equal ones the older."""
-        scored = {path: score for path, score in self.best_k_models.items() if not math.isnan(score)}
-        return sorted(scored, key=lambda path: scored[path] if self.mode == "min" else -scored[path])
+        scored = {name: score for name, score in self._scores.items() if not math.isnan(score)}
+        return sorted(scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name])
+
+    def _path(self, name: str) -> str:
+        folder = self._where or self._planned
+        return str(folder / name) if name and folder is not None else ""
 
     def _folder(self, plan: Plan) -> Path | None:
         if self.dirpath is not None:
@@ -281,20 +381,25 @@ class ModelCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_model_path": self.best_model_path,
+            "identity": self._identity,
+            "best_model_path": self._best,
             "best_model_score": self.best_model_score,
-            "last_model_path": self.last_model_path,
-            "best_k_models": dict(self.best_k_models),
+            "last_model_path": self._last,
+            "best_k_models": dict(self._scores),
+            "replaced": list(self._old),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these files."""
-        self.best_model_path, self.best_model_score = state["best_model_path"], state["best_model_score"]
-        self.last_model_path, self.best_k_models = state["last_model_path"], dict(state["best_k_models"])
+        """Continue with these files.
 
-
-def _delete(path: Path) -> None:
-    try:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    except OSError as error:  # a file too many is no reason to end a training
-        warnings.warn(f"geartrain[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)
+        Raises:
+            ValueError: a name that leads out of the folder.
+        """
+        if state == self.state_dict():
+            return
+        best, last = check_name(state["best_model_path"]), check_name(state["last_model_path"])
+        scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
+        old = [check_name(name) for name in state["replaced"]]
+        self._identity, self.best_model_score = str(state["identity"]), state["best_model_score"]
+        self._best, self._last, self._scores, self._old = best, last, scores, old
+        self._where = self._planned  # what a fit wrote in another process, it wrote there

@@ -21,7 +21,7 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     values, files = request.values, {"ckpt_path": request.values.checkpoint}
     if name == "fit":
         files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
-        find(values.resume, trainer._parts, trainer.output, resumes=True)
+        find(values.resume, trainer.hooks, trainer.output, resumes=True)
     # What the run itself asks again with the module: here nothing is made yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
