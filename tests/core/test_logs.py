@@ -2,6 +2,7 @@
 
 import math
 import threading
+import warnings
 from collections import ChainMap
 from types import SimpleNamespace
 from typing import ClassVar
@@ -407,6 +408,22 @@ def test_nan_of_one_rank_is_not_dropped(reduce_fx):
 
 def test_without_sync_dist_each_rank_keeps_its_own():
     assert Ranks(2)(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False)) == [{"x": 1.0}, {"x": 2.0}]
+
+
+def test_a_metric_of_one_rank_is_told_apart_from_that_of_all():
+    def validate(*each):
+        ranks = Ranks(2)
+        for run in ranks.runs:
+            run.stage = "validate"
+        ranks(*each)
+
+    with pytest.warns(UserWarning, match="validate: x is of rank 0's part of the data alone. Fix: .*sync_dist=True") as said:
+        validate(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False))
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(logs("y", [1.0]), logs("y", [2.0]))
+        validate(logs("z", [1.0], sync_dist=False, rank_zero_only=True), logs("z", [], sync_dist=False))
 
 
 def test_rank_zero_only_is_no_difference():

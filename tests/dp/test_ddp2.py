@@ -74,7 +74,7 @@ def test_evaluation_splits_and_counts_every_sample_once(nodes):
     assert first["validated"] == pytest.approx(expected, rel=1e-5)
     assert (first["parts"], second["parts"]) == ([4, 4] * 2, [4, 3] * 2)
     assert first["rows"] == second["rows"] == [8, 7] * 2
-    assert (first["predictions"], second["predictions"]) == (2, 2)
+    assert (first["predictions"], second["predictions"]) == (4, 4)  # of both nodes
 
 
 def test_a_loss_over_a_nodes_batch_is_the_mean_over_nodes(nodes):

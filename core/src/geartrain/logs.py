@@ -7,7 +7,7 @@ GPU. One that is on the CPU is read at once, which costs less than a copy.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from numbers import Number
@@ -224,6 +224,7 @@ class Logs:
         """
         self.flush()
         seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and _can_reduce(m)]
+        self._warn_of_one_rank([m.name for m in seen if not m.spec.sync_dist and not m.spec.rank_zero_only])
         values = self._reduce({m.name: Share(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         objects = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
         values.update(metric_objects.end_epoch(self._run, objects))
@@ -232,6 +233,16 @@ class Logs:
             metric.forget()
         self.open = False
         return reported
+
+    def _warn_of_one_rank(self, names: Sequence[str]) -> None:
+        """Say that what an evaluation reports is of a part of the data."""
+        run = self._run
+        if names and run.world.size > 1 and run.world.rank == 0 and run.stage in ("validate", "test"):
+            warnings.warn(
+                f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone. Fix: self.log(..., sync_dist=True) for all of it, "
+                "or rank_zero_only=True if only rank 0 computes it",
+                stacklevel=2,
+            )
 
     def _reduce(self, shares: Mapping[str, Share]) -> dict[str, float]:
         """Each metric's value; those with ``sync_dist`` over all ranks, which agree here whether to stop."""
