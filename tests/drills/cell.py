@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -43,10 +44,8 @@ def mark_event() -> None:
     """Write when the event happened. The first process wins."""
     temporary = f"marks/event.{os.getpid()}"
     Path(temporary).write_text(str(time.time()))
-    try:
+    with suppress(FileExistsError):
         os.link(temporary, "marks/event")
-    except FileExistsError:
-        pass
     os.unlink(temporary)
 
 

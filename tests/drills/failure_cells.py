@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
@@ -184,6 +185,7 @@ def _wait(programs: list[Launched], moment: float) -> bool:
             for pid in (pid for program in programs for pid in program.processes()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, SHOW_STACK)
+                time.sleep(0.2)  # or the lines of several stacks mix
         time.sleep(0.02)
     return True
 
@@ -198,7 +200,8 @@ def _left(cell: Cell, programs: list[Launched], deadline: float) -> list[str]:
             break
         time.sleep(0.05)
     ports = listening([pid for program in programs for pid in program.processes()])
-    return [re.sub(r"^(process \d+: \S*/)?", "", what)[:120] for what in left] + [f"a port on {address}" for address in ports]
+    kinds = Counter(re.sub(r"pymp-\w+", "pymp-*", what)[:120] for what in left if "/listener-" not in what)
+    return [what if count == 1 else f"{count} x {what}" for what, count in kinds.items()] + [f"a port on {address}" for address in ports]
 
 
 def _judge_ends(cell: Cell, programs: list[Launched], folder: Path, notes: list[str]) -> Iterator[str]:
@@ -240,8 +243,9 @@ def _judge_ends(cell: Cell, programs: list[Launched], folder: Path, notes: list[
                 yield said
         if (first := _first_error(error)) and _CONNECTION.search(first) and not _names(cell, first):
             notes.append(f"shown first: {first[:80]}")
-    if cell.strategy in RANK_0_STARTS and not (cell.ends(0) or (cell.event in ("exit", "kill") and cell.rank == 1)):
-        if (ran := len(_lines(folder / "marks" / "finally-1"))) != 1:
+    if cell.strategy in RANK_0_STARTS and cell.event not in ("exit", "kill"):
+        ran = len(_lines(folder / "marks" / "finally-1"))
+        if ran != 1:
             notes.append(f"rank 1's finally ran {ran} times")
 
 
