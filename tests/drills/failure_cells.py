@@ -72,8 +72,9 @@ class Cell:
 
     @property
     def output(self) -> bool:
-        """True if the run has a folder: in half of the cells."""
-        return (LOADERS.index((self.loader, self.start)) + EVENTS.index((self.event, self.rank))) % 2 == 0
+        """True if the run has a folder: in half of the cells, whatever two other properties they have."""
+        loaders, events = ("0", "1", "2", "2p"), ("success", "sample", "step", "exit", "kill")
+        return (loaders.index(self.loader) + events.index(self.event) + (self.start == "spawn" and self.rank)) % 2 == 1
 
     def ends(self, program: int) -> bool:
         """True if the event ends this program itself, so that nothing of it can run afterwards. ddp2 has a program for each node."""
