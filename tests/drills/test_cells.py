@@ -1,0 +1,37 @@
+"""A few cells of the table of failures: every event, kind of loader worker and rank, under ddp and ddp_spawn. Run all of them with
+``failure_cells.py``."""
+
+import pytest
+
+from geartrain.testing.launching import HAS_PROC
+
+from .failure_cells import Cell, run_cells
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc"),
+    pytest.mark.timeout(300),  # the first test runs all cells
+]
+CELLS = [
+    "ddp:2p:fork:success:0",
+    "ddp:1:fork:sample:0",
+    "ddp:2p:fork:step:1",
+    "ddp:0:-:exit:0",
+    "ddp:2:fork:exit:1",
+    "ddp:1:fork:kill:1",
+    "ddp_spawn:2p:fork:success:0",
+    "ddp_spawn:1:spawn:sample:1",
+    "ddp_spawn:2:fork:kill:0",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Cell -> what it came to."""
+    cells = [Cell.parse(text) for text in CELLS]
+    return {result.cell.id: result for result in run_cells(cells, 2, "forkserver", tmp_path_factory.mktemp("cells"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_ends_in_time_with_the_users_error_and_leaves_nothing(results, cell):
+    assert results[cell].wrong == [], results[cell].printed
