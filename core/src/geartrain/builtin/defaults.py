@@ -22,6 +22,7 @@ from geartrain.hooks import does_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.loop import train_step
 from geartrain.plan import Layout, PlanRequest
+from geartrain.process import disconnect_if_failed
 from geartrain.run import Run, World
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -130,6 +131,7 @@ class Defaults:
     @hookimpl
     def teardown_process_group(self) -> None:
         if dist.is_available() and dist.is_initialized():
+            disconnect_if_failed()
             dist.destroy_process_group()
 
     @hookimpl

@@ -17,6 +17,7 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Callable
 
 #: Where a worker writes its error, as torchelastic's workers do.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -24,13 +25,19 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _failed: list[float] = []
 #: Whether everyone whom this rank's failure concerns has been told; what is left is to leave the group.
 _leaving = False
+#: Shuts down the connections that this rank's run has opened to others.
+_disconnect: Callable[[], None] | None = None
 
 
-def begin() -> None:
-    """A run begins: one that failed before it, and was survived, is past."""
-    global _leaving
+def begin(disconnect: Callable[[], None] | None = None) -> None:
+    """Start a run: the failure of an earlier one, which the program survived, is past.
+
+    Args:
+        disconnect: shuts down the connections to other ranks that the run has opened.
+    """
+    global _leaving, _disconnect
     _failed.clear()
-    _leaving = False
+    _leaving, _disconnect = False, disconnect
     if path := os.environ.get(ERROR_FILE):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -72,6 +79,15 @@ def leave() -> None:
     """Plugins and modules have torn down; what is left is to leave the group."""
     global _leaving
     _leaving = True
+
+
+def disconnect_if_failed() -> None:
+    """Shut down this rank's connections if its run failed: peers may be blocked in a collective with it, and hear nothing else.
+
+    Closing is not enough while a loader worker, forked by this rank, holds a copy.
+    """
+    if _failed and _disconnect is not None:
+        _disconnect()
 
 
 def is_telling() -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
-from geartrain.process import begin, environment, rendezvous, report
+from geartrain.process import begin, disconnect_if_failed, environment, rendezvous, report
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.forks import adopt_temporary_folder, guard_forks
 from geartrain.process.handover import registered_names
@@ -92,7 +92,7 @@ def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Itera
     adopt_temporary_folder()
     run.place = place
     before = _sockets()
-    begin()
+    begin(lambda: _disconnect(_sockets() - before))
     try:
         name = rendezvous.interface(place)
         if name is not None:
@@ -101,9 +101,8 @@ def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Itera
         yield
     except BaseException as error:
         report(error)
-        # Peers may be blocked in a collective with this rank, where they hear nothing. Neither shutdown(), abort() nor
-        # destroy_process_group() closes gloo's connections while something refers to the group.
-        _disconnect(_sockets() - before)
+        # Neither shutdown(), abort() nor destroy_process_group() closes gloo's connections while something refers to the group.
+        disconnect_if_failed()
         raise
 
 
