@@ -41,7 +41,7 @@ DATA = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8)
 
 
 class Loaded(Exception):
-    """The file was loaded; what the run has now."""
+    """Carries the values of a run that loaded the file."""
 
 
 class Looks:

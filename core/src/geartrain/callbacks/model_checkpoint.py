@@ -235,8 +235,8 @@ class ModelCheckpoint:
         if self._best or self._last or self._scores:
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
-                f"geartrain[model_checkpoint]: {source} is of another folder than {folder}: the checkpoints there stay, and the best of "
-                "this run are found from scratch",
+                f"geartrain[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
+                "and this run starts its list of the best from scratch",
                 stacklevel=2,
             )
         self._identity = self._best = self._last = ""
@@ -249,7 +249,7 @@ class ModelCheckpoint:
         if not lost:
             return
         warnings.warn(
-            f"geartrain[model_checkpoint]: {folder} has no {', '.join(lost)} of this run, which the checkpoint names: not kept as the best",
+            f"geartrain[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
             stacklevel=2,
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}
