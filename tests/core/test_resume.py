@@ -761,7 +761,7 @@ def bytes_in(folder):
 def test_another_folder_leaves_the_files_of_the_one_it_comes_from(tmp_path):
     best_of(tmp_path / "a", 2)
     before = bytes_in(tmp_path / "a")
-    with pytest.warns(UserWarning, match=r"model_checkpoint\].*a/run/last\.ckpt is of another folder than.*d/run/checkpoints"):
+    with pytest.warns(UserWarning, match=r"model_checkpoint\].*a/run/last\.ckpt belongs to another folder than.*d/run/checkpoints"):
         keep = best_of(tmp_path / "d", 4, path=tmp_path / "a" / "run" / "last.ckpt")
     assert bytes_in(tmp_path / "a") == before
     assert names_in(tmp_path / "d") == ["run/checkpoints/epoch=2.ckpt", "run/checkpoints/epoch=3.ckpt", "run/last.ckpt"]
@@ -829,7 +829,7 @@ def test_links_out_of_the_folder_and_files_of_others_are_not_followed_and_not_de
     shutil.copy(folder / "epoch=1.ckpt", folder / "copy.ckpt")
     worse = {"link.ckpt": 9.0, "sub/b.ckpt": 8.0, "others.ckpt": 7.0, "gone.ckpt": 6.0}
     rewrite(tmp_path / "run" / "last.ckpt", lambda state: state.update(best_k_models=worse | state["best_k_models"], replaced=[*worse]))
-    with pytest.warns(UserWarning, match=r"checkpoints has no link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run"):
+    with pytest.warns(UserWarning, match=r"checkpoints no longer has link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run"):
         keep = best_of(tmp_path, 4, path="last")
     assert sorted(path.name for path in mine.iterdir()) == ["a.ckpt", "b.ckpt"]
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -848,7 +848,7 @@ def test_a_best_that_is_gone_is_not_the_best_any_more(tmp_path):
             seen.append((trainer.checkpoint_callback.best_model_path[-12:], trainer.checkpoint_callback.best_model_score))
 
     keep = ModelCheckpoint("val_loss", save_top_k=2)
-    with pytest.warns(UserWarning, match=r"has no epoch=1\.ckpt of this run"):
+    with pytest.warns(UserWarning, match=r"no longer has epoch=1\.ckpt of this run"):
         train(tmp_path, epochs=3, path="last", plugins=[keep], callbacks=[Looks()], steps=False)
     assert seen == [("epoch=0.ckpt", 0.0)]
 
@@ -909,3 +909,17 @@ def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
     best_of(tmp_path, 3, save_top_k=-1)
     best_of(tmp_path, 3, path=tmp_path / "run" / "checkpoints" / "epoch=0.ckpt", save_top_k=-1)
     assert names_in(tmp_path / "run" / "checkpoints") == [f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")]
+
+
+def test_what_only_an_earlier_epoch_logged_is_known(tmp_path):
+    class First(Random):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == 0:
+                self.log("first", 1.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    whole, _ = train(tmp_path / "whole", epochs=2, module=First, steps=False)
+    train(tmp_path / "rest", epochs=1, module=First, steps=False)
+    rest, _ = train(tmp_path / "rest", epochs=2, path="last", module=First, steps=False)
+    assert rest.logged_metrics == whole.logged_metrics
+    assert rest.run.logs.prog_bar == whole.run.logs.prog_bar

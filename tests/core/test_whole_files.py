@@ -2,6 +2,7 @@
 
 import os
 import resource
+import stat
 from contextlib import contextmanager
 
 import pytest
@@ -33,6 +34,24 @@ def test_folders_are_created_and_nothing_is_left_beside_the_file(tmp_path):
     write(path, b"two")
     assert path.read_bytes() == b"two"
     assert os.listdir(path.parent) == ["file"]
+
+
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def syncs(number):
+        done.append("sync folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "sync file")
+        fsync(number)
+
+    def renames(old, new):
+        done.append("rename")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(os, "replace", renames)
+    write(tmp_path / "new" / "file", b"one")
+    assert done == ["sync folder", "sync file", "rename", "sync folder"]
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])

@@ -96,7 +96,7 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
 
 
 def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]:
-    """Return the exit code, what was printed, and how many processes were left two seconds later."""
+    """Return the exit code, the output, and how many processes were left two seconds later."""
     command = [sys.executable, __file__, "program", strategy, str(folder), str(kill_at)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     lines = []
@@ -118,7 +118,7 @@ def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]
 
 
 def tensors(state: Any, path: str = "") -> dict[str, Any]:
-    """Return what a checkpoint holds by path, without what a new run draws."""
+    """Return the values of a checkpoint by path, without the identity that each run draws."""
     if isinstance(state, dict):
         return {name: value for key, item in state.items() if key != "identity" for name, value in tensors(item, f"{path}.{key}").items()}
     if isinstance(state, list | tuple):

@@ -20,7 +20,7 @@ from geartrain.whole_files import replacing
 #: The comment is this and the SHA-256, in hexadecimal digits, of the archive as it is without a comment.
 _MARK = b"geartrain sha256 "
 _COMMENT = len(_MARK) + 64
-#: What an archive without a comment ends with: this, 16 bytes, and two for the length of the comment.
+#: The end of an archive without a comment: this, 16 bytes, and two for the length of the comment.
 _END, _END_SIZE = b"PK\5\6", 22
 
 
@@ -77,7 +77,7 @@ def check(path: Path) -> bool:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return what a ``fit`` saved to resume from, without reading tensors or comparing digests; empty if the file holds no such thing."""
+    """Return what a ``fit`` saved to resume from. Reads no tensors and compares no digest. Empty if the file cannot be read as such."""
     with suppress(Exception):  # a file of the user's may be anything
         fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
         progress(fit)  # raises if it is something else
@@ -110,14 +110,14 @@ def _check(file: IO[bytes], path: Path) -> bool:
         if digest.hexdigest().encode() == comment[len(_MARK) :]:
             return True
     elif tail.strip(b"\0") and _MARK not in tail and (begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2))):
-        return False  # no archive, or one that ends as torch.save ends it; zeros are what a power cut leaves
+        return False  # no archive, or one that ends as torch.save ends it; a power cut leaves zeros
     raise TrainingError(
         f"{path} is damaged: its bytes are not those that were saved. Fix: another file; 'last' and 'auto' take the newest whole one"
     )
 
 
 class _Hashing:
-    """A file for ``torch.save`` that computes the digest of what is written."""
+    """A file for ``torch.save`` that computes the digest of the bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.digest = file, hashlib.sha256()

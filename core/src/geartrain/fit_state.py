@@ -63,6 +63,7 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
         "random": random,
         "began": None if began is None else began.random,
         "metrics": dict(run.metrics),
+        "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar)},
         "logs": run.logs.state_dict() if within else None,
         "metric_objects": map_tensors(metric_objects.states(run.module), _to_cpu) if within else {},
     }

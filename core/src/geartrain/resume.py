@@ -139,6 +139,9 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
     mine = _of_this_rank(run, fit)
     run.metrics.update(mine.get("metrics", {}))
+    reported = mine.get("reported", {})
+    run.logs.logged.update(reported.get("logged", {}))
+    run.logs.prog_bar.update(reported.get("prog_bar", {}))
     batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
     run.resumed = Resumed(
         path if run.commit is None else None,
@@ -199,7 +202,12 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
     if len(ranks) == run.world.size:
         return dict(ranks[rank])
     kept = ranks[rank] if rank < len(ranks) else {}
-    return {"random": kept.get("random"), "began": kept.get("began"), "metrics": ranks[0]["metrics"]}
+    return {
+        "random": kept.get("random"),
+        "began": kept.get("began"),
+        "metrics": ranks[0]["metrics"],
+        "reported": ranks[0].get("reported", {}),
+    }
 
 
 def _in_this_world(run: Run, fit: dict[str, Any]) -> int:

@@ -98,7 +98,7 @@ def _lock(file: IO[bytes]) -> None:
     Raises:
         BlockingIOError: another process has it.
     """
-    with suppress(ImportError):  # Windows, where a file that is open cannot be removed
+    with suppress(ImportError):  # on Windows, which does not remove an open file
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -351,6 +351,8 @@ def test_it_says_what_it_saves(tmp_path, capsys):
         ({"every_n_train_steps": 2, "every_n_epochs": 1}, "leave one out"),
         ({"every_n_train_steps": 2, "save_on_train_epoch_end": True}, "leave one out"),
         ({"filename": ""}, "is no name"),
+        ({"filename": "../{epoch}"}, "leads out of the folder. Fix: dirpath"),
+        ({"filename": "/tmp/{epoch}"}, "leads out of the folder"),
         ({"filename": "{epoch"}, "is no name"),
         ({"filename": "{}"}, "is no name"),
         ({"filename": "{epoch:.zf}"}, "cannot be written"),
@@ -389,6 +391,11 @@ def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(tmp_pat
 def test_a_metric_in_the_name_that_was_not_logged(tmp_path):
     with pytest.raises(TrainingError, match=r"has 'metrik', which was not logged\. Did you mean 'metric'"):
         run_on(tmp_path, [5], filename="{metrik}")
+
+
+def test_a_value_in_the_name_that_leads_out_of_the_folder(tmp_path):
+    with pytest.raises(TrainingError, match=r"model_checkpoint\]: the name '//6' leads out of the folder"):
+        run_on(tmp_path, [5], filename="{step:/>3}", auto_insert_metric_name=False)
 
 
 def test_scores_are_numbers(tmp_path):

@@ -114,6 +114,8 @@ class ModelCheckpoint:
         self.best_model_score: float | None = None
         #: Drawn when it starts from scratch: by this it knows the files that it wrote.
         self._identity = ""
+        #: The run's folder when the state was saved: compared, never opened.
+        self._output = ""
         # Names are relative to the folder, so that a copy of the folder is complete.
         self._best = self._last = ""
         self._scores: dict[str, float] = {}
@@ -221,6 +223,7 @@ class ModelCheckpoint:
                 self._start_from_scratch(run, folder)
             self._identity = self._identity or uuid4().hex
         self._planned = self._where = folder
+        self._output = "" if run.output is None else str(run.output.resolve())
         if run.world.size > 1:
             self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
 
@@ -228,15 +231,18 @@ class ModelCheckpoint:
         """True if the named files are those of this run, and not of one in another folder."""
         if run.resumed is None or run.resumed.path is None:  # a second fit, or a checkpoint in memory
             return self._where in (None, folder)
-        source = run.resumed.path
-        return any(home is not None and source.resolve().is_relative_to(home.resolve()) for home in (folder, run.output))
+        source, mine = run.resumed.path.resolve(), folder.resolve()
+        if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
+            return True
+        # A dirpath elsewhere belongs to the run that is in the same place as before, and not to a copy of it.
+        return run.output is not None and source.is_relative_to(run.output.resolve()) and self._output == str(run.output.resolve())
 
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
         if self._best or self._last or self._scores:
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
-                f"geartrain[model_checkpoint]: {source} is of another folder than {folder}: the checkpoints there stay, and the best of "
-                "this run are found from scratch",
+                f"geartrain[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
+                "and this run starts its list of the best from scratch",
                 stacklevel=2,
             )
         self._identity = self._best = self._last = ""
@@ -249,7 +255,7 @@ class ModelCheckpoint:
         if not lost:
             return
         warnings.warn(
-            f"geartrain[model_checkpoint]: {folder} has no {', '.join(lost)} of this run, which the checkpoint names: not kept as the best",
+            f"geartrain[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
             stacklevel=2,
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}
@@ -382,6 +388,7 @@ class ModelCheckpoint:
     def state_dict(self) -> dict[str, Any]:
         return {
             "identity": self._identity,
+            "output": self._output,
             "best_model_path": self._best,
             "best_model_score": self.best_model_score,
             "last_model_path": self._last,
@@ -400,6 +407,6 @@ class ModelCheckpoint:
         best, last = check_name(state["best_model_path"]), check_name(state["last_model_path"])
         scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
         old = [check_name(name) for name in state["replaced"]]
-        self._identity, self.best_model_score = str(state["identity"]), state["best_model_score"]
+        self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._where = self._planned  # what a fit wrote in another process, it wrote there
