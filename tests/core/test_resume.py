@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import numpy
@@ -776,6 +777,16 @@ def test_a_copy_continues_with_its_own_files(tmp_path):
     assert bytes_in(tmp_path / "a") == before
     assert names_in(tmp_path / "b") == ["run/checkpoints/epoch=1.ckpt", "run/checkpoints/epoch=2.ckpt", "run/last.ckpt"]
     assert list(keep.best_k_models) == [str(tmp_path / "b" / "run" / "checkpoints" / f"epoch={epoch}.ckpt") for epoch in (1, 2)]
+
+
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_a_dirpath_outside_the_runs_folder_is_of_the_run_and_not_of_a_copy(tmp_path, place):
+    best_of(tmp_path / "a", 2, dirpath=tmp_path / "out")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    warns = nullcontext() if place == "a" else pytest.warns(UserWarning, match="another folder")
+    with warns:
+        best_of(tmp_path / place, 3, path="last", dirpath=tmp_path / "out")
+    assert names_in(tmp_path / "out") == [f"epoch={epoch}.ckpt" for epoch in ((1, 2) if place == "a" else (0, 1, 2))]
 
 
 def test_one_object_in_two_folders_deletes_in_neither_what_the_other_wrote(tmp_path):
