@@ -908,7 +908,8 @@ def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkey
     folder = tmp_path / "killed" / "run" / "checkpoints"
     for name in (".epoch=9.ckpt.12345", "mine.ckpt"):
         (folder / name).write_text("")
-    (folder.parent / ".last.ckpt.12345").write_text("")
+    for name in (".last.ckpt.12345", ".summary.json.12345", ".metrics.csv.12345", ".predictions.pt.12345"):
+        (folder.parent / name).write_text("")
     rest = best_of(tmp_path / "killed", 4, path="auto", **options)
     assert names_in(tmp_path / "killed") == sorted([*names_in(unbroken), "run/checkpoints/mine.ckpt"])
     assert [one.rpartition("/")[2] for one in rest.best_k_models] == [one.rpartition("/")[2] for one in whole.best_k_models]

@@ -52,7 +52,7 @@ def all_in_order(trainer):
     predict("limit without length", DataLoader(range(6), batch_sampler=Lengthless()), limit_predict_batches=1)
     predict("fast_dev_run", numbers(11), fast_dev_run=True)
     predict("several loaders", [numbers(7), numbers(2), numbers(4)])
-    predict("workers", numbers(7, num_workers=1))
+    predict("workers", numbers(7, num_workers=1, persistent_workers=True))
     predict("dicts", numbers(7), lambda batch: {"x": batch, "name": f"{len(batch)} numbers", "more": (batch[:1], [1.5])})
     predict("None", numbers(7), lambda batch: None)
     return found

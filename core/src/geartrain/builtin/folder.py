@@ -79,7 +79,8 @@ class RunFolder:
     def on_run_start(self, run: Run) -> None:
         self._started = time.monotonic()
         if run.world.rank == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
+            for kind in (".ckpt", ".csv", ".json", ".pt"):
+                remove_abandoned(self.path, kind)
             (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
             _write_json(self.path / "plan.json", run.plan.as_dict())
             self._metrics = AppendedFile(self.path / "metrics.jsonl")
@@ -134,11 +135,6 @@ class LastCheckpoint:
 
     A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
     """
-
-    @hookimpl
-    def on_run_start(self, run: Run) -> None:
-        if run.output is not None and run.world.rank == 0:
-            remove_abandoned(run.output, ".ckpt")
 
     @hookimpl(wrapper=True)
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
