@@ -168,11 +168,12 @@ class Workers:
         mine = os.getpid()
 
         def leave(status: int) -> NoReturn:
-            if os.getpid() == mine:  # not a forked child, which ends by it as a rule
-                rank = min(self.ranks) - 1
-                print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
-                self._context.close(signal.SIGKILL)
-                remove_temporary_folder()
+            if os.getpid() != mine:
+                _exit(status)  # a forked child, which ends by it as a rule
+            rank = min(self.ranks) - 1
+            print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
+            self._context.close(signal.SIGKILL)
+            remove_temporary_folder()
             _exit(status or 1)
 
         os._exit = leave
