@@ -152,5 +152,6 @@ def test_all_damaged_is_an_error_and_never_a_run_from_scratch(tmp_path):
 def test_a_run_that_was_killed_in_its_first_epoch_continues(tmp_path):
     steps(tmp_path, 1)
     (tmp_path / "last.ckpt").unlink()
-    steps(tmp_path, 1, path="auto")
+    with pytest.warns(UserWarning, match=r"stopped before it saved a last checkpoint\. Used instead: .*step=4\.ckpt"):
+        steps(tmp_path, 1, path="auto")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=4.ckpt"]

@@ -808,11 +808,13 @@ def rewrite(path, change):
     checkpoint_file.write(state, path)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", 3])
+@pytest.mark.parametrize("name", ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", "", 3])
 @pytest.mark.parametrize("where", ["best_model_path", "last_model_path", "best_k_models", "replaced"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name, where):
     keep = ModelCheckpoint("falls")
     state = keep.state_dict()
+    if not name and where.endswith("path"):
+        return  # none
     state[where] = {name: 1.0} if where == "best_k_models" else [name] if where == "replaced" else name
     with pytest.raises(ValueError, match="is no name of a checkpoint inside the folder"):
         keep.load_state_dict(state)

@@ -3,6 +3,8 @@
 import os
 import resource
 import stat
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -113,3 +115,13 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
         remove_abandoned(tmp_path, ".ckpt")
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "best.ckpt"])
     remove_abandoned(tmp_path / "none")
+
+
+def test_a_process_that_is_killed_leaves_a_file_that_is_removed(tmp_path):
+    body = "import os, sys; from pathlib import Path; from geartrain.whole_files import replacing\n"
+    body += "with replacing(Path(sys.argv[1])) as file:\n    file.write(bytes(2**21))\n    os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", body, str(tmp_path / "last.ckpt")]).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".last.ckpt.")
+    remove_abandoned(tmp_path, ".ckpt")
+    assert not list(tmp_path.iterdir())

@@ -72,7 +72,7 @@ def load(run: Run, start: Start) -> None:
     before any file.
 
     Raises:
-        TrainingError: it is no checkpoint, or does not fit.
+        TrainingError: it is damaged, is no checkpoint, or does not fit.
         UsageError: it resumes, and there is nothing left to do.
     """
     if run.commit is not None:
@@ -172,21 +172,22 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
     lasts = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
     folders = [] if output is None else [output / "checkpoints"]
     for one in model_checkpoints(hooks.parts):
-        folder = None if output is None or one.dirpath is None else Path(one.dirpath)
-        if folder is not None and output is not None and folder.resolve().is_relative_to(output.resolve()):
-            folders.append(folder)  # one that is elsewhere may be another run's
+        folder = None if output is None else folders[0] if one.dirpath is None else Path(one.dirpath)
+        if folder is not None and output is not None and not folder.resolve().is_relative_to(output.resolve()):
+            folder = None  # what another process saved elsewhere may be another run's
+        folders += [] if folder is None or folder in folders else [folder]
         if one.last_model_path:
             lasts.append(Path(one.last_model_path))
-        elif one.save_last and output is not None and (one.dirpath is None or folder in folders):
-            where = output / "checkpoints" if folder is None else folder
-            lasts += (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(where.glob(pattern)))
+        elif one.save_last and folder is not None:
+            lasts += (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(folder.glob(pattern)))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)
     damaged: list[Path] = []
     for path in chain(_newest_first(lasts), _furthest_first(folders)):
         if _is_whole(path):
-            _warn_of(damaged, path)
+            if damaged or path not in lasts:
+                _warn_of(damaged, path)
             return path
         damaged += [path] if path not in damaged else []
     if damaged:
@@ -206,7 +207,7 @@ def _furthest_first(folders: Iterable[Path]) -> Iterator[Path]:
     found = {path: checkpoint_file.peek(path) for folder in folders for path in sorted(folder.rglob("*.ckpt"))}
     fits = {path: checkpoint_file.progress(fit) for path, fit in found.items() if fit}
     yield from sorted(fits, key=lambda path: fits[path], reverse=True)
-    for path in found.keys() - fits.keys():
+    for path in (path for path in found if path not in fits):
         try:
             checkpoint_file.check(path)  # weights alone, or a file of the user's
         except TrainingError:
@@ -222,6 +223,7 @@ def _is_whole(path: Path) -> bool:
 
 def _warn_of(damaged: list[Path], used: Path) -> None:
     place = detect()
-    if damaged and (place is None or place.rank == 0):
+    if place is None or place.rank == 0:
         names = ", ".join(map(str, damaged))
-        warnings.warn(f"damaged, or saved by another program: {names}. Used instead: {used}, the newest that is whole", stacklevel=2)
+        why = f"damaged, or saved by another program: {names}" if damaged else "the run was stopped before it saved a last checkpoint"
+        warnings.warn(f"{why}. Used instead: {used}, the newest that is whole", stacklevel=2)

@@ -271,13 +271,12 @@ class ModelCheckpoint:
         """
         if run.resumed is None:
             return
-        left = [name for name in self._old if is_own(folder, name, self._identity)]
+        kept = {self._best, self._last, *self._scores}
+        left = [name for name in self._old if name not in kept and is_own(folder, name, self._identity)]
         if run.resumed.path is None or run.resumed.path.stem.partition("-v")[0] == "last":
-            left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx))
-        kept = (self._best, self._last, *self._scores)
+            left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept)
         for name in left:
-            if name not in kept:
-                delete(folder, name)
+            delete(folder, name)
         self._old = []
 
     def _is_due(self, run: Run) -> bool:
@@ -404,7 +403,7 @@ class ModelCheckpoint:
         """
         if state == self.state_dict():
             return
-        best, last = check_name(state["best_model_path"]), check_name(state["last_model_path"])
+        best, last = (name and check_name(name) for name in (state["best_model_path"], state["last_model_path"]))
         scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
         old = [check_name(name) for name in state["replaced"]]
         self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from typing import Any
 from geartrain.callbacks.checkpoint_names import SUFFIX, is_inside
 from geartrain.checkpoint_file import peek, progress
 
+#: Keys of a ModelCheckpoint's state, by which it is told from other states.
+_KEYS = {"identity", "best_model_path", "last_model_path", "best_k_models"}
+
 
 def check_name(name: Any) -> str:
-    """Return a name that a checkpoint has.
+    """Return a name that stands in a checkpoint.
 
     Raises:
         ValueError: it is no name of a checkpoint inside a folder.
     """
-    if not isinstance(name, str) or (name and not (name.endswith(SUFFIX) and is_inside(name))):
+    if not isinstance(name, str) or not name.endswith(SUFFIX) or not is_inside(name):
         raise ValueError(f"{name!r} is no name of a checkpoint inside the folder")
     return name
 
@@ -36,17 +39,18 @@ def is_own(folder: Path, name: str, identity: str) -> bool:
     return not states or any(state["identity"] == identity for state in states)
 
 
-def written_after(folder: Path, identity: str, after: tuple[int, int, int]) -> Iterator[str]:
+def written_after(folder: Path, identity: str, after: tuple[int, int, int], known: Container[str]) -> Iterator[str]:
     """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past some progress.
 
     A checkpoint lists itself among its files: a copy that a user made under another name is not one of them.
 
     Args:
         after: epochs, steps, and batches of the epoch.
+        known: names that are not looked at.
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
-        for state in _states_in(path, after):
+        for state in () if name in known else _states_in(path, after):
             if state["identity"] == identity and name in (state["best_model_path"], state["last_model_path"], *state["best_k_models"]):
                 yield name
                 break
@@ -72,5 +76,5 @@ def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dic
         fit = peek(path)
         if fit and progress(fit) > after:
             parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
-            return [state for part in parts for state in part.values() if isinstance(state, dict) and "identity" in state]
+            return [state for part in parts for state in part.values() if isinstance(state, dict) and state.keys() >= _KEYS]
     return []

@@ -111,7 +111,7 @@ class Together(Launched):
 
         Raises:
             UsageError: there is no such file.
-            TrainingError: it is no checkpoint, lacks a name or does not fit.
+            TrainingError: it is damaged, is no checkpoint, lacks a name or does not fit.
         """
         run = self._need("load")
         found = run.hooks.load_checkpoint(run=run, path=Path(path))
