@@ -8,6 +8,7 @@ caller of ``fit`` saw.
 
 import argparse
 import faulthandler
+import multiprocessing
 import os
 import signal
 import time
@@ -49,6 +50,26 @@ def mark_event() -> None:
     os.unlink(temporary)
 
 
+def wait_for_signal(ready) -> None:
+    ready.send(None)
+    signal.pause()
+
+
+def use_processes() -> None:
+    """Start processes as user code does. They must be no part of the rank's supervision: neither its signals nor its exit."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    ends, waits = fork.Process(target=int), fork.Process(target=wait_for_signal, args=(there,))
+    for process in (ends, waits):
+        process.start()
+    here.recv()
+    waits.terminate()
+    for process in (ends, waits):
+        process.join()
+    if (ends.exitcode, waits.exitcode) != (0, -signal.SIGTERM):
+        raise RuntimeError(f"exit codes of processes in training_step: {ends.exitcode}, {waits.exitcode}")
+
+
 class Faults:
     """When and where the event happens.
 
@@ -69,6 +90,8 @@ class Faults:
             raise OwnError(OWN)
 
     def in_step(self, epoch: int, batch_idx: int, index: int) -> None:
+        if epoch == 0 and batch_idx == MIDDLE:
+            use_processes()
         if epoch == 1 and batch_idx == MIDDLE - 2 and self.event == "sample":
             Path("marks/armed").touch()
         if epoch == 1 and batch_idx == BATCHES - 1 and self.event == "success":
