@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from geartrain.process.forks import share_temporary_folder
 from geartrain.rounds import is_sure
 from geartrain.run import Run
 from geartrain.seeding import determinism, seed_everything
-from geartrain.sharding import batches_in_turn, is_spare
+from geartrain.sharding import batches_in_turn, end_workers, is_spare
 from geartrain.step import ModuleHooks, Step
 
 #: command -> the stages whose loaders it needs.
@@ -225,6 +226,8 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
     if run.world.size > 1:
+        for loader in chain.from_iterable(run.loaders.values()):
+            _guard(failures, partial(end_workers, loader))
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
         # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
         run.model, run.calls = None, {}

@@ -45,6 +45,16 @@ def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_ra
     assert signal.SIGTERM not in woken
 
 
+def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
+    with hear_signals():
+        for _ in range(20):
+            child = multiprocessing.get_context("fork").Process(target=signal.pause)
+            child.start()
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM
+
+
 def test_a_forked_child_holds_no_copy_of_a_watchers_pipe(pipe):
     reading, writing = pipe
     leave = multiprocessing.get_context("fork").Event()

@@ -29,6 +29,8 @@ _SETTLE = 0.005
 _own_descriptors: set[int] = set()
 #: Signal handlers that forked children get back.
 _handlers_before: dict[int, Any] = {}
+#: The signals that a thread had blocked before the fork that it makes.
+_held = threading.local()
 
 
 def _drop_in_child() -> None:
@@ -44,8 +46,24 @@ def _drop_in_child() -> None:
     _own_descriptors.clear()
 
 
+def _hold_signals() -> None:
+    if _handlers_before:  # one that came before the child has its handlers back would be lost
+        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handlers_before)
+
+
+def _release_signals() -> None:
+    if hasattr(_held, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
+        del _held.mask
+
+
+def _in_child() -> None:
+    _drop_in_child()
+    _release_signals()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_in_child)
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_in_child)
 
 
 @cache
