@@ -234,8 +234,10 @@ class ModelCheckpoint:
         source, mine = run.resumed.path.resolve(), folder.resolve()
         if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
             return True
+        if run.output is None or not source.is_relative_to(home := run.output.resolve()):
+            return False
         # A dirpath elsewhere belongs to the run that is in the same place as before, and not to a copy of it.
-        return run.output is not None and source.is_relative_to(run.output.resolve()) and self._output == str(run.output.resolve())
+        return mine.is_relative_to(home) or self._output == str(home)
 
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
         if self._best or self._last or self._scores:
