@@ -87,7 +87,7 @@ def peek(path: Path) -> dict[str, Any]:
 
 def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
     """Return how far a run was: epochs, steps, and batches of the epoch."""
-    return fit["epoch"], fit["step"], fit["batch_idx"]
+    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])  # a damaged file may hold anything
 
 
 def _check(file: IO[bytes], path: Path) -> bool:
