@@ -18,7 +18,7 @@ from geartrain.parts import Part
 from geartrain.process.environment import detect
 from geartrain.resume import load_fit, refuse
 from geartrain.run import Run
-from geartrain.whole_files import make_folder
+from geartrain.whole_files import make_folder, reason
 
 if TYPE_CHECKING:
     from geartrain.callbacks.model_checkpoint import ModelCheckpoint
@@ -47,9 +47,16 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def save(run: Run, state: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path."""
+    """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path.
+
+    Raises:
+        TrainingError: it could not be written.
+    """
     if run.world.rank == 0:
-        make_folder(path.parent)
+        try:
+            make_folder(path.parent)
+        except OSError as error:
+            raise TrainingError(reason(path, error)) from error
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once

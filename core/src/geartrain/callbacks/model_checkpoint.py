@@ -215,7 +215,7 @@ class ModelCheckpoint:
         folder = self._folder(run.plan)
         assert folder is not None  # check_plan has refused it
         if run.world.rank == 0:
-            remove_abandoned(folder, SUFFIX)
+            remove_abandoned(folder, SUFFIX, below="/" in self.filename)
             if self._continues(run, folder):
                 self._drop_lost(folder)
                 self._delete_leftovers(run, folder)
