@@ -122,17 +122,14 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
     """
     if given is None or (resumes and given == "auto"):
         return None if given is None else newest_last(hooks, output)
-    named = given in ("best", "last")
-    path = Path(given) if not named else _best(hooks.parts) if given == "best" else _last(hooks, output, resumes)
+    path = _best(hooks.parts) if given == "best" else _last(hooks, output, resumes) if given == "last" else Path(given)
     if path.is_file():
         return path
-    what = f"there is no checkpoint {path}"
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*.ckpt"))
-        what = f"{what}: it is a folder. Fix: one of its files" + (f": {', '.join(files[:8])}" if files else "")
-    elif named:
-        what = f"{what}, which is the {given} that was saved. Fix: give a file that is there"
-    raise UsageError(what)
+        raise UsageError(f"{path} is a folder, not a checkpoint. Fix: one of its files" + (f": {', '.join(files[:8])}" if files else ""))
+    what = f"the best checkpoint, {path}, no longer exists" if given == "best" else f"there is no checkpoint {path}"
+    raise UsageError(f"{what}. Fix: pass an existing file")
 
 
 def model_checkpoints(parts: Iterable[Part]) -> list[ModelCheckpoint]:
@@ -160,7 +157,7 @@ def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
     newest = newest_last(hooks, output)
     if newest is None:
         where = "" if output is None else f", and {str(output)!r} holds none"
-        more = "; or ckpt_path='auto' (--resume auto), which begins anew where there is none" if resumes else ""
+        more = "; or ckpt_path='auto' (--resume auto), which starts from scratch if nothing was saved" if resumes else ""
         raise UsageError(
             f"this trainer has saved no last checkpoint{where}. Fix: fit first, with a folder for the run (output=DIR) or "
             f"plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file{more}"

@@ -71,7 +71,7 @@ def check(path: Path) -> bool:
         with path.open("rb") as file:
             return _check(file, path)
     except FileNotFoundError as error:
-        raise UsageError(f"there is no checkpoint {path}") from error
+        raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
         raise TrainingError(f"{path} could not be read: {error.strerror}. Fix: another file") from error
 
