@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -165,6 +166,11 @@ def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
     return newest
 
 
+def is_last(path: Path) -> bool:
+    """True if a file is called as ``save_last`` and the run's folder call the last checkpoint."""
+    return re.fullmatch(r"last(-v\d+)?\.ckpt", path.name) is not None
+
+
 def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
     """Return the newest whole last checkpoint of the run's folder and of the trainer's ``ModelCheckpoint`` plugins.
 
@@ -183,7 +189,7 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
         if one.last_model_path:
             lasts.append(Path(one.last_model_path))
         elif one.save_last and folder is not None:
-            lasts += (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(folder.glob(pattern)))
+            lasts += filter(is_last, sorted(folder.glob("last*.ckpt")))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)
