@@ -1,6 +1,7 @@
 """``geartrain port``: scripts for Lightning become scripts for geartrain that run, and what cannot is named with its line."""
 
 import io
+import os
 import subprocess
 import sys
 import tokenize
@@ -313,6 +314,15 @@ def test_writes_elsewhere(folder, command, write):
     assert command("port a.py -o b.py").code == 0
     assert (folder / "a.py").read_text() == SHORT
     assert "geartrain" in (folder / "b.py").read_text()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_what_is_not_a_file_is_never_replaced(folder, command, write):
+    write("a.py", SHORT)
+    os.mkfifo(folder / "pipe")
+    done = command("port a.py -o pipe")
+    assert (done.code, "pipe is not a file" in done.err) == (2, True)
+    assert (folder / "pipe").is_fifo()
 
 
 def test_several_files(folder, command, write):

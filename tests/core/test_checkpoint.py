@@ -159,12 +159,16 @@ def test_last_where_none_was_saved(tmp_path):
 def test_a_best_that_is_gone(fitted):
     one, *_ = fitted
     os.unlink(one.checkpoint_callback.best_model_path)
-    refused(r"there is no checkpoint .*epoch=0-step=6\.ckpt, which is the best that was saved", one, "best")
+    refused(r"the best checkpoint, .*epoch=0-step=6\.ckpt, no longer exists\. Fix: pass an existing file", one, "best")
 
 
 def test_a_folder_names_its_files(fitted, tmp_path):
-    refused(r"it is a folder\. Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt", fitted[0], tmp_path / "run")
-    refused("it is a folder", trainer(), tmp_path)
+    refused(
+        r"run is a folder, not a checkpoint\. Fix: one of its files: checkpoints/epoch=0-step=6\.ckpt, last\.ckpt",
+        fitted[0],
+        tmp_path / "run",
+    )
+    refused("is a folder, not a checkpoint", trainer(), tmp_path)
 
 
 def test_ranks_that_would_read_different_files(tmp_path):

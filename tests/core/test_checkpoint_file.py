@@ -122,6 +122,7 @@ def damage(path):
 def test_the_newest_whole_file_is_used_instead_of_a_damaged_one(tmp_path, which):
     steps(tmp_path, 2)
     shutil.copy(tmp_path / "checkpoints" / "step=4.ckpt", tmp_path / "checkpoints" / "zcopy.ckpt")  # the newest by time alone
+    checkpoint_file.write({"fit": {"epoch": "x", "step": 0, "batch_idx": 0}}, tmp_path / "checkpoints" / "odd.ckpt")
     damage(tmp_path / "last.ckpt")
     damage(tmp_path / "checkpoints" / "step=12.ckpt")
     with pytest.warns(UserWarning, match=r"damaged.*last\.ckpt, .*step=12\.ckpt\. Used instead: .*step=8\.ckpt") as caught:

@@ -203,6 +203,17 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path, error):
         fit(output=tmp_path)
 
 
+def test_a_refused_resume_does_not_open_the_folder_to_another_run(tmp_path):
+    fit(output=tmp_path)
+    before = (tmp_path / "last.ckpt").read_bytes()
+    one = trainer(output=tmp_path)
+    with pytest.raises(UsageError, match="nothing left to do"):
+        one.fit(Net(), loader(), ckpt_path="last")
+    with pytest.raises(UsageError, match="holds a run already"):
+        one.fit(Net(), loader())
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+
+
 def test_a_refused_run_leaves_no_folder(tmp_path):
     with pytest.raises(UsageError):
         fit(nn.Linear(3, 1), output=tmp_path / "new")

@@ -921,8 +921,10 @@ def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkey
 
 def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
     best_of(tmp_path, 3, save_top_k=-1)
-    best_of(tmp_path, 3, path=tmp_path / "run" / "checkpoints" / "epoch=0.ckpt", save_top_k=-1)
-    assert names_in(tmp_path / "run" / "checkpoints") == [f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")]
+    folder = tmp_path / "run" / "checkpoints"
+    chosen = shutil.copy(folder / "epoch=0.ckpt", folder / "last-validated.ckpt")
+    best_of(tmp_path, 3, path=chosen, save_top_k=-1)
+    assert names_in(folder) == [*(f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")), "last-validated.ckpt"]
 
 
 def test_what_only_an_earlier_epoch_logged_is_known(tmp_path):

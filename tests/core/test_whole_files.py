@@ -92,6 +92,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match=r"file/in could not be written: .*Fix: another output"):
         write(tmp_path / "file" / "in", b"")
+    with pytest.raises(TrainingError, match=r"file/in could not be written: .*Fix: another output"):
+        AppendedFile(tmp_path / "file" / "in")
 
 
 def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
@@ -111,9 +113,14 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
     others = ["last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1", ".summary.json.1"]
     for name in (*others, ".last.ckpt.1", ".a.b.ckpt.23"):
         (tmp_path / name).write_text("")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / ".a.ckpt.1").write_text("")
     with replacing(tmp_path / "best.ckpt"):  # by a process that lives
         remove_abandoned(tmp_path, ".ckpt")
-    assert sorted(os.listdir(tmp_path)) == sorted([*others, "best.ckpt"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "below", "best.ckpt"])
+    assert os.listdir(tmp_path / "below") == [".a.ckpt.1"]
+    remove_abandoned(tmp_path, ".ckpt", below=True)
+    assert os.listdir(tmp_path / "below") == []
     remove_abandoned(tmp_path / "none")
 
 

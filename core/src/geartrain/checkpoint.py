@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from geartrain.parts import Part
 from geartrain.process.environment import detect
 from geartrain.resume import load_fit, refuse
 from geartrain.run import Run
-from geartrain.whole_files import make_folder
+from geartrain.whole_files import make_folder, reason
 
 if TYPE_CHECKING:
     from geartrain.callbacks.model_checkpoint import ModelCheckpoint
@@ -47,9 +48,16 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def save(run: Run, state: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path."""
+    """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path.
+
+    Raises:
+        TrainingError: it could not be written.
+    """
     if run.world.rank == 0:
-        make_folder(path.parent)
+        try:
+            make_folder(path.parent)
+        except OSError as error:
+            raise TrainingError(reason(path, error)) from error
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
@@ -115,17 +123,14 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
     """
     if given is None or (resumes and given == "auto"):
         return None if given is None else newest_last(hooks, output)
-    named = given in ("best", "last")
-    path = Path(given) if not named else _best(hooks.parts) if given == "best" else _last(hooks, output, resumes)
+    path = _best(hooks.parts) if given == "best" else _last(hooks, output, resumes) if given == "last" else Path(given)
     if path.is_file():
         return path
-    what = f"there is no checkpoint {path}"
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*.ckpt"))
-        what = f"{what}: it is a folder. Fix: one of its files" + (f": {', '.join(files[:8])}" if files else "")
-    elif named:
-        what = f"{what}, which is the {given} that was saved. Fix: give a file that is there"
-    raise UsageError(what)
+        raise UsageError(f"{path} is a folder, not a checkpoint. Fix: one of its files" + (f": {', '.join(files[:8])}" if files else ""))
+    what = f"the best checkpoint, {path}, no longer exists" if given == "best" else f"there is no checkpoint {path}"
+    raise UsageError(f"{what}. Fix: pass an existing file")
 
 
 def model_checkpoints(parts: Iterable[Part]) -> list[ModelCheckpoint]:
@@ -153,12 +158,17 @@ def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
     newest = newest_last(hooks, output)
     if newest is None:
         where = "" if output is None else f", and {str(output)!r} holds none"
-        more = "; or ckpt_path='auto' (--resume auto), which begins anew where there is none" if resumes else ""
+        more = "; or ckpt_path='auto' (--resume auto), which starts from scratch if nothing was saved" if resumes else ""
         raise UsageError(
             f"this trainer has saved no last checkpoint{where}. Fix: fit first, with a folder for the run (output=DIR) or "
             f"plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file{more}"
         )
     return newest
+
+
+def is_last(path: Path) -> bool:
+    """True if a file is called as ``save_last`` and the run's folder call the last checkpoint."""
+    return re.fullmatch(r"last(-v\d+)?\.ckpt", path.name) is not None
 
 
 def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
@@ -179,7 +189,7 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
         if one.last_model_path:
             lasts.append(Path(one.last_model_path))
         elif one.save_last and folder is not None:
-            lasts += (path for pattern in ("last.ckpt", "last-v*.ckpt") for path in sorted(folder.glob(pattern)))
+            lasts += filter(is_last, sorted(folder.glob("last*.ckpt")))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)

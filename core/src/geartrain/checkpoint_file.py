@@ -71,7 +71,7 @@ def check(path: Path) -> bool:
         with path.open("rb") as file:
             return _check(file, path)
     except FileNotFoundError as error:
-        raise UsageError(f"there is no checkpoint {path}") from error
+        raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
         raise TrainingError(f"{path} could not be read: {error.strerror}. Fix: another file") from error
 
@@ -87,7 +87,7 @@ def peek(path: Path) -> dict[str, Any]:
 
 def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
     """Return how far a run was: epochs, steps, and batches of the epoch."""
-    return fit["epoch"], fit["step"], fit["batch_idx"]
+    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])  # a damaged file may hold anything
 
 
 def _check(file: IO[bytes], path: Path) -> bool:

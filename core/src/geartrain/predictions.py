@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,9 +60,13 @@ def _pickled(run: Run, outputs: list[Any]) -> Iterator[tuple[list[bytes], bool]]
 
 
 def _pickle(run: Run, output: Any) -> bytes:
+    output = map_tensors(output, _without_rest)
     try:
-        return pickle.dumps(map_tensors(output, _without_rest), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
+        # Under ddp_spawn the script's classes came to this rank by cloudpickle, and only it can send them on.
+        with suppress(Exception):
+            return bytes(sys.modules["cloudpickle"].dumps(output))
         raise _refusal(f"rank {run.world.rank} cannot send to the others what predict_step returned", "output", output, error) from error
 
 

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         cause = error if isinstance(error, OSError) else None if raw is None else raw.error
         if cause is None:
             raise
-        raise TrainingError(_reason(path, cause)) from error
+        raise TrainingError(reason(path, cause)) from error
     finally:
         if raw is not None:
             with suppress(OSError):
@@ -59,12 +59,15 @@ def write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def remove_abandoned(folder: Path, suffix: str = "") -> None:
+def remove_abandoned(folder: Path, suffix: str = "", below: bool = False) -> None:
     """Remove the temporary files that killed processes left beside files whose names end with ``suffix``.
 
     A file that a process is still writing is locked, and stays.
+
+    Args:
+        below: look in the folders below too.
     """
-    for path in folder.glob(".*") if folder.is_dir() else ():
+    for path in folder.glob("**/.*" if below else ".*") if folder.is_dir() else ():
         if re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError), path.open("rb") as file:
                 _lock(file)
@@ -113,7 +116,8 @@ def _sync(folder: Path) -> None:
             os.close(number)
 
 
-def _reason(path: Path, error: OSError) -> str:
+def reason(path: Path, error: OSError) -> str:
+    """Return the message of the error that a file could not be written."""
     why = error.strerror or str(error)
     if error.errno not in _FULL:
         return f"{path} could not be written: {why}. Fix: another output, or the right to write there"
@@ -126,13 +130,16 @@ class AppendedFile:
     """A file that grows by whole pieces.
 
     Raises:
-        OSError: it cannot be opened.
+        TrainingError: it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Not buffered: what cannot be written must raise in append, and not again when the file is closed.
-        self._file = path.open("ab", buffering=0)
+        try:
+            # Not buffered: what cannot be written must raise in append, and not again when the file is closed.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise TrainingError(reason(path, error)) from error
         self.size = self._file.seek(0, os.SEEK_END)
 
     def append(self, data: bytes) -> None:
@@ -147,7 +154,7 @@ class AppendedFile:
                 left = left[self._file.write(left) :]
         except OSError as error:
             self._file.truncate(self.size)
-            raise TrainingError(_reason(self.path, error)) from error
+            raise TrainingError(reason(self.path, error)) from error
         self.size += len(data)
 
     def close(self) -> None:

@@ -296,6 +296,12 @@ def test_a_save_that_fails_leaves_the_best_as_it_was(tmp_path):
     assert (callback.best_model_path, callback.best_model_score) == (str(tmp_path / "step=6.ckpt"), 3.0)
 
 
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"file/in/step=6\.ckpt could not be written: .*Fix: another output"):
+        run_on(tmp_path / "file" / "in", [1.0])
+
+
 def test_a_file_that_somebody_deleted_is_not_missed(tmp_path):
     class Deletes:
         @hookimpl

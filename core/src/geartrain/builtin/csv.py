@@ -101,8 +101,8 @@ class Table:
         path: made where it is not there; one that is there goes on.
 
     Raises:
-        OSError: it cannot be made.
-        TrainingError: there is a file of another kind.
+        OSError: its folder cannot be created.
+        TrainingError: it cannot be opened, or there is a file of another kind.
     """
 
     def __init__(self, path: Path) -> None:

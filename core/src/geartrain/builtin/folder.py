@@ -53,15 +53,16 @@ class RunFolder:
             return
         with locked(self.path):
             self._refuse_other_run(resumes)  # under the lock: of two runs that start in a new folder only one passes
-            self._began, before = True, _changed(self.path / "plan.json")
+            began, before = self._began, _changed(self.path / "plan.json")
+            self._began = True
             try:
                 yield
             except BaseException as error:
                 if _changed(self.path / "plan.json") != before:
                     self._correct_summary(error)
+                else:
+                    self._began = began  # nothing started: the folder still belongs to the run that it held
                 raise
-            finally:
-                self._began = (self.path / "plan.json").exists()
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:

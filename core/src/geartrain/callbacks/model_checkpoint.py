@@ -14,7 +14,7 @@ from geartrain.callbacks.checkpoint_names import SUFFIX, check_pattern, fill, fr
 from geartrain.callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain.callbacks.own_files import check_name, delete, is_own, written_after
 from geartrain.callbacks.stopping import say
-from geartrain.checkpoint import checkpoint_state, save
+from geartrain.checkpoint import checkpoint_state, is_last, save
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.plan import Plan
@@ -215,7 +215,7 @@ class ModelCheckpoint:
         folder = self._folder(run.plan)
         assert folder is not None  # check_plan has refused it
         if run.world.rank == 0:
-            remove_abandoned(folder, SUFFIX)
+            remove_abandoned(folder, SUFFIX, below="/" in self.filename)
             if self._continues(run, folder):
                 self._drop_lost(folder)
                 self._delete_leftovers(run, folder)
@@ -275,7 +275,7 @@ class ModelCheckpoint:
             return
         kept = {self._best, self._last, *self._scores}
         left = [name for name in self._old if name not in kept and is_own(folder, name, self._identity)]
-        if run.resumed.path is None or run.resumed.path.stem.partition("-v")[0] == "last":
+        if run.resumed.path is None or is_last(run.resumed.path):
             left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept)
         for name in left:
             delete(folder, name)

@@ -58,6 +58,8 @@ def _read(path: Path) -> str:
 def _write(path: Path, before: str, text: str) -> None:
     if text == before and path.exists():
         return
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a file, and would be replaced by one. Fix: without -o the diff goes to standard output")
     path = path.resolve()  # a link stays one
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: there is no folder {path.parent}. Fix: create it")
