@@ -60,9 +60,13 @@ def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
 def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypatch):
     monkeypatch.setattr(forks, "_settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
     child = multiprocessing.get_context("fork").Process(target=int)
-    with hear_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+
+    def start_and_wait():
         child.start()
         time.sleep(10)
+
+    with hear_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+        start_and_wait()
     child.join(10)
     assert child.exitcode == 0
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
