@@ -169,7 +169,7 @@ class Workers:
 
         def leave(status: int) -> NoReturn:
             if os.getpid() != mine:
-                _exit(status)  # a forked child, which ends by it as a rule
+                _exit(status)  # a forked child: multiprocessing ends each of them in this way
             rank = min(self.ranks) - 1
             try:
                 print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
@@ -178,7 +178,7 @@ class Workers:
             finally:
                 _exit(status or 1)
 
-        before, os._exit = os._exit, leave  # of an outer run, as of a Session in which a Trainer fits
+        before, os._exit = os._exit, leave
         try:
             yield
         finally:
