@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+from geartrain.process import forks
 from geartrain.process.forks import guard_forks, not_inherited
-from geartrain.process.signals import hear_signals
+from geartrain.process.signals import Interrupted, hear_signals
 
 guard_forks()
 
@@ -53,6 +55,21 @@ def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
             child.terminate()
             child.join(10)
             assert child.exitcode == -signal.SIGTERM
+
+
+def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypatch):
+    monkeypatch.setattr(forks, "_settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    child = multiprocessing.get_context("fork").Process(target=int)
+
+    def start_and_wait():
+        child.start()
+        time.sleep(10)
+
+    with hear_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+        start_and_wait()
+    child.join(10)
+    assert child.exitcode == 0
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_forked_child_holds_no_copy_of_a_watchers_pipe(pipe):

@@ -36,6 +36,7 @@ def python(*arguments, folder, stdin=""):
 def folder(tmp_path):
     (tmp_path / "program.py").write_text(ASK)
     (tmp_path / "threaded.py").write_text(THREAD)
+    (tmp_path / "wrapper.py").write_text("import runpy\nrunpy.run_path('program.py', run_name='__main__')\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(ASK)
     return tmp_path
@@ -50,8 +51,9 @@ def folder(tmp_path):
         ("-Bc", ASK),
         ("-W", "ignore", "-m", "package", "x"),
         ("package", "x"),
+        ("wrapper.py", "x"),
     ],
-    ids=["script", "its own -c", "-c", "-Bc", "-m", "folder"],
+    ids=["script", "its own -c", "-c", "-Bc", "-m", "folder", "wrapper"],
 )
 def test_runs_the_same_command_again_where_the_program_started(folder, arguments):
     expected = list(arguments[{"-W": 4, "-c": 2, "-Bc": 2}.get(arguments[0], 1) :])

@@ -1,11 +1,13 @@
 """What a rank tells of its failure, in one run after another, and what errors say."""
 
 import json
+import os
 import time
 
 import pytest
 
 from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, is_telling, is_timeout, leave, report
+from geartrain.process.environment import STARTED_BY
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,14 @@ def test_one_that_was_survived_is_forgotten_by_the_next_run(error_file):
     report(KeyError("of the second run"))
     assert told(error_file) == "KeyError: 'of the second run'"
     assert failed_at() > before
+
+
+def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(error_file, monkeypatch):
+    monkeypatch.setenv(STARTED_BY, str(os.getpid()))
+    report(KeyError("survived"))
+    begin()
+    report(ConnectionError("the other ranks have gone"))
+    assert told(error_file) == "KeyError: 'survived'"
 
 
 def test_where_nobody_looks_for_it_it_is_noted_all_the_same(monkeypatch):

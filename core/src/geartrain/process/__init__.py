@@ -19,6 +19,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from geartrain.process.environment import STARTED_BY
+
 #: Where a worker writes its error, as torchelastic's workers do.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
@@ -38,7 +40,9 @@ def begin(disconnect: Callable[[], None] | None = None) -> None:
     global _leaving, _disconnect
     _failed.clear()
     _leaving, _disconnect = False, disconnect
-    if path := os.environ.get(ERROR_FILE):
+    path = os.environ.get(ERROR_FILE)
+    # geartrain ends all of its ranks after a run that failed: the first error stays, also if the program survived it on this rank.
+    if path and os.environ.get(STARTED_BY) != str(os.getpid()):
         with contextlib.suppress(OSError):
             os.unlink(path)
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from multiprocessing import process, util
 from typing import Any
 
@@ -29,11 +28,45 @@ _SETTLE = 0.005
 _own_descriptors: set[int] = set()
 #: Signal handlers that forked children get back.
 _handlers_before: dict[int, Any] = {}
-#: The signals that a thread had blocked before the fork that it makes.
-_held = threading.local()
+#: True if forks wait until it is safe, and children that the main thread forks die with this process.
+_is_guarded = False
+#: Of a thread that is forking: ``mask``, the signals that it had blocked before; ``is_main``.
+_fork = threading.local()
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _drop_in_child() -> None:
+def guard_forks() -> None:
+    """Let every later fork of this process wait until it is safe, and every child of the main thread die with this process.
+
+    torch's loader workers look for their parent, but not while they are blocked in writing a batch.
+    """
+    global _is_guarded
+    _is_guarded = True
+
+
+def is_forking() -> bool:
+    """True if this thread is in the middle of a fork, where Python drops every exception."""
+    return hasattr(_fork, "mask")
+
+
+def _before() -> None:
+    if _handlers_before:  # one that came before the child has its handlers back would be lost
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, _handlers_before)
+    _fork.is_main = threading.current_thread() is threading.main_thread()
+    if _is_guarded:
+        _settle()
+
+
+def _in_parent() -> None:
+    if is_forking():
+        signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+        del _fork.mask
+
+
+def _in_child() -> None:
+    if _is_guarded and _LIBC is not None and _fork.is_main:  # the signal follows the thread that forked
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if _handlers_before:
         # A signal to the child must neither wake the rank's watcher nor raise the rank's Interrupted: Pool.terminate() sends SIGTERM.
         signal.set_wakeup_fd(-1)
@@ -44,46 +77,11 @@ def _drop_in_child() -> None:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _own_descriptors.clear()
-
-
-def _hold_signals() -> None:
-    if _handlers_before:  # one that came before the child has its handlers back would be lost
-        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handlers_before)
-
-
-def _release_signals() -> None:
-    if hasattr(_held, "mask"):
-        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
-        del _held.mask
-
-
-def _in_child() -> None:
-    _drop_in_child()
-    _release_signals()
+    _in_parent()  # the child has the mask of the thread that forked
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_in_child)
-
-
-@cache
-def guard_forks() -> None:
-    """Let every later fork of this process wait until it is safe, and every child of the main thread die with this process.
-
-    torch's loader workers look for their parent, but not while they are blocked in writing a batch.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    main, forking = threading.main_thread(), [False]
-
-    def before() -> None:
-        forking[0] = threading.current_thread() is main
-        _settle()
-
-    def in_child() -> None:
-        if libc is not None and forking[0]:  # the signal follows the thread that forked
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    os.register_at_fork(before=before, after_in_child=in_child)
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 @contextmanager

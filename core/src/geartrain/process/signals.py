@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from geartrain.process import ERROR_FILE, is_connection
-from geartrain.process.forks import handlers_not_inherited
+from geartrain.process.forks import handlers_not_inherited, is_forking
 
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Seconds after which a signal that came in the middle of a fork is sent again.
+_AGAIN = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
@@ -39,6 +42,9 @@ def hear_signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    if is_forking():  # Python drops an exception here: send the signal again, until it comes outside of a fork
+        threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
+        return
     if number == signal.SIGTERM and ERROR_FILE in os.environ and _is_ending():
         return
     raise Interrupted(f"ended by {signal.Signals(number).name}")

@@ -92,13 +92,13 @@ class Workers:
     """
 
     def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
+        command = relaunch.command()  # first: it may refuse, and then nothing is left
         self.ranks = [int(environment["RANK"]) for environment in environments]
         #: Whether every rank of the program is on this node.
         self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
         self._temporary = logs is None
         self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()  # ranks start in another folder
         self.logs.mkdir(parents=True, exist_ok=True)
-        command = relaunch.command()
         log_paths = [str(self.logs / f"rank-{rank}.log") for rank in self.ranks]
         before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
         here = os.getcwd()
@@ -157,7 +157,7 @@ class Workers:
                 raise
             finally:
                 over.set()
-                with contextlib.suppress(BlockingIOError):  # full: the watcher wakes anyway
+                with contextlib.suppress(OSError):  # full: the watcher wakes anyway; or closed, in a child that user code forked
                     os.write(wake_write, b"\0")  # closing would wake nobody while a child that was forked earlier holds a copy
                 watcher.join()
                 signal.set_wakeup_fd(old_wake)
@@ -169,21 +169,23 @@ class Workers:
 
         def leave(status: int) -> NoReturn:
             if os.getpid() != mine:
-                _exit(status)  # a forked child, which ends by it as a rule
+                _exit(status)  # a forked child: multiprocessing ends each of them in this way
             rank = min(self.ranks) - 1
-            print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
-            for handle in self._handles:  # not their process groups, in which multiprocessing's tracker has to clean up
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                select.select([handle], [], [], GRACE)
-            remove_temporary_folder()
-            _exit(status or 1)
+            try:
+                print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
+                for handle in self._handles:  # not their process groups, in which multiprocessing's tracker has to clean up
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    select.select([handle], [], [], GRACE)
+                remove_temporary_folder()
+            finally:
+                _exit(status or 1)
 
-        os._exit = leave
+        before, os._exit = os._exit, leave
         try:
             yield
         finally:
-            os._exit = _exit
+            os._exit = before
 
     def _watch(self, wake: int, over: threading.Event) -> None:
         """Wait for a worker's exit, one that is stopped for too long, a signal to this process, or the end of the work."""
