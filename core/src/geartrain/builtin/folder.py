@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ class RunFolder:
         if run.world.rank == 0:
             for kind in (".ckpt", ".csv", ".json", ".pt"):
                 remove_abandoned(self.path, kind)
-            (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
+            with suppress(PermissionError):  # then plan.json cannot be written either, and that error says what to do
+                (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
             _write_json(self.path / "plan.json", run.plan.as_dict())
             self._metrics = AppendedFile(self.path / "metrics.jsonl")
 
