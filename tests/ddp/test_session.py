@@ -32,8 +32,8 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", session_cases.CASES)
 def test_two_ranks_train_as_one_process_does(two_ranks, name):
     expected = session_cases.by_hand(name)
-    # float16 rounds; LBFGS divides by differences of gradients, which enlarges the rounding of float32: 3e-6 on some processors.
-    rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-3, 2e-5)}.get(name, (1e-5, 1e-6))
+    # float16 rounds, and LBFGS divides by small differences of gradients, which makes rounding larger.
+    rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
     for key, value in expected.items():
         torch.testing.assert_close(two_ranks[0][name][key], value, rtol=rtol, atol=atol)
         assert torch.equal(two_ranks[0][name][key], two_ranks[1][name][key]), f"{key} differs between ranks"
