@@ -41,8 +41,10 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     theirs, trained = two_ranks[0][name]
     assert len(curve) > 1
     assert theirs == pytest.approx(curve, rel=1e-5)
+    # LBFGS divides by small differences of gradients, which makes rounding larger.
+    rtol, atol = (1e-4, 1e-5) if name == "lbfgs" else (1e-5, 1e-6)
     for key, expected in weights.items():
-        torch.testing.assert_close(trained[key], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[key], expected, rtol=rtol, atol=atol)
         assert torch.equal(trained[key], two_ranks[1][name][1][key]), f"{key} differs between ranks"
 
 
