@@ -173,7 +173,10 @@ class Workers:
             rank = min(self.ranks) - 1
             try:
                 print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
-                self._context.close(signal.SIGKILL)
+                for handle in self._handles:  # not their process groups, in which multiprocessing's tracker has to clean up
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    select.select([handle], [], [], GRACE)
                 remove_temporary_folder()
             finally:
                 _exit(status or 1)
