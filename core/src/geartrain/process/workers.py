@@ -170,9 +170,10 @@ class Workers:
         def leave(status: int) -> NoReturn:
             if os.getpid() != mine:
                 _exit(status)  # a forked child: multiprocessing ends each of them in this way
-            rank = min(self.ranks) - 1
             try:
-                print(f"geartrain: rank {rank} left the program before the run ended (os._exit({status}))", file=sys.stderr, flush=True)
+                if status == 0:
+                    told = f"rank {min(self.ranks) - 1} left the program before the run ended (os._exit(0))"
+                    print(f"geartrain: {told}", file=sys.stderr, flush=True)
                 for handle in self._handles:  # not their process groups, in which multiprocessing's tracker has to clean up
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
