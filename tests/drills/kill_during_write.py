@@ -118,9 +118,14 @@ def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]
 
 
 def tensors(state: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a checkpoint by path, without the identity that each run draws."""
+    """Return the values of a checkpoint by path, without the identity that each run draws and its folder."""
     if isinstance(state, dict):
-        return {name: value for key, item in state.items() if key != "identity" for name, value in tensors(item, f"{path}.{key}").items()}
+        return {
+            name: value
+            for key, item in state.items()
+            if key not in ("identity", "output")
+            for name, value in tensors(item, f"{path}.{key}").items()
+        }
     if isinstance(state, list | tuple):
         return {name: value for index, item in enumerate(state) for name, value in tensors(item, f"{path}.{index}").items()}
     return {path: state}
