@@ -240,7 +240,7 @@ class ModelCheckpoint:
         return mine.is_relative_to(home) or self._output == str(home)
 
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
-        if self._best or self._last or self._scores:
+        if self._scores:  # otherwise nothing was the best by a metric
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
                 f"geartrain[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
