@@ -98,7 +98,7 @@ class Table:
     """A CSV file to which lines are added, and columns too.
 
     Args:
-        path: made where it is not there; one that is there goes on.
+        path: created if it does not exist; lines are added to an existing table.
 
     Raises:
         OSError: its folder cannot be created.

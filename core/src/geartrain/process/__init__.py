@@ -25,7 +25,7 @@ from geartrain.process.environment import STARTED_BY
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
 _failed: list[float] = []
-#: Whether everyone whom this rank's failure concerns has been told; what is left is to leave the group.
+#: True after ``on_exception`` and ``teardown`` have run: the rank only has to leave its group.
 _leaving = False
 #: Shuts down the connections that this rank's run has opened to others.
 _disconnect: Callable[[], None] | None = None
