@@ -1,8 +1,10 @@
 """What is installed, what a name chooses, and what a broken or blocked plugin does to the others."""
 
 import json
+import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,26 @@ def test_metadata_is_read_once(monkeypatch):
     assert "geartrain" in names
     assert len(scans) == 1
     assert len(read) == len(names)
+
+
+def test_metadata_is_read_again_only_after_something_was_installed(dists, monkeypatch):
+    scans = []
+    monkeypatch.setattr(geartrain.registry, "_scan", lambda real=geartrain.registry._scan: scans.append(1) or real())
+    dists.strategy("gossip")
+    first, second = Registry(), Registry(block=["gossip"])
+    assert len(scans) == 1
+    assert found(first, "gossip").state == "available", "what one registry is told changes no other"
+    assert found(second, "gossip").state == "blocked"
+    dists.strategy("rumour")
+    assert found(Registry(), "rumour").state == "available"
+    assert len(scans) == 2
+    # As pip does, into a folder that is on the path already.
+    info = next(folder for path in sys.path if (folder := Path(path, "geartrain_gossip-1.0.dist-info")).exists())
+    shutil.copytree(info, info.with_name("geartrain_whisper-1.0.dist-info"))
+    info.with_name("geartrain_whisper-1.0.dist-info").joinpath("METADATA").write_text("Name: geartrain-whisper\nVersion: 1.0\n")
+    dists.names.add("geartrain-whisper")
+    assert {candidate.distribution for candidate in Registry().candidates} >= {"geartrain-gossip", "geartrain-whisper"}
+    assert len(scans) == 3
 
 
 # --- find ----------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ class _Manager(pluggy.PluginManager):
             )
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        return None if (id(plugin), name) in self.passed_over else super().parse_hookimpl_opts(plugin, name)
+        if name.startswith("__") or (id(plugin), name) in self.passed_over:  # every object has 26 special methods: looking costs 2 ms
+            return None
+        return super().parse_hookimpl_opts(plugin, name)
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         self._refuse_late(f"registering {name or plugin!r}")

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from geartrain import loop
 from geartrain.assembly import is_manual
@@ -231,7 +232,8 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
         # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
         run.model, run.calls = None, {}
-        gc.collect()
+        if dist.is_available() and dist.is_initialized():
+            gc.collect()
     leave()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
@@ -78,7 +80,7 @@ def let_go(run: Run, runs: Sequence[Run], models: Sequence[SessionModel]) -> Non
     for each in (run, *runs):
         each.model, each.calls, each.optimizers = None, {}, []
     run.module = Models()
-    if run.world.size > 1:
+    if dist.is_available() and dist.is_initialized():
         gc.collect()
 
 

@@ -1,0 +1,185 @@
+"""Callbacks on two ranks: where ranks see different things, they still do the same."""
+
+import pytest
+import torch
+from regression import Net, samples, weights
+from threads import equal, on_threads
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain.callbacks import EMA, Callback, EarlyStopping, NaNGuard, Norms, Throughput, Timer
+
+
+def fit(module, *plugins, **options):
+    """Train 4 steps an epoch; the strategy."""
+    trainer, strategy = on_threads(plugins=plugins, **{"max_epochs": 6, **options})
+    trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
+    return strategy
+
+
+def counters(strategy):
+    """Epochs and steps, which are the same on all ranks."""
+    (found,) = {(run.epoch, run.step) for run in strategy.runs}
+    return found
+
+
+# --- what ends a training ------------------------------------------------------------------------------------------------
+
+
+class Own(Net):
+    """Logs a metric that gets better on one rank only, without sync_dist."""
+
+    def __init__(self, better_on):
+        super().__init__()
+        self.better_on = better_on
+
+    def validation_step(self, batch, batch_idx):
+        epoch = self.current_epoch
+        self.log("metric", float(-epoch if self.global_rank == self.better_on else epoch))
+
+
+@pytest.mark.filterwarnings("ignore:validate. .* is of rank 0's part")
+@pytest.mark.parametrize(
+    ("better_on", "options", "expected"),
+    [
+        (0, {}, (6, 24)),
+        (1, {}, (3, 12)),
+        (0, {"val_check_interval": 2}, (6, 24)),
+        # Checked after steps 2 and 4 of each epoch: 0, 0, 1; it is the third check, in epoch 2, that ends it.
+        (1, {"val_check_interval": 2}, (2, 6)),
+    ],
+)
+def test_early_stopping_goes_by_rank_0s_value(better_on, options, expected):
+    assert counters(fit(Own(better_on), EarlyStopping("metric", patience=2), **options)) == expected
+
+
+def test_early_stopping_on_a_metric_that_rank_0_alone_logs():
+    class Only(Net):
+        def validation_step(self, batch, batch_idx):
+            if self.global_rank == 0:
+                self.log("first only", 1.0, rank_zero_only=True)
+
+    assert counters(fit(Only(), EarlyStopping("first only", patience=1))) == (2, 8)
+
+
+class LateOn(Timer):
+    """A timer whose time is up on one rank alone."""
+
+    def __init__(self, rank, interval):
+        super().__init__(1000, interval)
+        self.rank = rank
+
+    @hookimpl
+    def on_run_start(self, run):
+        super().on_run_start(run)
+        if run.world.rank == self.rank:
+            self._started -= 2000
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_whose_time_is_up_ends_training_at_the_flush(rank):
+    assert counters(fit(Net(), LateOn(rank, "step"), log_every_n_steps=3)) == (1, 3)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, (1, 4)), (1, (6, 24))])
+def test_by_epochs_rank_0s_clock_decides(rank, expected):
+    assert counters(fit(Net(), LateOn(rank, "epoch"))) == expected
+
+
+# --- NaN -----------------------------------------------------------------------------------------------------------------
+
+
+class Bad(Net):
+    """Rank 1's loss is NaN in the third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.n = 0
+
+    def training_step(self, batch, batch_idx):
+        self.n += 1
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.n == 3 and self.global_rank == 1 else loss
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ("loss", "the loss was not finite in step 3, on rank 1."),
+        # Reduced over ranks, it is in both ranks' gradients.
+        ("gradients", "the gradient of first.weight was not finite in step 3, on rank 0."),
+    ],
+)
+def test_nan_on_one_rank_stops_both_and_names_it(check, reason):
+    strategy = fit(Bad(), NaNGuard("stop", check), log_every_n_steps=4, max_epochs=2)
+    guards = [next(part.plugin for part in run.trainer._parts if isinstance(part.plugin, NaNGuard)) for run in strategy.runs]
+    assert [guard.reason for guard in guards] == [reason] * 2
+    assert counters(strategy)[1] == 4
+
+
+def test_nan_on_one_rank_fails_both_with_one_error():
+    told = {}
+
+    class Tells:
+        @hookimpl
+        def on_exception(self, run, error):
+            told[run.world.rank] = str(error)
+
+    with pytest.raises(gt.TrainingError, match="the loss was not finite in step 3, on rank 1"):
+        fit(Bad(), Tells(), NaNGuard("raise"))
+    assert "the loss was not finite in step 3, on rank 1" in told[0]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("check", ["loss", "gradients"])
+def test_nan_on_one_rank_is_skipped_on_both(check):
+    strategy = fit(Bad(), NaNGuard("skip", check), max_epochs=2)
+    assert counters(strategy)[1] == 8
+    first, second = (run.module.state_dict() for run in strategy.runs)
+    assert equal(first, second)
+    assert all(torch.isfinite(tensor).all() for tensor in first.values())
+
+
+# --- averages, figures, callbacks ----------------------------------------------------------------------------------------
+
+
+def test_the_average_is_equal_on_all_ranks_buffers_included():
+    first, second = (run.module.state_dict() for run in fit(Net(norm=True), EMA(0.9), max_epochs=2).runs)
+    assert "norm.running_mean" in first
+    assert equal(first, second)
+
+
+def test_what_is_validated_is_equal_on_all_ranks():
+    seen = [], []
+
+    class Watches:
+        @hookimpl(wrapper=True)
+        def forward(self, run, method):
+            if method == "validation_step":
+                seen[run.world.rank].append(weights(run.module))
+            return (yield)
+
+    fit(Net(norm=True), Watches(), EMA(0.9), max_epochs=2)
+    assert len(seen[0]) == len(seen[1]) > 0
+    assert all(map(equal, *seen))
+
+
+def test_callbacks_know_their_rank_in_setup():
+    seen = []
+
+    class Ranks(Callback):
+        def setup(self, trainer, pl_module, stage):
+            seen.append((trainer.global_rank, trainer.world_size))
+
+    trainer, _ = on_threads(callbacks=[Ranks()])
+    trainer.fit(Net(), DataLoader(samples(16), batch_size=2))
+    assert seen == [(0, 2), (1, 2)]
+
+
+def test_figures_of_reduced_gradients_and_of_all_ranks():
+    first, second = (run.metrics for run in fit(Net(), Norms(), Throughput(), max_epochs=1).runs)
+    assert first["grad_norm"] == second["grad_norm"] > 0
+    for metrics in (first, second):
+        assert metrics["global/samples_per_sec"] == 2 * metrics["device/samples_per_sec"]
+        assert metrics["device/flops_per_sec"] > 0

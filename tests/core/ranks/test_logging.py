@@ -1,0 +1,291 @@
+"""self.log, should_stop, the outputs of epochs and the collectives on two ranks."""
+
+import pytest
+import torch
+from regression import Net, samples
+from threads import on_threads
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+
+
+def metrics_of(strategy):
+    return [run.metrics for run in strategy.runs]
+
+
+def validated(module, n, batch_size=2, ranks=2):
+    """What each rank has after a validation of ``n`` samples."""
+    trainer, strategy = on_threads(ranks)
+    trainer.validate(module, DataLoader(samples(n), batch_size=batch_size))
+    return metrics_of(strategy)
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------------
+
+
+class Logs(Net):
+    """Logs ranks' numbers."""
+
+    def validation_step(self, batch, batch_idx):
+        rank = self.global_rank
+        self.log("one", 1.0, sync_dist=True)
+        self.log("mean", float(rank), sync_dist=True)
+        for how in ("sum", "min", "max"):
+            self.log(how, 10.0 + rank, reduce_fx=how, sync_dist=True)
+        self.log("own", float(rank))
+        if rank == 0:
+            self.log("first only", 3.0, rank_zero_only=True)
+        self.log("asked everywhere", 4.0 + rank, rank_zero_only=True)
+
+
+@pytest.mark.filterwarnings("ignore:validate. .* is of rank 0's part")
+def test_metrics_over_ranks_with_unequal_batches():
+    """Two samples on rank 0 and one on rank 1."""
+    first, second = validated(Logs(), 3)
+    for rank in (first, second):
+        assert rank["one"] == 1.0
+        assert rank["mean"] == pytest.approx(1 / 3)  # weighted by samples
+        assert [rank[how] for how in ("sum", "min", "max")] == [21.0, 10.0, 11.0]
+    assert (first["own"], second["own"]) == (0.0, 1.0)
+    assert first["first only"] == 3.0
+    assert "first only" not in second
+    assert first["asked everywhere"] == 4.0
+
+
+def test_a_metric_of_one_ranks_part_is_warned_of():
+    with pytest.warns(UserWarning, match="validate: own is of rank 0's part of the data alone. Fix: self.log"):
+        validated(Logs(), 3)
+
+
+def test_a_rank_without_samples_may_log_what_belongs_to_the_epochs_end():
+    class EndOnly(Net):
+        def validation_step(self, batch, batch_idx):
+            self.log("in_step", 5.0, sync_dist=True)
+
+        def on_validation_epoch_end(self):
+            self.log("at_the_end", float(self.global_rank), sync_dist=True)
+
+    assert validated(EndOnly(), 1) == [{"in_step": 5.0, "at_the_end": 0.5}] * 2
+
+
+def test_sums_means_and_extremes_of_steps_and_of_the_epoch():
+    """1 on rank 0 and 2 on rank 1, in each of three batches."""
+
+    class Trains(Net):
+        def training_step(self, batch, batch_idx):
+            rank, both = self.global_rank, {"on_step": True, "on_epoch": True, "sync_dist": True}
+            self.log("sum", 1.0 + rank, reduce_fx="sum", **both)
+            self.log("mean", 1.0 + rank, **both)
+            self.log("max", float(batch_idx + rank), reduce_fx="max", **both)
+            return super().training_step(batch, batch_idx)
+
+    trainer, strategy = on_threads()
+    trainer.fit(Trains(), DataLoader(samples(6), batch_size=1))
+    for logged in metrics_of(strategy):
+        assert (logged["sum_step"], logged["sum_epoch"]) == (3.0, 9.0)
+        assert (logged["mean_step"], logged["mean_epoch"]) == (1.5, 1.5)
+        assert (logged["max_step"], logged["max_epoch"]) == (3.0, 3.0)  # of the last batch, and of all: 2 + 1
+
+
+class Many(Net):
+    def __init__(self, metrics):
+        super().__init__()
+        self.metrics = metrics
+
+    def training_step(self, batch, batch_idx):
+        for i in range(self.metrics):
+            self.log(f"metric_{i}", float(i), sync_dist=True)
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+
+class Counts:
+    """How many numbers each log_sync had, and how many of them there were from a step's end to the next step."""
+
+    def __init__(self):
+        self.calls, self.of_flush, self.open = [], [], False
+
+    @hookimpl(wrapper=True)
+    def log_sync(self, values):
+        self.calls.append(len(values))
+        if self.open:
+            self.of_flush[-1] += 1
+        return (yield)
+
+    @hookimpl
+    def on_step_end(self):
+        self.of_flush.append(0)
+        self.open = True
+
+    @hookimpl(wrapper=True)
+    def forward(self):
+        self.open = False
+        return (yield)
+
+
+def test_many_metrics_take_as_many_collectives_as_one():
+    def counted(metrics):
+        trainer, strategy = on_threads(plugins=[Counts()])
+        trainer.fit(Many(metrics), DataLoader(samples(16), batch_size=2))
+        return [next(p.plugin for p in run.trainer._parts if isinstance(p.plugin, Counts)) for run in strategy.runs]
+
+    for one, many in zip(counted(1), counted(300), strict=True):
+        assert len(one.calls) == len(many.calls) <= 16
+        assert one.of_flush[:-1] == many.of_flush[:-1] == [2, 2, 2]  # after the last step the epoch ends too
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_different_metrics_on_ranks_are_an_error_that_names_key_and_ranks(rank):
+    class Differs(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("everywhere", 1.0, sync_dist=True)
+            if self.global_rank == rank:
+                self.log("here_only", 1.0, sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer, _ = on_threads()
+    with pytest.raises(
+        gt.TrainingError, match="ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both"
+    ):
+        trainer.fit(Differs(), DataLoader(samples(8), batch_size=4))
+
+
+def test_should_stop_on_one_rank_stops_all_in_the_same_step():
+    class Stops(Net):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 1 and self.current_epoch == 1:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    trainer, strategy = on_threads(max_epochs=50)
+    trainer.fit(Stops(), DataLoader(samples(16), batch_size=4))
+    assert [(run.epoch, run.step) for run in strategy.runs] == [(2, 3)] * 2
+
+
+# --- collectives ---------------------------------------------------------------------------------------------------------
+
+
+def on_each(function, ranks=2):
+    """What ``function(module)`` returns in a test step of each rank."""
+    found = {}
+
+    class Calls(Net):
+        def test_step(self, batch, batch_idx):
+            found[self.global_rank] = function(self)
+
+    trainer, _ = on_threads(ranks)
+    trainer.test(Calls(), DataLoader(samples(ranks)))
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_all_gather_keeps_nesting_and_takes_unequal_lengths():
+    def gather(module):
+        rank = module.global_rank
+        ragged = torch.arange(float(rank + 1)).requires_grad_()
+        return (
+            module.all_gather({"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]}),
+            module.all_gather(torch.full((2, 2), rank, dtype=torch.bfloat16)[:, :1]),
+            module.all_gather(torch.tensor([rank == 1])),
+            module.all_gather(torch.zeros(rank, 3)),
+        )
+
+    for gathered, half, flags, none_on_one in on_each(gather):
+        assert gathered["equal"].tolist() == [[0, 7], [1, 7]]
+        (ragged, scalars), text = gathered["nested"]
+        assert text == "text"
+        assert [part.tolist() for part in ragged] == [[0.0], [0.0, 1.0]]
+        assert not any(part.requires_grad for part in ragged)
+        assert scalars.tolist() == [0, 1]
+        assert half.dtype is torch.bfloat16
+        assert half.tolist() == [[[0.0], [0.0]], [[1.0], [1.0]]]
+        assert flags.tolist() == [[False], [True]]
+        assert [list(part.shape) for part in none_on_one] == [[0, 3], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rank: torch.zeros(2, 2 + rank), r"rank 0 has the shape \[2, 2\] and rank 1 \[2, 3\]"),
+        (lambda rank: torch.zeros(*[2] * (1 + rank)), r"rank 0 has the shape \[2\] and rank 1 \[2, 2\]"),
+        (lambda rank: torch.zeros(2).to([torch.float32, torch.float64][rank]), "rank 0 and rank 1 have tensors of different types"),
+        (lambda rank: [torch.ones(2)] * (1 + rank), r"different numbers of tensors, \[1, 2\]"),
+    ],
+)
+def test_all_gather_of_what_does_not_fit_is_an_error_on_every_rank(make, message):
+    def gather(module):
+        with pytest.raises(gt.TrainingError, match=message):
+            module.all_gather(make(module.global_rank))
+        return True
+
+    assert on_each(gather) == [True, True]
+
+
+def test_what_is_gathered_is_each_ranks_own():
+    """A rank that changes what it got, or what it gave, changes nothing for another."""
+
+    def gather(module):
+        mine = torch.ones(2)
+        equal, ragged = module.all_gather(mine), module.all_gather(torch.ones(1 + module.global_rank))
+        for tensor in (mine, equal, *ragged):
+            tensor += 1
+        module.trainer.run.hooks.barrier(run=module.trainer.run)
+        return equal.tolist(), [part.tolist() for part in ragged]
+
+    assert on_each(gather) == [([[2.0, 2.0]] * 2, [[2.0], [2.0, 2.0]])] * 2
+
+
+def test_broadcast_and_barrier():
+    def tell(module):
+        run = module.trainer.run
+        told = [run.hooks.broadcast(run=run, obj={"from": module.global_rank}, src=src) for src in (0, 1)]
+        return told, run.hooks.barrier(run=run)
+
+    assert on_each(tell) == [([{"from": 0}, {"from": 1}], None)] * 2
+
+
+# --- what the ends of epochs gather --------------------------------------------------------------------------------------
+
+
+class Gathers(Net):
+    """Seven samples in batches of two: 2 + 2 on rank 0 and 2 + 1 on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def validation_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def validation_epoch_end(self, outputs):
+        self.gather("validated", outputs)
+
+    def test_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def test_epoch_end(self, outputs):
+        self.gather("tested", outputs)
+
+    def gather(self, name, outputs):
+        self.seen[name] = [list(tensor.shape) for tensor in outputs], self.all_gather(outputs)
+        mean = torch.mean(torch.cat(list(self.all_gather(torch.cat(outputs)))))
+        if self.trainer.is_global_zero:
+            self.log(name, mean, rank_zero_only=True)
+
+
+@pytest.mark.parametrize(("command", "name"), [("validate", "validated"), ("test", "tested")])
+def test_outputs_are_this_ranks_and_the_mean_over_all_is_logged_by_rank_0_alone(command, name):
+    trainer, strategy = on_threads()
+    getattr(trainer, command)(Gathers(), DataLoader(samples(7), batch_size=2))
+    with torch.no_grad():
+        whole = Net().eval()(samples(7).tensors[0])
+    first, second = strategy.runs
+    assert first.metrics == {name: pytest.approx(whole.mean().item(), abs=1e-7)}
+    assert name not in second.metrics
+    assert [run.module.seen[name][0] for run in (first, second)] == [[[2, 1], [2, 1]], [[2, 1], [1, 1]]]
+    for run in (first, second):
+        whole_batches, rest = run.module.seen[name][1]
+        assert list(whole_batches.shape) == [2, 2, 1]  # [world, samples, 1]: both ranks' first batches have two samples
+        assert [list(part.shape) for part in rest] == [[2, 1], [1, 1]]
+        gathered = torch.cat([*whole_batches, *rest])
+        assert torch.allclose(gathered.sort(dim=0)[0], whole.sort(dim=0)[0])

@@ -1,0 +1,95 @@
+"""torchmetrics objects and reductions of the user's own over two ranks with unequal shards, and with a rank that has no sample."""
+
+import pytest
+import torch
+from regression import Net, one_trainer, samples
+from threads import on_threads
+from torch.utils.data import DataLoader, Subset
+
+import geartrain as gt
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from torchmetrics import MeanMetric, MetricCollection  # noqa: E402
+from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef  # noqa: E402
+
+
+class Pairs(torchmetrics.Metric):
+    """Keeps whole numbers, two a sample: of neither the type nor the shape that a rank without samples would bring."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("pairs", [], "cat")
+
+    def update(self, y):
+        self.pairs.append((y * 100).long().repeat(1, 2))
+
+    def compute(self):
+        return (self.pairs if isinstance(self.pairs, torch.Tensor) else torch.cat(self.pairs)).double().sum()
+
+
+class Measured(Net):
+    def __init__(self):
+        super().__init__()
+        self.pairs = Pairs()
+        self.mse, self.rank = MeanSquaredError(), SpearmanCorrCoef()
+        self.each = MetricCollection({"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/")
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.mse(self(x), y)
+        self.rank.update(self(x)[:, 0], y[:, 0])
+        self.each["mean"].update(y)
+        self.each["mse"].update(self(x), y)
+        self.pairs.update(y)
+        self.log("pairs", self.pairs)
+        self.log("mse", self.mse)
+        self.log("rank", self.rank)
+        self.log_dict(self.each)
+        self.log("median", y.mean(), reduce_fx=lambda values: values.median(), sync_dist=True, on_epoch=True)
+        self.log("count", 1.0, reduce_fx=len, sync_dist=True)
+
+
+@pytest.mark.parametrize("n", [7, 1])
+@pytest.mark.filterwarnings("ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method")
+def test_every_sample_counts_once_on_every_rank(n):
+    one, data = one_trainer(), DataLoader(Subset(samples(), range(n)), batch_size=1)
+    one.validate(Measured(), data)
+    trainer, strategy = on_threads()
+    trainer.validate(Measured(), data)
+    for run in strategy.runs:
+        assert set(run.metrics) == {"pairs", "mse", "rank", "each/mean", "each/mse", "median", "count"}
+        assert run.metrics == pytest.approx(one.callback_metrics, rel=1e-5, nan_ok=True)
+        assert run.metrics["count"] == n
+        assert run.module.mse.update_count == 0
+
+
+def test_ranks_that_log_different_objects_are_named():
+    class Differs(Net):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = MeanMetric(), MeanMetric()
+
+        def validation_step(self, batch, batch_idx):
+            metric = self.a if self.global_rank else self.b
+            metric.update(1.0)
+            self.log("a" if self.global_rank else "b", metric)
+
+    trainer, _ = on_threads()
+    with pytest.raises(gt.TrainingError, match="rank 1 logged other torchmetrics objects than other ranks: 'a'"):
+        trainer.validate(Differs(), DataLoader(samples(), batch_size=4))
+
+
+def test_a_rank_without_samples_must_find_the_object():
+    class Hides(Net):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [MeanMetric()]
+
+        def validation_step(self, batch, batch_idx):
+            self.hidden[0].update(1.0)
+            self.log("hidden", self.hidden[0])
+
+    trainer, _ = on_threads()
+    with pytest.raises(gt.TrainingError, match=r"self.log\('hidden'\): a rank without samples cannot find the metric. Fix: an attribute"):
+        trainer.validate(Hides(), DataLoader(samples(1)))

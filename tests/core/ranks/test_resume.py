@@ -1,0 +1,211 @@
+"""A run of two ranks that resumes: bit for bit what it would have been, each rank with its own state, also in a world of another size."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from regression import Curve, Net, one_trainer, samples, weights
+from threads import equal, on_threads
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+from geartrain.callbacks import ModelCheckpoint
+
+
+class Own(Net):
+    """Dropout, BatchNorm, Adam and a schedule by steps."""
+
+    def __init__(self):
+        super().__init__("adam", norm=True)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, x, extra=True):
+        return self.drop(super().forward(x, extra))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Keeps:
+    """Its state is another one on each rank."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def on_step_end(self, run):
+        self.seen.append(100 * run.world.rank + run.step)
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = list(state["seen"])
+
+
+def loader(**options):
+    return DataLoader(samples(44), batch_size=4, **options)
+
+
+def go(folder, epochs, path=None, ranks=2, plugins=(), **options):
+    """Train, and save every second step; what each rank has at the end."""
+    random = {}
+
+    class Draws:
+        @hookimpl
+        def on_run_end(self, run):
+            random[run.world.rank] = torch.get_rng_state()
+
+    curve, every = Curve(), ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"seed": 5, "accumulate_grad_batches": 2, "plugins": [*plugins, Keeps(), curve, every, Draws()], **options}
+    trainer, strategy = on_threads(ranks, max_epochs=epochs, output=folder / "run", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Own(), loader(shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
+    told = [text for one in caught if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text]
+    found = []
+    for run in strategy.runs:
+        plugins = {type(part.plugin): part.plugin for part in run.trainer._parts}
+        found.append(
+            SimpleNamespace(
+                weights=weights(run.module),
+                optimizer=run.optimizers[0].state_dict(),
+                scheduler=run.schedulers[0].scheduler.state_dict(),
+                metrics=run.metrics,
+                counters=[run.step, run.epoch, run.batch_idx, run.batches_seen],
+                random=random[run.world.rank],
+                seen=plugins[Keeps].seen,
+                files=plugins[ModelCheckpoint].state_dict(),
+                lines=curve.values,
+                told=told,
+            )
+        )
+    return found
+
+
+def assert_same_end(a, b):
+    assert equal(a.weights, b.weights)
+    assert a.optimizer["param_groups"] == b.optimizer["param_groups"]
+    assert all(equal(state, b.optimizer["state"][index]) for index, state in a.optimizer["state"].items())
+    assert (a.scheduler, a.metrics, a.counters, a.seen) == (b.scheduler, b.metrics, b.counters, b.seen)
+    assert torch.equal(a.random, b.random)
+    assert not b.told
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of two ranks, and what they had at its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, go(folder, 3)
+
+
+@pytest.mark.parametrize("path", ["last", "steps/step=4.ckpt"])
+def test_the_rest_is_what_it_would_have_been(whole, path, tmp_path):
+    folder, expected = whole
+    if path == "last":
+        go(tmp_path, 1)
+    found = go(tmp_path, 3, path if path == "last" else folder / path)
+    for a, b in zip(expected, found, strict=True):
+        assert_same_end(a, b)
+        assert b.files == found[0].files  # what rank 0 found, of which each file knows the identity
+        assert b.files["identity"]
+    lines = found[0].lines
+    assert lines
+    assert expected[0].lines[-len(lines) :] == lines
+
+
+@pytest.mark.parametrize(("options", "path"), [({"precision": "16-mixed"}, "steps/step=4.ckpt"), ({"seed": None}, "steps/step=2.ckpt")])
+def test_the_rest_is_what_it_would_have_been_with(options, path, tmp_path):
+    torch.manual_seed(1)  # without a seed, each rank begins with the caller's generators
+    expected = go(tmp_path / "whole", 2, **options)
+    for a, b in zip(expected, go(tmp_path / "rest", 2, tmp_path / "whole" / path, **options), strict=True):
+        assert_same_end(a, b)
+
+
+def test_each_rank_has_its_own_state(whole):
+    folder, ranks = whole
+    for rank, found in enumerate(ranks):
+        assert found.seen == [100 * rank + step for step in range(1, 10)]
+    state = torch.load(folder / "run" / "last.ckpt", weights_only=True)["fit"]
+    assert [one["parts"]["Keeps"]["seen"][0] for one in state["ranks"]] == [1, 101]
+    assert not torch.equal(state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"])
+    # What is the same on all ranks stands there once.
+    assert "model_checkpoint" in state["parts"]
+    assert "model_checkpoint" not in state["ranks"][1]["parts"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_refused_is_refused_on_every_rank_alike(whole, first, tmp_path):
+    told = {}
+
+    class Tells:
+        @hookimpl
+        def on_exception(self, run, error):
+            told[run.world.rank] = str(error)
+
+    with pytest.raises(gt.UsageError, match="there is nothing left to do"):
+        go(tmp_path, 3, whole[0] / "run" / "last.ckpt", plugins=[Tells()], first=first)
+    assert told[0] == told[1]
+
+
+# --- in a world of another size ------------------------------------------------------------------------------------------
+
+
+def test_one_became_two(tmp_path):
+    one_trainer(seed=5, output=tmp_path / "one").fit(Own(), loader(shuffle=True))
+    first, second = go(tmp_path / "two", 3, tmp_path / "one" / "last.ckpt")
+    assert "it has no state of Keeps, geartrain[model_checkpoint]: begun anew" in "\n".join(first.told)
+    assert len(first.told) == 1  # rank 0 alone says so
+    assert equal(first.weights, second.weights)
+    for rank, found in enumerate((first, second)):  # 11 steps of the one, then twice 3 of the two
+        assert found.counters[:2] == [17, 3]
+        assert found.seen == [100 * rank + step for step in range(12, 18)]
+
+
+def test_two_became_three(whole, tmp_path):
+    found = go(tmp_path, 4, whole[0] / "run" / "last.ckpt", ranks=3)
+    assert [(one.counters[:2], one.seen) for one in found] == [([11, 4], [100 * rank + step for step in (10, 11)]) for rank in range(3)]
+    assert all(equal(found[0].weights, one.weights) for one in found)
+    (told,) = found[0].told
+    assert "Keeps keeps a state a rank, of 2 ranks and not 3: begun anew" in told
+
+
+def test_two_became_one(whole):
+    folder, _ = whole
+    file = torch.load(folder / "run" / "last.ckpt", weights_only=True)
+    seen, keeps = {}, Keeps()
+
+    class Looks(Own):
+        def on_train_start(self):
+            seen.update(weights(self))
+            seen["step"] = self.trainer.global_step
+            optimizer = self.trainer.run.optimizers[0].state_dict()["state"]
+            assert all(equal(state, file["fit"]["optimizers"][0]["state"]["state"][index]) for index, state in optimizer.items())
+
+    one = one_trainer(max_epochs=4, plugins=[keeps])
+    with pytest.warns(UserWarning, match=r"Keeps keeps a state a rank, of 2 ranks and not 1: begun anew"):
+        one.fit(Looks(), loader(), ckpt_path=folder / "run" / "last.ckpt")
+    assert keeps.seen == list(range(10, 21))
+    assert seen.pop("step") == 9
+    assert equal(seen, file["model"])
+    assert one.global_step == 9 + 11
+
+
+@pytest.mark.parametrize(
+    ("step", "epochs", "message", "left"),
+    [
+        (4, 2, r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks go on with after 4", 7),
+        # Two ranks have 6 batches each, the last of them padded; one has 11, and no 12.
+        (6, 3, r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks go on with after 11", 11),
+    ],
+)
+def test_two_became_one_within_an_epoch(whole, step, epochs, message, left):
+    one = one_trainer(max_epochs=epochs)
+    with pytest.warns(UserWarning, match=message) as caught:
+        one.fit(Own(), loader(), ckpt_path=whole[0] / "steps" / f"step={step}.ckpt")
+    assert any("state of Keeps, model_checkpoint, which this run does not have" in str(found.message) for found in caught)
+    assert one.global_step == step + left

@@ -1,0 +1,230 @@
+"""A Session's function on two ranks: trains as one process does on the whole batch, and tells ranks what they must know."""
+
+import warnings
+
+import pytest
+import torch
+from regression import Net, samples, weights
+from threads import equal
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain.testing import ThreadRanks
+
+
+def launch(function, **options):
+    """What ``function(session)`` returns on each rank."""
+    strategy = ThreadRanks(2)
+    gt.Session(accelerator="cpu", strategy=strategy, **options).launch(function)
+    return strategy.results
+
+
+#: name -> (what the net is made with, the session's options, micro-batches a step)
+CASES = {
+    "sgd": ({}, {}, 1),
+    "adam": ({"optimizer": "adam"}, {}, 1),
+    "accumulating": ({"optimizer": "adam"}, {}, 2),
+    "clipped": ({}, {"gradient_clip_val": 0.05}, 1),
+    "clipped by hand": ({}, {}, 1),
+    "lbfgs": ({"optimizer": "lbfgs"}, {}, 1),
+    "with a scaler": ({}, {"precision": "16-mixed"}, 1),
+}
+
+
+def loop(name, session=None):
+    """The same loop with a session, on each rank's part of the batches, and without, on the whole ones; the weights after it."""
+    made, _, window = CASES[name]
+    net, scale = Net(**made), 0.01 if name == "with a scaler" else 1  # gradients must not overflow float16 at the scaler's first scale
+    if session is not None and session.global_rank:
+        net.first.reset_parameters()  # ranks that start apart
+    model, optimizer = (net, net.configure_optimizers()) if session is None else session.setup(net, net.configure_optimizers())
+    loader = DataLoader(samples(), 8) if session is None else session.setup_dataloaders(DataLoader(samples(), 4))
+    for i, (x, y) in enumerate(loader, start=1):
+
+        def closure(x=x, y=y):
+            if name == "lbfgs":
+                optimizer.zero_grad()
+            loss = functional.mse_loss(model(x), y) / window * scale
+            loss.backward() if session is None else session.backward(loss)
+            return loss
+
+        if name == "lbfgs":
+            optimizer.step(closure)
+        elif i % window:
+            if session is None:
+                closure()
+            else:
+                with session.no_backward_sync(model):
+                    closure()
+        else:
+            closure()
+            if session is None and name.startswith("clipped"):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            elif name == "clipped by hand":
+                session.clip_gradients(model, optimizer, max_norm=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(net)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(name):
+    first, second = launch(lambda session: loop(name, session), **CASES[name][1])
+    assert equal(first, second)
+    # float16 rounds, and LBFGS divides by small differences of gradients, which makes rounding larger.
+    rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
+    for key, value in loop(name).items():
+        torch.testing.assert_close(first[key], value, rtol=rtol, atol=atol)
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize("make", [Manual, lambda: nn.Sequential(nn.Linear(3, 1))])
+def test_any_module_is_trained_by_all_ranks(make):
+    def train(session):
+        module = make()
+        before = weights(module)
+        model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
+            session.backward(functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not equal(module.state_dict(), before)
+        return weights(module)
+
+    assert equal(*launch(train))
+
+
+def test_places_and_collectives():
+    def tell(session):
+        rank = session.global_rank
+        order = []
+        with session.rank_zero_first():
+            order.append(rank)
+        assert session.all_gather({"x": torch.full((2,), float(rank))})["x"].tolist() == [[0, 0], [1, 1]]
+        assert [part.tolist() for part in session.all_gather(torch.ones(rank + 1))] == [[1], [1, 1]]
+        reduced = {op: session.all_reduce(torch.tensor([rank, 10.0]), op).tolist() for op in ("mean", "sum", "min", "max")}
+        assert reduced == {"mean": [0.5, 10], "sum": [1, 20], "min": [0, 10], "max": [1, 10]}
+        assert session.all_reduce(torch.tensor(rank)).item() == 0.5
+        assert session.broadcast({"from": rank}, src=1) == {"from": 1}
+        return rank, session.local_rank, session.world_size, session.is_global_zero, str(session.device)
+
+    assert launch(tell) == [(0, 0, 2, True, "cpu"), (1, 1, 2, False, "cpu")]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_rank_0_comes_first(first):
+    order = []
+
+    def come(session):
+        with session.rank_zero_first():
+            order.append(session.global_rank)
+
+    gt.Session(accelerator="cpu", strategy=ThreadRanks(2, first)).launch(come)
+    assert order == [0, 1]
+
+
+def test_loaders_are_sharded_and_shuffled_anew():
+    def passes(session):
+        loader = session.setup_dataloaders(DataLoader(samples(25), 4, shuffle=True))
+        return [torch.cat([x[:, 0] for x, _ in loader]) for _ in range(2)]
+
+    first, second = launch(passes, seed=5)
+    every = sorted(x[0].item() for x, _ in samples(25))
+    for mine, theirs in zip(first, second, strict=True):
+        assert len(mine) == len(theirs) == 13
+        assert sorted({*mine.tolist(), *theirs.tolist()}) == pytest.approx(every)
+    assert not torch.equal(*first)
+
+
+def test_without_padding_each_sample_comes_once():
+    def counted(session):
+        loaders = [session.setup_dataloaders(DataLoader(samples(n), 4), even=False) for n in (25, 1)]
+        return [(sum(len(x) for x, _ in loader), len(loader)) for loader in loaders]
+
+    assert launch(counted) == [[(13, 4), (1, 1)], [(12, 3), (0, 0)]]
+
+
+def test_what_is_logged_saved_and_drawn(tmp_path):
+    def train(session):
+        net = Net(norm=True)
+        model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        before = torch.rand(1)
+        for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
+            session.backward(functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        drawn = torch.rand(1)
+        session.log("rank", session.global_rank)
+        session.log("mean", session.global_rank, sync_dist=True)
+        metrics = dict(session.run.metrics)
+        session.save(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step})
+        other = session.setup(Net(norm=True))
+        rest = session.load(tmp_path / "state.ckpt", {"model": other})
+        assert rest["step"] == 6
+        assert equal(other.state_dict(), session.broadcast(model.state_dict(), src=0))
+        return metrics, before, drawn
+
+    (metrics, before, drawn), (theirs, also, other) = launch(train, seed=5, output=tmp_path / "out")
+    assert (metrics, theirs) == ({"rank": 0, "mean": 0.5}, {"rank": 1, "mean": 0.5})
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert '"step": 6' in lines[0]
+    assert '"rank": 0.0' in lines[0]
+    assert torch.equal(before, also)
+    assert not torch.equal(drawn, other)  # not the same dropout
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_all(rank):
+    def fails(session):
+        if session.global_rank == rank:
+            raise ValueError("my own")
+        session.barrier()
+
+    with pytest.raises(ValueError, match="my own") as caught:
+        launch(fails)
+    assert caught.value.__notes__ == [f"rank {rank} of 2 raised this"]
+
+
+@pytest.mark.parametrize("theirs", [{"b": 1.0}, {"a": 1.0, "b": 1.0}])
+def test_different_names_are_no_mean(theirs):
+    with pytest.raises(gt.TrainingError, match=r"ranks 0 and 1 logged different metrics with sync_dist.*Fix: log the same names on every"):
+        launch(lambda session: session.log_dict(theirs if session.global_rank else {"a": 0.0}, sync_dist=True))
+
+
+def test_models_that_differ_are_refused():
+    with pytest.raises(gt.TrainingError, match="differs from rank 0"):
+        launch(lambda session: session.setup(nn.Linear(3, 1 + session.global_rank)))
+
+
+def test_a_model_that_is_called_past_the_strategy_is_refused():
+    def train(session):
+        net = Net()
+        _, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
+            session.backward(functional.mse_loss(net(x), y))
+            optimizer.step()
+
+    with pytest.raises(gt.TrainingError, match=r"Net was not called through what session\.setup returned"):
+        launch(train)
+
+
+def test_a_function_runs_twice_with_arguments():
+    session = gt.Session(accelerator="cpu", strategy=ThreadRanks(2))
+    for scale in (1, 2):
+        gathered = session.launch(lambda session, scale: session.all_gather(torch.tensor(float(session.global_rank + 1) * scale)), scale)
+        assert gathered.tolist() == [scale, 2 * scale]
+
+
+def test_nothing_is_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch(lambda session: loop("sgd", session))

@@ -1,0 +1,146 @@
+"""What ranks must agree on to train. That they train as one process does, the conformance kit says: tests/testing/test_thread_ranks.py."""
+
+import pytest
+import torch
+from regression import Net, one_trainer, samples
+from threads import equal, on_threads
+from torch import nn
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+
+
+class Apart(Net):
+    """Ranks start a stage with other weights, and keep their buffers at each validation."""
+
+    def __init__(self, stage):
+        super().__init__(norm=True)
+        self.seen, self.stage = [], stage
+
+    def setup(self, stage):
+        if stage != self.stage:
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(self.global_rank)
+            self.last.reset_parameters()
+
+    def on_validation_epoch_start(self):
+        self.seen.append({key: value.clone() for key, value in self.named_buffers()})
+
+
+def test_fit_validate_test_and_fit_again():
+    """Ranks that start apart end with the same weights, and BatchNorm's buffers are equal in every validation and at the end."""
+    val = DataLoader(samples(24), batch_size=3)
+    trainer, strategy = on_threads(max_epochs=2, num_sanity_val_steps=1)
+    module = Apart("fit")
+    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
+    first, second = (run.module for run in strategy.runs)
+    assert first.norm.num_batches_tracked == 12
+    assert equal(first.state_dict(), second.state_dict())
+    assert len(first.seen) == len(second.seen) == 3  # the sanity check and two epochs
+    assert all(map(equal, first.seen, second.seen))
+    fitted = trainer.callback_metrics["val_loss"]
+    (validated,) = trainer.validate(module, val)
+    assert validated["samples"] == 24
+    assert validated["val_loss"] == pytest.approx(fitted, rel=1e-6)
+    assert trainer.test(module, val)[0]["test_loss"] == pytest.approx(fitted, rel=1e-6)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
+    first, second = (run.module for run in strategy.runs)
+    assert equal(first.state_dict(), second.state_dict())
+    assert not equal(before, module.state_dict())
+    assert (trainer.global_step, trainer.current_epoch, trainer.world_size) == (12, 2, 2)
+
+
+def test_evaluation_without_training_has_rank_0s_weights_everywhere():
+    trainer, strategy = on_threads()
+    trainer.validate(Apart("validate"), DataLoader(samples(24), batch_size=3))
+    first, second = strategy.runs
+    assert equal(first.module.state_dict(), second.module.state_dict())
+    assert first.metrics == second.metrics
+
+
+def test_none_as_a_loss_on_one_rank_is_an_error():
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 and self.global_rank == 1 else super().training_step(batch, batch_idx)
+
+    trainer, _ = on_threads()
+    with pytest.raises(gt.TrainingError, match="training_step returned None on rank 1"):
+        trainer.fit(Skips(), DataLoader(samples(), batch_size=4))
+
+
+def test_ranks_with_different_models_are_refused_and_told_what_differs():
+    class Differs(Net):
+        def setup(self, stage):
+            if self.global_rank:
+                self.last = nn.Linear(8, 1, bias=False)
+
+    trainer, strategy = on_threads()
+    with pytest.raises(gt.TrainingError, match="another rank differs from rank 0; see its log"):
+        trainer.fit(Differs(), DataLoader(samples(), batch_size=4))
+    assert "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here" in str(strategy.errors[1])
+
+
+def test_lbfgs_takes_the_mean_of_the_ranks_losses():
+    """Its line search goes by the loss: each rank's own would lead it elsewhere."""
+
+    class Searches(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=4, line_search_fn="strong_wolfe")
+
+    alone, (trainer, strategy) = Searches(), on_threads()
+    one_trainer().fit(alone, DataLoader(samples(), batch_size=8))
+    trainer.fit(Searches(), DataLoader(samples(), batch_size=4))
+    first, second = (run.module.state_dict() for run in strategy.runs)
+    assert equal(first, second)
+    for key, expected in alone.state_dict().items():
+        torch.testing.assert_close(first[key], expected, rtol=1e-3, atol=1e-4)
+
+
+# --- precision -----------------------------------------------------------------------------------------------------------
+
+#: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
+TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_two_ranks_train_in_a_precision_as_one_process_does(precision):
+    options = {"precision": precision, "gradient_clip_val": 0.002, "accumulate_grad_batches": 2}
+    alone, before, (trainer, strategy) = Net(), Net(), on_threads(**options)
+    one_trainer(**options).fit(alone, DataLoader(samples(), batch_size=8))
+    trainer.fit(Net(), DataLoader(samples(), batch_size=4))
+    first, second = (run.module.state_dict() for run in strategy.runs)
+    assert equal(first, second)
+    for name, expected in alone.state_dict().items():
+        assert first[name].dtype == expected.dtype
+        torch.testing.assert_close(first[name], expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision])
+    assert any(not torch.equal(value.float(), before.state_dict()[name]) for name, value in alone.state_dict().items())
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    class Overflows(Net):
+        def __init__(self):
+            super().__init__()
+            self.moved = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 2 and self.global_rank == 1 else loss
+
+        def configure_optimizers(self):
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer := super().configure_optimizers(), 0.9)
+            return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.before = self.first.weight.detach().clone()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.moved.append(not torch.equal(self.before, self.first.weight))
+
+    trainer, strategy = on_threads(precision="16-mixed")
+    trainer.fit(Overflows(), DataLoader(samples(), batch_size=4))
+    for run in strategy.runs:
+        assert run.module.moved == [True, True, False, True, True, True]
+        assert run.metrics["skipped_steps"] == 1
+        assert run.module.schedule.last_epoch == 5
