@@ -3,7 +3,9 @@
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
   rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
-  ``is_timeout``, ``refusals``, ``stopped``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+  ``is_timeout``, ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``RankMonitor``, ``judge``, ``Failure``, ``left_early``, ``Stopped``, ``is_stopped``, ``Patience``: how ranks end, which one is to blame,
+  and how long a supervisor waits.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
   torch.distributed.
 """
@@ -23,11 +25,14 @@ from torch import nn
 
 from geartrain.errors import TrainingError
 from geartrain.pickles import refusals
-from geartrain.process import is_connection, is_timeout, stopped
+from geartrain.process import is_connection, is_timeout
 from geartrain.process.environment import Place, detect
+from geartrain.process.failures import Failure, RankMonitor, judge, left_early
 from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
+from geartrain.process.patience import Patience
 from geartrain.process.signals import hear_signals
+from geartrain.process.stopped import Stopped, is_stopped
 from geartrain.sharding import shard
 
 if TYPE_CHECKING:
@@ -36,7 +41,11 @@ if TYPE_CHECKING:
     from geartrain.run import Run
 
 __all__ = [
+    "Failure",
+    "Patience",
     "Place",
+    "RankMonitor",
+    "Stopped",
     "average_gradients",
     "belongings",
     "broadcast_weights",
@@ -44,15 +53,17 @@ __all__ = [
     "gather_uneven",
     "hear_signals",
     "is_connection",
+    "is_stopped",
     "is_timeout",
     "join",
+    "judge",
     "launch",
+    "left_early",
     "name_absent_ranks",
     "outcome",
     "refusals",
     "reserve",
     "shard",
-    "stopped",
     "take_back",
     "threads",
     "variables",
@@ -171,12 +182,7 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
     shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
     dist.all_gather(shapes, shape)
     sizes = [s.tolist() for s in shapes]
-    for rank, size in enumerate(sizes):
-        if size[-1] != sizes[0][-1]:
-            raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}.")
-        if size[0] != sizes[0][0] or size[2:] != sizes[0][2:]:
-            theirs, first = size[1 : 1 + size[0]], sizes[0][1 : 1 + sizes[0][0]]
-            raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")
+    refuse_unequal([size[1 : 1 + size[0]] for size in sizes], [size[-1] for size in sizes], tensor.dtype)
     if tensor.ndim == 0 or len({size[1] for size in sizes}) == 1:
         table = [torch.empty_like(tensor) for _ in sizes]
         dist.all_gather(table, tensor)
@@ -187,6 +193,26 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
     table = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(table, padded)
     return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]
+
+
+def refuse_unequal(shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: torch.dtype) -> None:
+    """Refuse tensors that ``all_gather`` cannot put together.
+
+    Args:
+        shapes: each rank's.
+        kinds: each rank's type, in any form that can be compared.
+        mine: this rank's.
+
+    Raises:
+        TrainingError: they differ in more than the first dimension.
+    """
+    first = list(shapes[0])
+    for rank, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
+        if kind != kinds[0]:
+            raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {mine}.")
+        theirs = list(shape)
+        if len(theirs) != len(first) or theirs[1:] != first[1:]:
+            raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")
 
 
 @contextmanager

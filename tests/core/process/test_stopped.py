@@ -8,18 +8,26 @@ import sys
 import pytest
 
 from geartrain.process import stopped
-from geartrain.process.stopped import PATIENCE, PERIOD, Stopped
+from geartrain.process.stopped import Stopped
 from geartrain.testing.launching import until
 
+PATIENCE, PERIOD = 15.0, 2.0
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a process's state is read from /proc")
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock():
     """The seconds that this process has lived, as the test says."""
-    seconds = [1000.0]
-    monkeypatch.setattr(stopped.time, "monotonic", lambda: seconds[0])
-    return seconds
+    return [1000.0]
+
+
+@pytest.fixture
+def watch(clock):
+    return Stopped(PATIENCE, lambda: clock[0])
+
+
+def test_looks_are_often_enough():
+    assert (Stopped(PATIENCE).period, Stopped(1.0).period) == (PERIOD, 0.25)
 
 
 @pytest.fixture
@@ -44,21 +52,18 @@ def looks(watch, child, clock, seconds):
     return found
 
 
-def test_one_that_is_stopped_for_long(clock, child):
-    watch = Stopped()
+def test_one_that_is_stopped_for_long(watch, clock, child):
     assert not any(looks(watch, child, clock, 100))
     send(child, signal.SIGSTOP, True)
     assert looks(watch, child, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
 
 
-def test_it_is_given_time(clock, child):
-    watch = Stopped()
+def test_it_is_given_time(watch, clock, child):
     send(child, signal.SIGSTOP, True)
     assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
 
 
-def test_one_that_goes_on_begins_anew(clock, child):
-    watch = Stopped()
+def test_one_that_goes_on_begins_anew(watch, clock, child):
     for _ in range(3):
         send(child, signal.SIGSTOP, True)
         assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
@@ -66,15 +71,13 @@ def test_one_that_goes_on_begins_anew(clock, child):
         assert not any(looks(watch, child, clock, PERIOD))
 
 
-def test_time_in_which_this_process_was_suspended_too_does_not_count(clock, child):
-    watch = Stopped()
+def test_time_in_which_this_process_was_suspended_too_does_not_count(watch, clock, child):
     send(child, signal.SIGSTOP, True)
     looks(watch, child, clock, PERIOD)
     clock[0] += 3600
     assert watch.too_long([child.pid]) == []
 
 
-def test_one_that_has_ended_is_not_stopped(clock, child):
-    watch = Stopped()
+def test_one_that_has_ended_is_not_stopped(watch, clock, child):
     child.communicate(b"\n")
     assert not any(looks(watch, child, clock, 2 * PATIENCE))

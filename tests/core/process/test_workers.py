@@ -1,26 +1,349 @@
-"""Whose failure came first; tests/ddp/test_faults.py has the rest, with real ranks."""
+"""The supervisor of ranks with real processes that need no torch: each ends in its own way, and this process is rank 0."""
 
+import ctypes
+import os
 import signal
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from geartrain.process.workers import Failure, Workers
+import geartrain as gt
+from geartrain.process import begin, leave, relaunch, report, workers
+from geartrain.process.signals import Interrupted
+from geartrain.process.stopped import is_stopped
+from geartrain.process.workers import Workers
+from geartrain.testing.launching import HAS_PROC, until
 
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
+
+#: What a rank runs: the code in its variable DO.
+RANK = """
+import os, signal, sys, time
+from geartrain.process import report
+
+def tell(error):
+    try:
+        raise error
+    except type(error):
+        report(error)
+        raise
+
+def kill(number):
+    os.kill(os.getpid(), number)
+    time.sleep(600)
+
+def mark(name):
+    open(name, "w").close()
+
+exec(os.environ["DO"])
+"""
+SLEEP = "mark('ready'); time.sleep(600)"
+LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+WAITED = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+LATE = "did not come to a collective within the strategy's timeout"
+
+
+class Node:
+    """Starts the ranks 1, 2, ... with the code that each of them runs."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, None
+
+    def start(self, *codes, nodes=1):
+        size = str((len(codes) + 1) * nodes)
+        self.started = Workers([{"RANK": str(i), "WORLD_SIZE": size, "DO": code} for i, code in enumerate(codes, 1)], self.folder / "logs")
+        return self.started
+
+    def work(self, function, *arguments):
+        """Work as rank 0."""
+        with self.started.supervised():
+            return function(*arguments)
+
+    def fail(self, error, ready=None):
+        """Fail as rank 0, when another rank is ready."""
+        self.work(self._fail, error, ready or (self.folder / "ready").exists)
+
+    def _fail(self, error, ready):
+        until(ready, 20, "another rank is ready")
+        report(error)
+        raise error
+
+    def pids(self):
+        return list(self.started._context.pids().values())
+
+    def have_ended(self):
+        return not any(is_running(pid) for pid in self.pids())
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5,teardown=2,stopped=0.5")
+    monkeypatch.setattr(relaunch, "command", lambda: [sys.executable, "-c", RANK])
+    monkeypatch.setattr(relaunch, "directory", lambda: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    begin()
+    node = Node(tmp_path)
+    yield node
+    begin()
+    if node.started is not None:
+        node.started.end()
+        assert node.have_ended()
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Exit codes with which this process would have ended."""
+    codes = []
+    monkeypatch.setattr(workers, "_exit", codes.append)
+    monkeypatch.setattr(workers, "remove_temporary_folder", lambda: None)
+    return codes
+
+
+def wait():
+    """Work in Python, longer than any test."""
+    until(lambda: False, 20, "the end of this wait")
+
+
+# --- another rank fails first --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("error", "when", "is_rank_1s"),
+    ("code", "said"),
     [
-        (LOST, 9.0, True),
-        (LOST, 11.0, True),
-        (KeyError("mine"), 11.0, True),
-        (KeyError("mine"), 9.0, False),  # rank 1 crashed because of it
-        (KeyboardInterrupt(), 9.0, True),
+        ("tell(KeyError('mine'))", "rank 1 failed: KeyError: 'mine'\nTraceback"),
+        ("sys.exit(7)", "rank 1 failed: exit code 7"),
+        ("kill(signal.SIGKILL)", "rank 1 was ended by SIGKILL"),
+        ("kill(signal.SIGSEGV)", "rank 1 was ended by SIGSEGV"),
+        ("report(KeyError('mine')); kill(signal.SIGKILL)", "rank 1 failed: KeyError: 'mine'"),
+        ("kill(signal.SIGSTOP)", "rank 1 failed: it has been stopped (SIGSTOP) for 0.5 s"),
     ],
 )
-def test_whose_failure_came_first_where_a_signal_ended_the_other(error, when, is_rank_1s):
-    workers = object.__new__(Workers)  # none are started
-    crashed = Failure(1, 10.0, signal.SIGSEGV, "exit code -11")
-    workers.failures = [crashed]
-    assert workers._first(error, when) is (crashed if is_rank_1s else None)
+def test_it_is_named(node, capfd, code, said):
+    node.start(f"print('its output', flush=True); {code}", SLEEP)
+    with pytest.raises(gt.TrainingError) as raised:
+        node.work(wait)
+    assert str(raised.value).startswith(said)
+    assert str(raised.value).endswith(f"(its output: {node.folder}/logs/rank-1.log)")
+    assert "--- the end of rank 1's output ---\nits output\n" in capfd.readouterr().err
+    assert node.have_ended()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [("tell(KeyError('mine'))", "failed: KeyError: 'mine'"), ("kill(signal.SIGKILL)", "was ended by SIGKILL")]
+)
+def test_it_is_named_if_rank_0_fails_because_of_it(node, code, said):
+    node.start(code)
+    with pytest.raises(gt.TrainingError, match=f"rank 1 {said}"):
+        node.fail(RuntimeError(LOST), node.have_ended)
+
+
+def test_a_rank_that_is_slow_to_end_after_its_error_is_named(node):
+    node.start("report(KeyError('mine')); signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP)
+    with pytest.raises(gt.TrainingError, match="rank 1 failed: KeyError: 'mine'"):
+        node.fail(RuntimeError(LOST))
+
+
+def test_the_late_rank_is_named_by_ranks_that_waited(node):
+    node.start("time.sleep(600)", f"report(RuntimeError({WAITED!r})); mark('ready'); sys.exit(1)")
+    with pytest.raises(gt.TrainingError) as raised:
+        node.fail(RuntimeError(WAITED))
+    assert str(raised.value).startswith(f"rank 1 {LATE} (hung or stopped): rank ")
+
+
+def test_rank_0_is_late_if_all_others_waited(node):
+    node.start(f"tell(RuntimeError({WAITED!r}))")
+    with pytest.raises(gt.TrainingError) as raised:
+        node.work(wait)
+    assert str(raised.value).startswith(f"rank 0 {LATE} (hung or stopped): rank 1 failed: RuntimeError: {WAITED}")
+
+
+def test_rank_0_is_not_late_if_that_may_be_a_rank_of_another_node(node):
+    node.start(f"tell(RuntimeError({WAITED!r}))", nodes=2)
+    with pytest.raises(gt.TrainingError, match=r"^rank 1 failed: RuntimeError: .*Timed out"):
+        node.work(wait)
+
+
+def test_a_rank_that_left_is_named(node):
+    node.start("")
+    with pytest.raises(gt.TrainingError, match=r"rank 1 left the program before the run ended \(exit code 0"):
+        node.fail(RuntimeError(LOST), node.have_ended)
+
+
+def test_the_next_run_of_the_program_is_refused_and_says_why(node):
+    node.start("kill(signal.SIGKILL)")
+    with pytest.raises(gt.TrainingError):
+        node.work(wait)
+    with pytest.raises(gt.TrainingError, match=r"were ended after a run that failed; rank 1 was ended by SIGKILL\. Fix: start the program"):
+        node.work(wait)
+
+
+# --- rank 0 fails --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_killed_at_once_if_rank_0_fails(node, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "grace=600")
+    node.start("kill(signal.SIGSTOP)")
+    with pytest.raises(KeyError, match="mine"):
+        node.fail(KeyError("mine"), lambda: is_stopped(node.pids()[0]))
+    assert node.have_ended()
+
+
+@pytest.mark.parametrize("code", [SLEEP, "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP])
+def test_rank_0s_own_error_is_raised_and_the_others_end(node, code):
+    node.start(code)
+    with pytest.raises(KeyError, match="mine"):
+        node.fail(KeyError("mine"))
+    assert node.have_ended()
+
+
+def test_a_rank_that_crashes_because_of_it_is_not_blamed(node):
+    node.start("mark('ready'); time.sleep(0.3); kill(signal.SIGABRT)")
+    with pytest.raises(KeyError, match="mine"):
+        node.fail(KeyError("mine"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_rank_0_ends_all(node, number):
+    node.start(SLEEP)
+
+    def work():
+        os.kill(os.getpid(), number)
+        wait()
+
+    with pytest.raises(Interrupted, match=number.name):
+        node.work(work)
+    assert node.have_ended()
+
+
+def test_a_signal_is_heard_while_rank_0_runs_no_python_code(node):
+    """As in a collective, which ends because the others are ended."""
+    node.start(SLEEP)
+    libc, mutex, ended = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+
+    def signal_and_look():
+        try:
+            until(lambda: mutex.raw[0] == 2, 20, "this process waits for the mutex")  # glibc's mark of one that is waited for
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.append(until(node.have_ended, 20, "rank 1 has ended"))
+        finally:
+            libc.pthread_mutex_unlock(mutex)
+
+    def work():
+        thread.start()
+        libc.pthread_mutex_lock(mutex)  # unlike a sleep it does not end at a signal
+        wait()
+
+    thread = threading.Thread(target=signal_and_look)
+    libc.pthread_mutex_lock(mutex)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        node.work(work)
+    thread.join()
+    assert ended
+
+
+# --- rank 0 does not come to an end --------------------------------------------------------------------------------------
+
+
+def until_interrupted(teardown):
+    """Work until the supervisor interrupts this rank, then tear down."""
+    try:
+        wait()
+    except Interrupted as error:
+        teardown(error)
+        raise
+
+
+def test_rank_0_is_given_time_to_tear_down(node, forced, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "grace=1")
+    node.start("kill(signal.SIGKILL)")
+
+    def teardown(error):
+        report(error)
+        time.sleep(2)  # it began after one grace, and takes longer than another
+        leave()
+
+    with pytest.raises(gt.TrainingError, match="rank 1 was ended by SIGKILL"):
+        node.work(until_interrupted, teardown)
+    assert forced == []
+
+
+@pytest.mark.parametrize("part", ["working", "tearing down", "leaving"])
+def test_rank_0_is_ended_if_it_hangs(node, forced, capfd, part):
+    node.start("kill(signal.SIGKILL)")
+
+    def teardown(error):
+        if part != "working":
+            report(error)
+        if part == "leaving":
+            leave()
+        until(lambda: forced, 20, "the end of this process")
+
+    with pytest.raises(gt.TrainingError):
+        node.work(until_interrupted, teardown)
+    assert forced == [1]
+    assert "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within " in capfd.readouterr().err
+
+
+def test_to_leave_the_program_in_the_middle_of_a_run_is_a_failure(node, forced, capfd):
+    node.start(SLEEP)
+    node.work(lambda: os._exit(0))
+    assert forced == [1]
+    assert "geartrain: rank 0 left the program before the run ended (os._exit(0))" in capfd.readouterr().err
+    assert node.have_ended()
+
+
+# --- after the run -------------------------------------------------------------------------------------------------------
+
+
+def test_at_the_end_of_the_program_the_others_are_waited_for(node):
+    supervisor = node.start("time.sleep(1.5); mark('done')")
+    node.work(begin)
+    supervisor.finish(failed=False)
+    assert (node.folder / "done").exists()
+
+
+@pytest.mark.parametrize(("code", "said"), [("tell(KeyError('mine'))", "KeyError: 'mine'"), ("kill(signal.SIGKILL)", "SIGKILL")])
+def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
+    supervisor = node.start(f"time.sleep(0.3); {code}", SLEEP)
+    node.work(begin)
+    with pytest.raises(gt.TrainingError, match=f"rank 1 .*{said}"):
+        supervisor.finish(failed=False)
+    assert node.have_ended()
+
+
+def test_a_program_that_failed_after_the_run_does_not_wait_for_the_others(node):
+    supervisor = node.start(SLEEP)
+    node.work(begin)
+    supervisor.finish(failed=True)
+    assert node.have_ended()
+
+
+# --- how ranks are started -----------------------------------------------------------------------------------------------
+
+
+def test_under_nohup_the_others_ignore_a_hangup_too(node):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        supervisor = node.start("os.kill(os.getpid(), signal.SIGHUP); mark('ready')")
+        node.work(os.kill, os.getpid(), signal.SIGHUP)
+        supervisor.finish(failed=False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (node.folder / "ready").exists()
+
+
+def test_a_patience_that_cannot_be_read_starts_nothing(node, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "grace")
+    with pytest.raises(gt.UsageError, match="GEARTRAIN_PATIENCE"):
+        node.start(SLEEP)
+    assert not (node.folder / "logs").exists()

@@ -26,11 +26,10 @@ from typing import Any
 
 from geartrain.process import bootstrap, is_connection, report
 from geartrain.process.environment import Place, detect
+from geartrain.process.patience import Patience
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
-#: Seconds for the other to fail by itself after one has failed.
-UNWIND = 3.0
 #: float32 numbers that are summed: 4 MiB. Every sum is below 2**24, so float32 holds it exactly.
 NUMBERS = 2**20
 #: How often the all-reduce is timed.
@@ -100,7 +99,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
     from geartrain.process import rendezvous
     from geartrain.process.signals import hear_signals
 
-    began = time.monotonic()
+    began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
     # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -112,9 +111,9 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
                 for number in range(_RANKS):
                     place = Place("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
                     ranks.append(_start(place, backend, device, Path(folder)))
-            _wait(ranks)
+            _wait(ranks, patience)
         finally:
-            _end(ranks)
+            _end(ranks, patience)
         facts["seconds"] = round(time.monotonic() - began, 3)
         failed = [rank for rank in ranks if rank.failed()]
         if failed:
@@ -155,7 +154,7 @@ def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), str(folder / f"output-{number}"), *work],
+            [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), str(folder / f"output-{number}"), "keep", *work],
             env={**kept, **variables(place), ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
@@ -169,39 +168,35 @@ def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
     return _Rank(number, process, reading, folder)
 
 
-def _wait(ranks: list[_Rank]) -> None:
+def _wait(ranks: list[_Rank], patience: Patience) -> None:
     """Wait for both, until the deadline; once one has failed the other has a moment to fail, too."""
     deadline, running = time.monotonic() + DEADLINE, list(ranks)
     while running and (ready := connection.wait([rank.pipe for rank in running], max(0.0, deadline - time.monotonic()))):
         for rank in [rank for rank in running if rank.pipe in ready]:
             running.remove(rank)
             if rank.process.wait() != 0:
-                deadline = min(deadline, time.monotonic() + UNWIND)
+                deadline = min(deadline, time.monotonic() + patience.unwind)
     if not any(rank.failed() for rank in ranks):  # nobody failed first: who is still there hangs, and shows where
-        _show_stacks(running)
+        _show_stacks(running, patience)
 
 
-def _show_stacks(running: list[_Rank]) -> None:
-    from geartrain.process.workers import GRACE
-
+def _show_stacks(running: list[_Rank], patience: Patience) -> None:
     for rank in running:
         rank.ended = True
         rank.process.send_signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + patience.grace
     for rank in running:
         connection.wait([rank.pipe], max(0.0, deadline - time.monotonic()))
 
 
-def _end(ranks: list[_Rank]) -> None:
-    from geartrain.process.workers import GRACE
-
+def _end(ranks: list[_Rank], patience: Patience) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.ended = True
             rank.process.terminate()
     for rank in ranks:
         try:
-            rank.process.wait(GRACE)
+            rank.process.wait(patience.grace)
         except subprocess.TimeoutExpired:
             rank.process.kill()
             rank.process.wait()

@@ -5,6 +5,7 @@
 - ``bootstrap``: what runs first in a started process; it dies with its starter.
 - ``forks``: what a forked child, such as a loader worker, must not keep of its rank.
 - ``signals``: those that end a run raise an error in it; ``stopped``: ranks that somebody stops.
+- ``failures``: decides which rank failed first and which is late; ``patience``: how long a supervisor waits.
 - ``workers``: starts the other local ranks and supervises them while this process works as one of them.
 - ``rendezvous``: the store through which ranks meet.
 """
@@ -63,8 +64,9 @@ def report(error: BaseException) -> None:
         "extraInfo": {"py_callstack": text, "timestamp": str(stamp), "when": _failed[0]},
     }
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump({"message": told}, file)
+        os.replace(file.name, path)  # never half of it: the starter looks at any moment
     except OSError:
         pass  # the log has it as well
 

@@ -2,7 +2,9 @@
 
 Run by path with ``python -I -S``; nothing but the standard library, so that it costs 13 ms.
 
-    bootstrap.py STARTER_PID LOG COMMAND [ARG ...]
+    bootstrap.py STARTER_PID LOG HANGUP COMMAND [ARG ...]
+
+HANGUP is ``ignore`` under nohup, and the command then ignores SIGHUP, too; else ``keep``.
 """
 
 import ctypes
@@ -14,7 +16,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    starter, log, *command = sys.argv[1:]
+    starter, log, hangup, *command = sys.argv[1:]
+    if hangup == "ignore":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
         # Survives exec, not fork: loader workers do not inherit it. It follows the thread that started us: the main one.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -6,37 +6,39 @@ A stopped process has not failed, so nobody is told, and the others wait for it 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-#: Seconds that a rank may be stopped while the others go on.
-PATIENCE = 15.0
-#: Seconds between two looks.
-PERIOD = 2.0
 
 
 class Stopped:
     """How long processes have been stopped.
 
-    Only time in which this one runs counts, so a job that is suspended as a whole, and goes on as a whole, was not stopped. Nor is a rank
+    Only time in which this one runs counts, so a job that is suspended as a whole, and resumes as a whole, was not stopped. Nor is a rank
     that a debugger holds.
+
+    Args:
+        patience: seconds that a rank may be stopped while the others run.
+        clock: counts seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.patience, self._clock = patience, clock
+        #: Seconds between two looks.
+        self.period = min(2.0, patience / 4)
         self._seconds: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._looked = clock()
 
     def too_long(self, pids: Iterable[int]) -> list[int]:
-        """Those that have been stopped for ``PATIENCE``; to be called every ``PERIOD``."""
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 2 * PERIOD), now
+        """Return the processes that have been stopped for ``patience``; to be called every ``period``."""
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, 2 * self.period), now
         self._seconds = {pid: self._seconds.get(pid, -passed) + passed for pid in pids if is_stopped(pid)}
-        return [pid for pid, seconds in self._seconds.items() if seconds >= PATIENCE]
+        return [pid for pid, seconds in self._seconds.items() if seconds >= self.patience]
 
-
-def describe() -> str:
-    """What is wrong with such a rank."""
-    return f"it has been stopped (SIGSTOP) for {PATIENCE:.0f} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
+    def describe(self) -> str:
+        """Return what is wrong with such a rank."""
+        seconds = f"{self.patience:g} s"
+        return f"it has been stopped (SIGSTOP) for {seconds}, and the others wait for it. Fix: suspend all ranks of a run, or none"
 
 
 def is_stopped(pid: int) -> bool:

@@ -10,57 +10,58 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import math
 import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_connection, is_telling, is_timeout, relaunch, stopped
+from geartrain.process import ERROR_FILE, bootstrap, failed_at, has_failed, is_telling, is_timeout, relaunch
+from geartrain.process.failures import Failure, RankMonitor, judge
 from geartrain.process.forks import TEMPORARY, not_inherited, remove_temporary_folder
+from geartrain.process.patience import Patience
 from geartrain.process.signals import SIGNALS, hear_signals
+from geartrain.process.stopped import Stopped, is_stopped
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
 
-#: Seconds between asking a process to end and killing it.
-GRACE = 5.0
-#: Seconds that plugins and modules may take where rank 0 has failed and tells them: loggers hand over what they have.
-TEARDOWN = 300.0
 _exit = os._exit
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """How one rank failed."""
+class _Worker:
+    """One of the other ranks."""
 
-    rank: int
-    #: When, in seconds since the epoch.
-    when: float
-    #: The signal that ended it, if one did.
-    signal: int | None
-    message: str
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
 
-    def describe(self) -> str:
-        if self.signal is not None:
-            return f"rank {self.rank} was ended by {signal.Signals(self.signal).name}"
-        return f"rank {self.rank} failed: {self.message}"
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def error(self) -> Failure | None:
+        return Failure.read(self.number, self.error_file)
 
 
 class _Logs(LogsSpecs):
@@ -92,7 +93,7 @@ class Workers:
     """
 
     def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
-        command = relaunch.command()  # first: it may refuse, and then nothing is left
+        command, self._patience = relaunch.command(), Patience.from_environment()  # first: they may refuse, and then nothing is left
         self.ranks = [int(environment["RANK"]) for environment in environments]
         #: Whether every rank of the program is on this node.
         self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
@@ -101,13 +102,15 @@ class Workers:
         self.logs.mkdir(parents=True, exist_ok=True)
         log_paths = [str(self.logs / f"rank-{rank}.log") for rank in self.ranks]
         before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
+        # Not inherited: while elastic starts a process it has a handler of its own, which exec resets to the default.
+        hangup = "ignore" if before[signal.SIGHUP] is signal.SIG_IGN else "keep"
         here = os.getcwd()
         os.chdir(relaunch.directory())
         try:
             self._context: PContext = start_processes(
                 "geartrain",
                 sys.executable,
-                {i: ("-I", "-S", bootstrap.__file__, str(os.getpid()), path, *command) for i, path in enumerate(log_paths)},
+                {i: ("-I", "-S", bootstrap.__file__, str(os.getpid()), path, hangup, *command) for i, path in enumerate(log_paths)},
                 {i: {**environment, TEMPORARY: util.get_temp_dir()} for i, environment in enumerate(environments)},
                 _Logs(self.logs, self.ranks),
             )
@@ -116,15 +119,13 @@ class Workers:
             # elastic's start() replaces these for good.
             for number, handler in before.items():
                 signal.signal(number, handler)
-        self._handles = {os.pidfd_open(pid): i for i, pid in self._context.pids().items()}
-        self._done: dict[int, int] = {}
-        self._stopped = stopped.Stopped()
+        handlers = self._context.subprocess_handlers  # type: ignore[attr-defined]
+        self._workers = [_Worker(rank, handlers[i].proc, self._error_file(rank)) for i, rank in enumerate(self.ranks)]
+        self._handles = {os.pidfd_open(worker.pid): worker.number for worker in self._workers}
+        self._monitor = RankMonitor(self._workers, stopped := Stopped(self._patience.stopped))
+        self._period = stopped.period
         self._lock = threading.Lock()
-        self._ending = self._reported = False
-        #: Ranks that had told no error when the first was told to end.
-        self._silent: list[int] = []
-        #: The first failures, before anyone was told to end.
-        self.failures: list[Failure] = []
+        self._reported = False
 
     # --- supervision -----------------------------------------------------------------------------------------------------
 
@@ -136,11 +137,11 @@ class Workers:
             TrainingError: another rank failed first; it names the rank and shows its error and log.
             BaseException: this rank's own error.
         """
-        if self._reported or self._ending:
+        if self._reported or self._monitor.is_ending:
             if not self._reported:
                 self.show_logs()
             self._reported = True
-            why = "".join(f"; {failure.describe()}" for failure in self.failures)
+            why = "".join(f"; {failure.describe()}" for failure in self._monitor.failures)
             raise TrainingError(f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again")
         over = threading.Event()
         wake_read, wake_write = os.pipe()
@@ -177,7 +178,7 @@ class Workers:
                 for handle in self._handles:  # not their process groups, in which multiprocessing's tracker has to clean up
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
-                    select.select([handle], [], [], GRACE)
+                    select.select([handle], [], [], self._patience.grace)
                 remove_temporary_folder()
             finally:
                 _exit(status or 1)
@@ -194,7 +195,7 @@ class Workers:
         for handle in (wake, *self._handles):
             poll.register(handle, select.POLLIN)
         while True:
-            ready = [handle for handle, _ in poll.poll(stopped.PERIOD * 1000)]
+            ready = [handle for handle, _ in poll.poll(self._period * 1000)]
             if over.is_set():
                 return
             for handle in ready:
@@ -203,58 +204,34 @@ class Workers:
             failed = bool(self._collect())
             signalled = wake in ready and not set(os.read(wake, 64)).isdisjoint(SIGNALS)
             if failed or signalled:
-                if failed and any(is_timeout(failure.message) for failure in self.failures):
-                    self._wait_for_others(3.0)
+                if failed and any(is_timeout(failure.message) for failure in self._monitor.failures):
+                    self._wait_for_others()
                 self.end()
                 self._force_out(over)
                 return
 
     def _collect(self) -> list[Failure]:
-        """Look who has exited or is stopped; keep and return new failures, unless they were told to end."""
+        """Look which ranks have exited or are stopped; return new failures."""
         with self._lock:
-            found = self._find_stopped() if not self._ending else []
-            for i, handler in self._context.subprocess_handlers.items():  # type: ignore[attr-defined]
-                code = handler.proc.poll()
-                if code is None or i in self._done:
-                    continue
-                self._done[i] = code
-                if code != 0 and not self._ending:
-                    found.append(self._failure(i, code))
-            self.failures += found
-            return found
-
-    def _find_stopped(self) -> list[Failure]:
-        known = {failure.rank for failure in self.failures}
-        pids = {pid: self.ranks[i] for i, pid in self._context.pids().items() if i not in self._done and self.ranks[i] not in known}
-        return [Failure(pids[pid], time.time() - stopped.PATIENCE, None, stopped.describe()) for pid in self._stopped.too_long(pids)]
-
-    def _failure(self, i: int, code: int) -> Failure:
-        try:
-            told = json.loads(Path(self._context.error_files[i]).read_text())["message"]
-            when, message = float(told["extraInfo"].get("when", told["extraInfo"]["timestamp"])), str(told["message"])
-        except (OSError, ValueError, KeyError, TypeError):
-            when, message = time.time(), f"exit code {code}"
-        else:
-            code = 1  # what it told is why, whatever became of it while it tore down
-        return Failure(self.ranks[i], when, -code if code < 0 else None, message)
+            return self._monitor.look()
 
     def _force_out(self, over: threading.Event) -> None:
         """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
         works, it hangs in something else, and the process must end with the cause shown."""
-        began = time.monotonic()
-        if over.wait(GRACE):
+        began, grace = time.monotonic(), self._patience.grace
+        if over.wait(grace):
             return
         if not has_failed():  # a sleep or a Python loop hears this; a rank that tears down must not
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        if over.wait(GRACE):
+        if over.wait(grace):
             return
         if is_telling():
-            while is_telling() and time.monotonic() < began + TEARDOWN:
+            while is_telling() and time.monotonic() < began + self._patience.teardown:
                 if over.wait(0.5):
                     return
-            if over.wait(GRACE):
+            if over.wait(grace):
                 return
-        cause = "; ".join(failure.describe() for failure in self.failures) or "interrupted"
+        cause = "; ".join(failure.describe() for failure in self._monitor.failures) or "interrupted"
         took = time.monotonic() - began
         print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
         self.show_logs()
@@ -265,76 +242,61 @@ class Workers:
     def end(self) -> None:
         """End every worker: SIGTERM, seconds to unwind, SIGKILL; loader workers of theirs with them."""
         with self._lock:
-            if not self._ending:  # one that has told its error and is slow to end, on a busy machine, has failed all the same
-                self.failures += [self._failure(i, 1) for i, rank in enumerate(self.ranks) if i not in self._done and self._told(rank)]
-                self._silent = [rank for rank in self._alive() if not self._told(rank)]
-            self._ending = True
-            for i, pid in self._context.pids().items():
-                if i not in self._done and stopped.is_stopped(pid):
-                    os.kill(pid, signal.SIGKILL)  # it hears nothing else; and those that wait for it hear nothing before it has gone
-        self._context.close(signal.SIGTERM, timeout=int(GRACE))
+            self._monitor.begin_end()
+            running = self._monitor.running
+            for worker in self._workers:
+                if worker.number in running and is_stopped(worker.pid):
+                    worker.process.kill()  # it hears nothing else; and those that wait for it hear nothing before it has gone
+        grace: Any = self._patience.grace  # elastic says int, and only adds it to a time
+        self._context.close(signal.SIGTERM, timeout=grace)
 
     # --- afterwards ------------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException, failed_at: float) -> None:
-        """This rank failed. If another did first, raise that instead: ours is only the connection it closed."""
-        if not isinstance(error, KeyboardInterrupt):
+        """This rank failed. If another rank is to blame, raise that instead: this rank's error is only the connection that was closed."""
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted:
             # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
             # One that has written its error is on its way out, however slowly a busy machine lets it go.
-            self._wait_for_others(3.0)
+            self._wait_for_others()
         self.end()
         self._reported = True
-        first = self._first(error, failed_at)
-        # Those that waited say so, each in its own words; the one that they waited for says nothing, or is this one.
-        late = self._silent
-        if first is not None and not late and self._are_all and not is_timeout(str(error)):
-            late = [0]
-        if late and is_timeout(str(error) if first is None else first.message):
-            told = str(error) if first is None else first.describe().partition("\n")[0]
-            raise TrainingError(
-                f"{_ranks(late)} did not come to a collective within the strategy's timeout (hung or stopped): {told}"
-            ) from error
-        if first is not None:
-            self.show_logs([first.rank])
-            raise TrainingError(f"{first.describe()}\n(its output: {self.logs / f'rank-{first.rank}.log'})") from None
-        left = [rank for i, rank in enumerate(self.ranks) if self._done.get(i) == 0]
-        if left and is_connection(str(error)):
-            self.show_logs(left)
-            raise TrainingError(f"{_ranks(left)} left the program before the run ended (exit code 0, as after os._exit(0))") from None
+        own = Failure.of(min(self.ranks) - 1, failed_at, error)
+        # Each rank that waited reports a timeout; the rank that they waited for reports nothing, or is this one.
+        silent = self._monitor.silent or ([0] if self._are_all and not is_timeout(str(error)) else [])
+        verdict = judge([*self._monitor.failures, *([] if interrupted else [own])], silent, self._monitor.succeeded)
+        if verdict is None:
+            return
+        if verdict.late:
+            raise TrainingError(verdict.describe()) from error
+        if verdict.left:
+            self.show_logs(verdict.left)
+            raise TrainingError(verdict.describe()) from None
+        if (rank := verdict.first.rank) != own.rank:
+            self.show_logs([rank])
+            raise TrainingError(f"{verdict.describe()}\n(its output: {self._log(rank)})") from None
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Until all have ended, or so long; longer for one that has told its error."""
-        deadline = time.monotonic() + seconds
-        while self._alive() and (
-            time.monotonic() < deadline or (time.monotonic() < deadline + 2 * GRACE and any(map(self._told, self._alive())))
-        ):
+    def _wait_for_others(self) -> None:
+        """Wait until all have ended, for a moment; longer for a rank that has told its error."""
+        deadline = time.monotonic() + self._patience.unwind
+        longer = deadline + 2 * self._patience.grace
+        while running := self._monitor.running:
+            now = time.monotonic()
+            if now >= deadline and (now >= longer or not any(self._error_file(rank).exists() for rank in running)):
+                return
             self._collect()
             select.select([], [], [], 0.02)
 
-    def _first(self, error: BaseException, failed_at: float) -> Failure | None:
-        """Whose failure came first: a signal's victim says nothing and comes late, so it goes before connection errors."""
-        if not self.failures:
-            return None
-        signalled = [failure for failure in self.failures if failure.signal is not None]
-        first = min(signalled or self.failures, key=lambda failure: failure.when)
-        mine, theirs = is_connection(str(error)), is_connection(first.message.partition("\n")[0])
-        if isinstance(error, KeyboardInterrupt) or (signalled and (mine or failed_at > first.when)):
-            return first
-        own = failed_at < first.when if mine == theirs else theirs
-        return None if own else first
+    def _log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
 
-    def _alive(self) -> list[int]:
-        """Ranks that have not exited."""
-        return [rank for i, rank in enumerate(self.ranks) if i not in self._done]
+    def _error_file(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.error.json"
 
-    def _told(self, rank: int) -> bool:
-        """Whether a rank has written an error."""
-        return (self.logs / f"rank-{rank}.error.json").exists()
-
-    def show_logs(self, ranks: list[int] | None = None, lines: int = 40) -> None:
+    def show_logs(self, ranks: Sequence[int] | None = None, lines: int = 40) -> None:
         """Print the end of ranks' output."""
-        for rank in ranks or [failure.rank for failure in self.failures]:
-            path = self.logs / f"rank-{rank}.log"
+        for rank in ranks or [failure.rank for failure in self._monitor.failures]:
+            path = self._log(rank)
             tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
             if tail:
                 print(f"--- the end of rank {rank}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
@@ -349,9 +311,9 @@ class Workers:
             TrainingError: one failed.
         """
         # A program that ended by an error, after its run, has nothing for which other ranks could wait.
-        deadline = time.monotonic() + GRACE if failed else math.inf
-        while self._alive() and time.monotonic() < deadline:
-            select.select([handle for handle, i in self._handles.items() if i not in self._done], [], [], 1.0)
+        deadline = time.monotonic() + self._patience.grace if failed else math.inf
+        while (running := self._monitor.running) and time.monotonic() < deadline:
+            select.select([handle for handle, rank in self._handles.items() if rank in running], [], [], 1.0)
             if self._collect() or self._reported:
                 break
         self.end()
@@ -359,15 +321,11 @@ class Workers:
             os.close(handle)
         if self._reported:
             raise TrainingError("")
-        if self.failures:
+        if verdict := judge(self._monitor.failures):
             self.show_logs()
-            raise TrainingError(min(self.failures, key=lambda failure: failure.when).describe())
+            raise TrainingError(verdict.describe())
         if self._temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def at_exit(workers: Workers) -> None:

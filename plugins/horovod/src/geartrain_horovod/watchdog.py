@@ -20,11 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from geartrain import TrainingError
+from geartrain.parallel import Patience
 
-#: Seconds that a rank gets to unwind: to leave a wait, or Horovod, after something failed.
-GRACE = 3.0
-#: Seconds from the end of a run by the watchdog to the end of the process, where it does not end by itself.
-_LAST = 10.0
 #: Seconds between two looks of the thread, at the least and at most.
 _LOOKS = (0.2, 5.0)
 #: Frames of a stack that are shown.
@@ -69,10 +66,14 @@ class Watchdog:
         rank: this process's.
         size: the number of ranks.
         board: where ranks tell each other what they do; ``None`` where they cannot.
+
+    Raises:
+        UsageError: ``GEARTRAIN_PATIENCE`` cannot be read.
     """
 
     def __init__(self, timeout: float, rank: int, size: int = 1, board: Board | None = None) -> None:
         self.timeout, self.rank, self.size, self._board = timeout, rank, size, board
+        self._patience = Patience.from_environment()
         #: The wait that is under way, and the one that ended last.
         self.current: Wait | None = None
         self.last: Wait | None = None
@@ -109,7 +110,7 @@ class Watchdog:
         thread = threading.Thread(target=shutdown, name="horovod-shutdown", daemon=True)
         with self.watching("shutdown", "") as wait:
             thread.start()
-            while thread.is_alive() and not ((failed or self.verdict) and time.monotonic() > wait.began + GRACE):
+            while thread.is_alive() and not ((failed or self.verdict) and time.monotonic() > wait.began + self._patience.unwind):
                 if not failed:
                     wait.check()
                 thread.join(0.05)
@@ -197,7 +198,7 @@ class Watchdog:
             lines += [f"--- rank {rank} is at ---", "".join(stack).rstrip()] if stack else []
         _print("\n".join(lines))
         self.verdict = verdict
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + self._patience.unwind
         while self.current is wait and time.monotonic() < deadline:
             time.sleep(0.05)
         if self.current is wait:
@@ -224,7 +225,7 @@ class Watchdog:
         """End the process by force where Horovod still hangs after time to report the error and to end others."""
 
         def end() -> None:
-            leaving.join(_LAST)
+            leaving.join(2 * self._patience.grace)
             if leaving.is_alive():
                 _print(f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended")
                 os._exit(1)

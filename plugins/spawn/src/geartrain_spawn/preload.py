@@ -1,7 +1,11 @@
 """What the forkserver imports before it forks the first rank: all that a rank would spend its first second on."""
 
+import gc
+
 import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first one is made)
 
 import geartrain.builtin.progress  # noqa: F401
 import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
+
+gc.freeze()  # else each rank's first collection touches all of these objects, and with them copies their memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import random
@@ -110,7 +111,9 @@ def main(job: Job) -> None:
     _die_with_starter()
     _direct_output(job.log)
     try:
-        if job.surroundings is not None:
+        if job.surroundings is None:
+            gc.freeze()  # what the starter left to its collector belongs to threads that a fork does not have: it would abort
+        else:
             job.surroundings.take_over()
             pickle_by_value_for_workers()
         os.environ.update(variables(job.place), TORCHELASTIC_ERROR_FILE=str(job.error_file))

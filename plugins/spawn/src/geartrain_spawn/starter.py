@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -18,19 +16,30 @@ from datetime import timedelta
 from multiprocessing import connection, util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.parallel import Place, belongings, hear_signals, is_connection, is_timeout, reserve, stopped, take_back
+from geartrain.parallel import (
+    Failure,
+    Patience,
+    Place,
+    RankMonitor,
+    Stopped,
+    belongings,
+    hear_signals,
+    is_stopped,
+    judge,
+    left_early,
+    reserve,
+    take_back,
+)
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 
 #: Those of the seeds that this system has, the default first.
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
-#: Seconds: for ranks to end by themselves after one has failed, and between asking a rank to end and killing it.
-UNWIND, GRACE = 3.0, 5.0
 #: Seconds after which a rank that has not heard is asked to end once more.
 AGAIN = 1.0
 
@@ -98,34 +107,30 @@ class _Rank:
     number: int
     answer: AnonymousFile
     error_file: Path
-    #: When it was seen to have ended or to end by its own error, in seconds since the epoch; ``None`` while it lives, and where it was
-    #: told to end.
-    ended: float | None = None
 
-    def failed_at(self) -> float:
-        """When its error came, before teardown; else when it was seen to have ended."""
-        written = self._written()
-        return (self.ended or time.time()) if written is None else written[0]
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    def poll(self) -> int | None:
+        return None if self.process.is_alive() else self.process.exitcode or 0  # one that could not be started is not alive either
+
+    def error(self) -> Failure | None:
+        """Return the error of its run, which it told before teardown; else what it left at its end."""
+        if written := Failure.read(self.number, self.error_file):
+            return written
+        told = self.told()
+        return None if told is None else Failure(self.number, time.time(), told.summary, told.traceback)
 
     def told(self) -> rank.Told | None:
-        """Its error, once it has ended; ``None`` where it said nothing."""
-        written = self._written()
+        """Return its error, the exception itself if that came back."""
+        written = Failure.read(self.number, self.error_file)
         if self.process.exitcode and (self.process.exitcode > 0 or written is not None):
             # It may hold half of something, where it was killed while it wrote, or an error that can be pickled but not unpickled.
             with suppress(Exception):
                 if isinstance(answer := self.answer.load(), rank.Told):
                     return answer
-        return None if written is None else written[1]
-
-    def _written(self) -> tuple[float, rank.Told] | None:
-        """What it wrote when its error came, before teardown, and when that was, in seconds since the epoch."""
-        try:
-            message = json.loads(self.error_file.read_text())["message"]
-            text = message["extraInfo"]["py_callstack"]
-            told = rank.Told(None, message["message"].removesuffix(f"\n{text}"), text)
-            return float(message["extraInfo"]["when"]), told
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return None if written is None else rank.Told(None, written.message, written.traceback)
 
 
 class Ranks:
@@ -133,9 +138,10 @@ class Ranks:
 
     def __init__(self, start_method: str, logs: Path) -> None:
         self._start_method, self._logs = start_method, logs
+        self._patience = Patience.from_environment()
         self._ranks: list[_Rank] = []
-        #: Those that had told no error when the first was told to end; ``None`` before that.
-        self._silent: list[int] | None = None
+        self._stopped = Stopped(self._patience.stopped)
+        self._monitor = RankMonitor(self._ranks, self._stopped)
 
     def start(self, place: Place, number: int, timeout: timedelta, payload: Any) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
@@ -167,63 +173,54 @@ class Ranks:
             TrainingError: one was killed, stopped, hung or left.
             Exception: a rank's own error.
         """
-        held = stopped.Stopped()
-        while running := {each.process.pid or 0: each for each in self._ranks if each.ended is None}:
-            connection.wait([each.process.sentinel for each in running.values()], stopped.PERIOD)
-            self._look()
-            if too_long := [running[pid] for pid in held.too_long(running)]:
-                self._kill(too_long)  # nothing else ends them; and those that wait for them in a collective are let go, to tear down
-                self._unwind()
-                raise TrainingError(f"{_named([each.number for each in too_long])} failed: {stopped.describe()}")
-            if any(each.process.exitcode for each in self._ranks if each.ended is not None):
+        while running := self._running():
+            connection.wait([each.process.sentinel for each in running], self._stopped.period)
+            if self._monitor.look():
                 self._unwind()
                 self._raise()
         if left := self._left():
-            raise self._left_error(left)
+            where = "".join([self._show_log(number) for number in left][:1])
+            raise TrainingError(f"{left_early(left)}{where}")
         return self._ranks[0].answer.load()
 
-    def _alive(self) -> list[_Rank]:
-        return [each for each in self._ranks if each.process.is_alive()]
-
-    def _look(self) -> None:
-        for each in self._ranks:
-            if each.ended is None and not each.process.is_alive():
-                each.ended = time.time()
+    def _running(self) -> list[_Rank]:
+        numbers = self._monitor.running
+        return [each for each in self._ranks if each.number in numbers]
 
     def _unwind(self) -> None:
         """One has failed: the others' collectives fail now, and they tear down. End those that do not."""
-        deadline = time.monotonic() + UNWIND
-        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
-            connection.wait([each.process.sentinel for each in alive], left)
-            self._look()
+        failed = [failure.rank for failure in self._monitor.failures]
+        self._kill([each for each in self._running() if each.number in failed])  # stopped: those that wait for it are let go, to tear down
+        deadline = time.monotonic() + self._patience.unwind
+        while (running := self._running()) and (left := deadline - time.monotonic()) > 0:
+            connection.wait([each.process.sentinel for each in running], left)
+            self._monitor.look()
         self.end()
 
     def end(self) -> None:
         """End every rank that lives: SIGTERM, seconds to unwind, SIGKILL. Nothing is left of them."""
-        alive = self._alive()
-        if self._silent is None:  # afterwards one that hung in Python has told an error too: that it was asked to end
-            self._silent = [each.number for each in alive if not each.error_file.exists()]
-            for each in alive:
-                if each.number not in self._silent:  # it has told its error and is slow to tear down: it has failed all the same
-                    each.ended = time.time()
+        self._monitor.begin_end()
+        self._kill([each for each in self._running() if is_stopped(each.pid)])  # it hears nothing else
         self._ask_to_end()
-        self._kill(self._alive())
+        self._kill(self._running())
 
     def _ask_to_end(self) -> None:
         # More than once: after Ctrl-C, which a terminal sends to ranks as well, a second signal on its heels may let the kernel hand both
         # to another thread of a rank, and then the main thread, where Python handles them, sleeps on in whatever it waits for.
-        deadline = time.monotonic() + GRACE
-        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
-            for each in alive:
+        deadline = time.monotonic() + self._patience.grace
+        while (running := self._running()) and (left := deadline - time.monotonic()) > 0:
+            for each in running:
                 if not each.error_file.exists():  # else it is on its way to its end
                     each.process.terminate()
-            connection.wait([each.process.sentinel for each in alive], min(left, AGAIN))
+            connection.wait([each.process.sentinel for each in running], min(left, AGAIN))
+            self._monitor.look()
 
     def _kill(self, ranks: list[_Rank]) -> None:
         for each in ranks:
             each.process.kill()
         for each in ranks:
             each.process.join()
+        self._monitor.look()
 
     def close(self) -> None:
         """End every rank, and let go of what they left."""
@@ -232,51 +229,29 @@ class Ranks:
             each.answer.close()
             each.process.close()
 
-    # --- whose error came first ------------------------------------------------------------------------------------------
+    def _raise(self) -> NoReturn:
+        """Raise the error of the rank that failed first, or for the ranks that it lost."""
+        verdict = judge(self._monitor.failures, self._monitor.silent, self._left())
+        assert verdict is not None
+        if verdict.late:
+            raise TrainingError(verdict.describe())
+        number = verdict.left[0] if verdict.left else verdict.first.rank
+        where = self._show_log(number)
+        told = next(each for each in self._ranks if each.number == number).told()
+        if told is None:
+            raise TrainingError(f"{verdict.describe()}{where}")
+        raise _again(told, number)
 
-    def _raise(self) -> None:
-        failed = [each for each in self._ranks if each.ended is not None and each.process.exitcode != 0]
-        told = {each.number: each.told() for each in failed}
-        # A signal's victim says nothing; a lost connection says only that another has gone.
-        failed.sort(key=lambda each: (_is_victim(told[each.number]), each.failed_at()))
-        # One that crashes on its way out, after an error, has failed by that error.
-        signalled = [each for each in failed if told[each.number] is None and (each.process.exitcode or 0) < 0]
-        first = (signalled or failed)[0]
-        answer = told[first.number]
-        if answer is not None and not signalled and _is_victim(answer):
-            self._blame_absent(answer)
-        where = self._show_log(first)
-        if signalled:
-            raise TrainingError(f"rank {first.number} was ended by {signal.Signals(-(first.process.exitcode or 0)).name}{where}")
-        if answer is None:
-            raise TrainingError(f"rank {first.number} ended with exit code {first.process.exitcode} and said nothing{where}")
-        raise _again(answer, first.number)
-
-    def _blame_absent(self, answer: rank.Told) -> None:
-        """Raise for the ranks that another rank lost, or for which it waited until the timeout."""
-        left = self._left()
-        if self._silent and is_timeout(answer.summary):
-            # Those that waited say so, each in its own words; the one that they waited for says nothing.
-            what = f"{_named(self._silent)} did not come to a collective within the strategy's timeout (hung or stopped)"
-            raise TrainingError(f"{what}: {answer.summary}")
-        if left:
-            raise self._left_error(left)
-
-    def _left(self) -> list[_Rank]:
+    def _left(self) -> list[int]:
         """Return the ranks that ended with exit code 0 and no result."""
-        return [each for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+        return [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
 
-    def _left_error(self, left: list[_Rank]) -> TrainingError:
-        where = "".join([self._show_log(each) for each in left][:1])
-        names = _named([each.number for each in left])
-        return TrainingError(f"{names} left the program before the run ended (exit code 0, as after os._exit(0)){where}")
-
-    def _show_log(self, failed: _Rank, lines: int = 40) -> str:
-        """Print the end of a rank's output; where all of it is."""
-        path = self._logs / f"rank-{failed.number}.log"
+    def _show_log(self, number: int, lines: int = 40) -> str:
+        """Print the end of a rank's output; return where all of it is."""
+        path = self._logs / f"rank-{number}.log"
         tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
         if tail:
-            print(f"--- the end of rank {failed.number}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
+            print(f"--- the end of rank {number}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
         return f"\n(its output: {path})" if path.exists() else ""
 
 
@@ -300,14 +275,6 @@ def _again(told: rank.Told, number: int) -> BaseException:
         error.add_note(f"raised on rank {number}")
     error.__cause__ = RankError(told.traceback)
     return error
-
-
-def _is_victim(answer: rank.Told | None) -> bool:
-    return answer is not None and is_connection(answer.summary)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 # --- starting ------------------------------------------------------------------------------------------------------------

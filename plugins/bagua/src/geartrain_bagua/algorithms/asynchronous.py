@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 
 from geartrain import Run, UsageError
+from geartrain.parallel import Patience
 from geartrain_bagua.algorithm import Algorithm, Context
 from geartrain_bagua.algorithms.weights import frozen, give_states, refuse_closure, refuse_unfrozen, states
 from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
-
-#: Seconds that a failed run gives its thread to leave by itself: a thread inside a collective can make the interpreter's end crash.
-_GRACE = 2.0
 
 
 class Asynchronous(Algorithm):
@@ -73,6 +71,7 @@ class Asynchronous(Algorithm):
 
     def set_up(self, context: Context) -> None:
         super().set_up(context)
+        self._unwind = Patience.from_environment().unwind
         refuse_closure(context)
         self._run, state, self._loaded = context.run, self._loaded, None
         if state is not None:
@@ -121,7 +120,8 @@ class Asynchronous(Algorithm):
             self._leave.set()
             self._stop.set()
             if self._thread is not None:
-                self._thread.close(_GRACE)
+                # A thread inside a collective can make the interpreter's end crash.
+                self._thread.close(self._unwind)
 
     def state_dict(self) -> dict[str, Any]:
         """Training steps, and this rank's optimizers and schedulers; weights are everybody's in a checkpoint."""

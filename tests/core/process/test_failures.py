@@ -1,0 +1,183 @@
+"""Which rank failed first, which is late and what is said: a table of what ranks do, on fake handles and a fake clock.
+
+tests/ddp/test_faults.py and tests/spawn/test_failures.py do a few of these things to real ranks.
+"""
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from geartrain.process import ERROR_FILE, begin, report, stopped
+from geartrain.process.failures import Failure, RankMonitor, judge
+from geartrain.process.stopped import Stopped
+
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+WAITED = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+OWN = "KeyError: 'my own error'"
+LATE = "did not come to a collective within the strategy's timeout (hung or stopped): "
+LEFT = "left the program before the run ended (exit code 0, as after os._exit(0))"
+
+
+@dataclass
+class Rank:
+    """A rank that does what a row of the table says; times are the fake clock's."""
+
+    clock: list[float]
+    number: int
+    #: When it tells which error.
+    tells: tuple[float, str] | None = None
+    #: When it ends with which exit code.
+    ends: tuple[float, int] | None = None
+    #: From when until when it is stopped.
+    stops: tuple[float, float] | None = None
+
+    @property
+    def pid(self):
+        return 1000 + self.number
+
+    def poll(self):
+        return self.ends[1] if self.ends and self.ends[0] <= self.clock[0] else None
+
+    def error(self):
+        return Failure(self.number, *self.tells) if self.tells and self.tells[0] <= self.clock[0] else None
+
+    def is_stopped(self):
+        return self.stops is not None and self.stops[0] <= self.clock[0] < self.stops[1] and self.poll() is None
+
+
+#: What ranks do in the 20 s until their supervisor ends them -> what is said.
+TABLE = {
+    "nothing": ({1: {"ends": (5, 0)}, 2: {}}, None),
+    "an error": ({1: {"tells": (5, OWN), "ends": (6, 1)}}, f"rank 1 failed: {OWN}"),
+    "a signal": ({1: {"ends": (5, -9)}}, "rank 1 was ended by SIGKILL"),
+    "an exit code": ({1: {"ends": (5, 7)}}, "rank 1 failed: exit code 7"),
+    "a signal after an error, in teardown": ({1: {"tells": (5, OWN), "ends": (6, -6)}}, f"rank 1 failed: {OWN}"),
+    "an error, and no end yet": ({1: {"tells": (5, OWN)}, 2: {"tells": (6, LOST)}}, f"rank 1 failed: {OWN}"),
+    # --- of two
+    "the earlier error": ({1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x"), "ends": (9, 1)}}, "rank 2 failed: E: x"),
+    "the earlier error, not seen to end": ({1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x")}}, "rank 2 failed: E: x"),
+    "an error and who lost that rank": ({1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"tells": (6, OWN)}}, f"rank 2 failed: {OWN}"),
+    "a signal and who lost that rank": ({1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"ends": (6, -9)}}, "rank 2 was ended by SIGKILL"),
+    "a crash after an error": ({1: {"tells": (5, OWN)}, 2: {"ends": (6, -6)}}, f"rank 1 failed: {OWN}"),
+    "an error after a crash": ({1: {"tells": (7, OWN)}, 2: {"ends": (6, -11)}}, "rank 2 was ended by SIGSEGV"),
+    "only lost connections": ({1: {"tells": (6, LOST), "ends": (6, 1)}, 2: {"tells": (5, LOST)}}, f"rank 2 failed: {LOST}"),
+    # --- late
+    "a rank that hangs": ({1: {}, 2: {"tells": (5, WAITED), "ends": (5, 1)}}, f"rank 1 {LATE}rank 2 failed: {WAITED}"),
+    "ranks that hang": (
+        {1: {}, 2: {"tells": (5, WAITED), "ends": (5, 1)}, 3: {}, 4: {"tells": (6, LOST)}},
+        f"ranks 1, 3 {LATE}rank 2 failed: {WAITED}",
+    ),
+    "all waited": ({1: {"tells": (5, WAITED), "ends": (5, 1)}, 2: {"tells": (6, WAITED)}}, f"rank 1 failed: {WAITED}"),
+    "a loader's timeout": (
+        {1: {"tells": (5, "RuntimeError: DataLoader timed out after 30 seconds"), "ends": (5, 1)}, 2: {}},
+        "rank 1 failed: RuntimeError: DataLoader timed out after 30 seconds",
+    ),
+    "an error while another hangs": ({1: {}, 2: {"tells": (5, OWN), "ends": (5, 1)}}, f"rank 2 failed: {OWN}"),
+    # --- left
+    "a rank that left": ({1: {"ends": (5, 0)}, 2: {"tells": (6, LOST), "ends": (6, 1)}}, f"rank 1 {LEFT}"),
+    "a rank that left, another error": ({1: {"ends": (5, 0)}, 2: {"tells": (6, OWN), "ends": (6, 1)}}, f"rank 2 failed: {OWN}"),
+    # --- stopped: for 15 s
+    "a stopped rank": ({1: {"stops": (1, 99)}, 2: {}}, "rank 1 failed: it has been stopped (SIGSTOP) for 15 s"),
+    "a stopped rank and who waited": (
+        {1: {"stops": (1, 99)}, 2: {"tells": (17, WAITED), "ends": (17, 1)}},
+        "rank 1 failed: it has been stopped (SIGSTOP) for 15 s",
+    ),
+    "a stopped rank, killed for it": ({1: {"stops": (1, 99), "ends": (18, -9)}, 2: {}}, "rank 1 failed: it has been stopped"),
+    "a rank that is stopped for less": ({1: {"stops": (1, 12)}, 2: {}}, None),
+}
+
+
+@pytest.fixture
+def clock():
+    return [0.0]
+
+
+def supervised(clock, monkeypatch, rows):
+    """The monitor of ranks that do what the rows say, once their supervisor has ended them."""
+    ranks = [Rank(clock, number, **row) for number, row in rows.items()]
+    monkeypatch.setattr(stopped, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
+    monitor = RankMonitor(ranks, Stopped(15.0, lambda: clock[0]), lambda: clock[0])
+    found = []
+    for second in range(21):
+        clock[0] = second
+        found += monitor.look()
+    assert found == monitor.failures, "each is returned once"
+    assert len(found) == len({failure.rank for failure in found}), "a rank fails once"
+    monitor.begin_end()
+    return monitor
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_said(clock, monkeypatch, name):
+    rows, said = TABLE[name]
+    monitor = supervised(clock, monkeypatch, rows)
+    verdict = judge(monitor.failures, monitor.silent, monitor.succeeded)
+    if said is None:
+        assert verdict is None
+    else:
+        assert verdict.describe().startswith(said), verdict.describe()
+
+
+def test_what_happens_to_ranks_that_their_supervisor_ends_is_no_cause(clock, monkeypatch):
+    monitor = supervised(clock, monkeypatch, {1: {"ends": (25, -15)}, 2: {"tells": (25, OWN), "ends": (26, 1)}, 3: {"stops": (10, 99)}})
+    assert monitor.running == monitor.silent == [1, 2, 3]
+    clock[0] = 40
+    assert monitor.look() == monitor.failures == []
+    monitor.begin_end()
+    assert (monitor.failures, monitor.silent) == ([], [1, 2, 3])
+    assert monitor.running == [3]
+
+
+def test_the_time_of_an_error_is_when_it_came_and_of_a_silent_end_when_it_is_seen(clock, monkeypatch):
+    monitor = supervised(clock, monkeypatch, {1: {"tells": (4.5, OWN), "ends": (7.5, 1)}, 2: {"ends": (7.5, -9)}, 3: {"stops": (1, 99)}})
+    assert {failure.rank: failure.when for failure in monitor.failures} == {1: 4.5, 2: 8, 3: 1}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "blamed"),
+    [
+        ((9, LOST), (1, 10, "exit code -11", signal.SIGSEGV), 1),
+        ((11, LOST), (1, 10, "exit code -11", signal.SIGSEGV), 1),
+        ((11, OWN), (1, 10, "exit code -11", signal.SIGSEGV), 1),
+        ((9, OWN), (1, 10, "exit code -11", signal.SIGSEGV), 0),  # rank 1 crashed because of it
+        ((11, OWN), (1, 10, LOST, None), 0),
+        ((11, LOST), (1, 10, LOST, None), 1),
+        ((9, LOST), (1, 10, LOST, None), 0),
+        ((11, OWN), (1, 10, "E: x", None), 1),
+    ],
+)
+def test_a_supervisor_that_is_a_rank_is_judged_as_the_others_are(own, others, blamed):
+    rank, when, message, number = others
+    assert judge([Failure(rank, when, message, signal=number), Failure(0, *own)]).first.rank == blamed
+
+
+def test_an_error_is_told_through_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    assert Failure.read(3, path) is None
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    begin()
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        report(error)
+        own = Failure.of(3, 0, error)
+    told = Failure.read(3, path)
+    assert (told.rank, told.message, told.signal) == (3, own.message, None) == (3, "ValueError: two\nlines", None)
+    assert told.when == json.loads(path.read_text())["message"]["extraInfo"]["when"]
+    assert told.describe().startswith("rank 3 failed: ValueError: two\nlines\nTraceback (most recent call last):")
+    path.write_text(path.read_text()[:-9])
+    assert Failure.read(3, path) is None
+    begin()
+
+
+def test_an_error_that_torchs_record_has_written_is_read_too(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    ErrorHandler().record_exception(KeyError("mine"))
+    told = Failure.read(1, tmp_path / "error.json")
+    assert told.message == "KeyError: 'mine'"
+    assert time.time() - 60 < told.when < time.time() + 1
