@@ -1,4 +1,4 @@
-"""One of two ranks that train with PowerSGD; each keeps what it came to in ``found-RANK.pt``."""
+"""One of two ranks that train with PowerSGD; each keeps what it came to in ``kept-RANK.pt``."""
 
 import io
 import os
@@ -92,7 +92,7 @@ def main() -> None:
     found["one bucket"] = {"weights": trained(PowerSGD(), bucket_bytes=2**20)[1]}
     found["resumed"] = resumed()
     found["resumed elsewhere"] = resumed(ranks=3)
-    torch.save(found, f"found-{os.environ['RANK']}.pt")
+    torch.save(found, f"kept-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "decentralized", "low_precision_decentralized", "async", "half", "power_sgd")
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.timeout(400)
 def test_digits_are_learnt_under_every_algorithm(tmp_path):
     with launched(str(HERE / "digits.py"), str(HERE.parents[1]), *ALGORITHMS, folder=tmp_path) as run:

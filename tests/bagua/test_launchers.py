@@ -9,10 +9,12 @@ from geartrain.testing.launching import free_port, launched, until
 
 from .test_upstream import NORMS_OF_SHARDS, norm
 
-PROGRAM = str(Path(__file__).with_name("upstream.py"))
+#: test_upstream.py trains the same cases with ranks that the strategy starts.
+pytestmark = pytest.mark.end_to_end
+
+PROGRAM = str(Path(__file__).with_name("upstream_program.py"))
 
 
-@pytest.mark.slow
 def test_joins_torchrun_and_trains_the_same(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
     with launched(*torchrun, PROGRAM, folder=tmp_path, CASES="bytegrad of shards") as run:
@@ -20,11 +22,10 @@ def test_joins_torchrun_and_trains_the_same(tmp_path):
         run.succeed(100)
         assert not (tmp_path / "logs").exists()
     for rank in range(2):
-        weights = torch.load(tmp_path / f"upstream-{rank}.pt", weights_only=True)
+        weights = torch.load(tmp_path / f"kept-{rank}.pt", weights_only=True)
         assert norm(weights["bytegrad of shards"]) == pytest.approx(NORMS_OF_SHARDS["bytegrad of shards"], abs=2e-4)
 
 
-@pytest.mark.slow
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
     """Two launchers with the arguments that ``baguarun`` gives, on loopback: nodes of one rank each, which average as one ring does."""
     common = ("-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
@@ -39,4 +40,4 @@ def test_two_nodes_as_the_guide_starts_them(tmp_path):
         for run in (first, second):
             run.succeed(100)
     for rank, folder in enumerate(folders):
-        assert norm(torch.load(folder / f"upstream-{rank}.pt", weights_only=True)[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)
+        assert norm(torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)

@@ -1,14 +1,12 @@
 """PowerSGD on two ranks and many buckets against the paper's algorithm for both ranks at once, in one process."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Trainer, UsageError
-from geartrain.testing.launching import launched
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.power_sgd import PowerSGD
 
@@ -16,18 +14,16 @@ from . import reference_power_sgd as reference
 from .cases import Net, one_trainer, samples
 from .power_sgd_program import BATCH, CASES, LEARNING_RATE, STEPS, Model, data, loss_of, net
 
-HERE = Path(__file__).parent
-
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
+PROGRAMS = ("power_sgd",)
+
+
+@pytest.fixture
+def found(kept):
     """What each rank came to."""
-    folder = tmp_path_factory.mktemp("power-sgd")
-    with launched(str(HERE / "power_sgd_program.py"), folder=folder) as run:
-        run.succeed(100)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return kept("power_sgd")
 
 
 def by_hand(approximate, steps=range(STEPS), weights=None):

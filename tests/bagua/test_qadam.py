@@ -12,7 +12,6 @@ from geartrain_bagua import QAdamOptimizer
 from geartrain_bagua.buckets import make_buckets
 
 from .cases import Net, bagua, samples
-from .ranks import results
 
 
 def upstreams_net():
@@ -99,30 +98,12 @@ def test_what_adam_refuses_is_refused_in_its_words(wrong):
 
 # --- with the algorithm --------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-class Q(Net):
-    def configure_optimizers(self):
-        groups = [{"params": [*self.first.parameters()], "betas": (0.8, 0.99), "weight_decay": 0.1}, {"params": [
-            *self.second.parameters(), *self.extra.parameters(), *self.last.parameters()]}]
-        self.made = QAdamOptimizer(groups, lr=0.01, warmup_steps=4 if self.trainer.plan.options.accumulate_grad_batches == 1 else 2)
-        return self.made
+PROGRAMS = ("qadam",)
 
 
-found = {}
-for name, options in {"flat": {}, "accumulating": {"accumulate_grad_batches": 3}}.items():
-    module = Q()
-    trainer = bagua(strategy={"algorithm": "qadam", "bucket_bytes": 300, "hierarchical": False}, max_epochs=2, **options)
-    trainer.fit(module, DataLoader(samples(), 4))
-    found[name] = {key: value.clone() for key, value in module.state_dict().items()}
-    found["mixed", name] = module.made.momentum_is_mixed
-    found["momentum", name] = torch.cat([module.made.state[p]["exp_avg"].flatten() for p in module.parameters()])
-keep(trainer, **{str(key): value for key, value in found.items()})
-"""
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return results(tmp_path_factory.mktemp("qadam"), PROGRAM)
+@pytest.fixture
+def two_ranks(kept):
+    return kept("qadam")
 
 
 def in_a_byte(chunk):
@@ -182,9 +163,9 @@ def test_two_ranks_train_as_the_formulas_have_it(two_ranks, name, window, steps,
         assert torch.equal(first[name][key], second[name][key]), key
         # A sum in another order may round a momentum to the next byte.
         assert (first[name][key] - expected).norm() <= 1e-3 * (expected - begin[key]).norm(), key
-    momenta = [kept[str(("momentum", name))] for kept in two_ranks]
+    momenta = [kept["momentum", name] for kept in two_ranks]
     assert torch.equal(*momenta)
-    assert not first[str(("mixed", name))]
+    assert not first["mixed", name]
 
 
 # --- refused -------------------------------------------------------------------------------------------------------------

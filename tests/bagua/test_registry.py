@@ -132,7 +132,7 @@ def test_nothing_is_imported_that_was_not_chosen(errors):
     assert errors["imported"] == ["geartrain_bagua.algorithms.gradient_allreduce"]
 
 
-@pytest.mark.slow
+@pytest.mark.build
 @pytest.mark.timeout(400)  # four programs
 def test_another_distributions_algorithm_trains(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)

@@ -2,21 +2,15 @@
 model."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain.testing.launching import launched
 from geartrain_bagua import BaguaStrategy
 
 from .cases import Net, one_trainer, samples
-
-HERE = Path(__file__).parent
-
-pytestmark = pytest.mark.timeout(260)  # one program of thirty runs, on a machine that does other things as well
 
 CASES = (
     "gradient_allreduce",
@@ -32,13 +26,13 @@ CASES = (
 OWN_WEIGHTS = CASES[4:]
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+PROGRAMS = ("resume",)
+
+
+@pytest.fixture
+def ranks(kept):
     """What each of two ranks kept of all runs."""
-    folder = tmp_path_factory.mktemp("resume")
-    with launched(str(HERE / "resume_program.py"), folder=folder) as run:
-        run.succeed(240)
-    return folder, [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(2)]
+    return kept("resume")
 
 
 def same(mine, theirs):
@@ -54,17 +48,17 @@ def same(mine, theirs):
 
 @pytest.mark.parametrize("step", [2, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_the_rest_is_what_it_would_have_been(kept, case, step):
-    for rank in kept[1]:
+def test_the_rest_is_what_it_would_have_been(ranks, case, step):
+    for rank in ranks:
         whole, rest = rank[case], rank[f"{case} from {step}"]
         assert rest["told"] == []  # nothing begun anew
         assert [part for part in whole if not same(whole[part], rest[part])] == []
 
 
 @pytest.mark.parametrize("case", OWN_WEIGHTS)
-def test_each_rank_went_on_with_its_own(kept, case):
+def test_each_rank_went_on_with_its_own(ranks, case):
     """What the test above compares does differ from rank to rank."""
-    first, second = (rank[case] for rank in kept[1])
+    first, second = (rank[case] for rank in ranks)
     assert not same(first["ema"]["average"], second["ema"]["average"])
     assert case.startswith("low") or not same(first["state"]["weights"], second["state"]["weights"])
     if case.endswith("16-mixed"):
@@ -72,8 +66,8 @@ def test_each_rank_went_on_with_its_own(kept, case):
 
 
 @pytest.mark.parametrize("name", ["async", "async with ema"])
-def test_a_checkpoint_of_async_holds_one_model(kept, name):
-    first, second = (rank[name] for rank in kept[1])
+def test_a_checkpoint_of_async_holds_one_model(ranks, name):
+    first, second = (rank[name] for rank in ranks)
     assert len(first["files"]) == 3
     # The module's on_save_checkpoint saw what is saved, on both ranks, and nobody changed it until it was.
     assert same(first["copies"], second["copies"])
@@ -83,16 +77,16 @@ def test_a_checkpoint_of_async_holds_one_model(kept, name):
         assert torch.equal(saved, copied)
 
 
-def test_async_goes_on_with_each_ranks_momenta(kept):
-    for rank in kept[1]:
+def test_async_goes_on_with_each_ranks_momenta(ranks):
+    for rank in ranks:
         (_, ended), (begun, _) = rank["async"]["momenta"], rank["async resumed"]["momenta"]
         assert len(ended) == 8
         assert same(begun, ended)
-    assert not same(kept[1][0]["async"]["momenta"][1], kept[1][1]["async"]["momenta"][1])
+    assert not same(ranks[0]["async"]["momenta"][1], ranks[1]["async"]["momenta"][1])
 
 
-def test_under_async_the_average_of_an_ema_is_validated_and_nobody_averages_it(kept):
-    first, second = (rank["async with ema"] for rank in kept[1])
+def test_under_async_the_average_of_an_ema_is_validated_and_nobody_averages_it(ranks):
+    first, second = (rank["async with ema"] for rank in ranks)
     for rank in (first, second):
         assert rank["validated"]
         assert all(rank["validated"])

@@ -1,14 +1,10 @@
 """What upstream's own tests assert, and what shards of their own show: two real ranks, all cases in one program."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from geartrain.testing.launching import launched
-
 from . import upstream_reference as reference
-from .upstream import CASES, order, seeded, train
+from .upstream_program import CASES, order, seeded, train
 
 #: Weight norms after an epoch, from upstream's tests. The two ranks have the data of one: they pin quantiser and timing, not averaging.
 NORMS = {
@@ -25,13 +21,13 @@ IN_BYTES = ("bytegrad", "qadam", "low_precision_decentralized")
 APART, TIMED = ("decentralized", "low_precision_decentralized"), ("async",)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+PROGRAMS = ("upstream",)
+
+
+@pytest.fixture
+def ranks(kept):
     """Case -> weights, for each rank."""
-    folder = tmp_path_factory.mktemp("upstream")
-    with launched(str(Path(__file__).with_name("upstream.py")), folder=folder) as run:
-        run.succeed(110)
-    return [torch.load(folder / f"upstream-{rank}.pt", weights_only=True) for rank in range(2)]
+    return kept("upstream")
 
 
 def norm(weights):

@@ -11,6 +11,9 @@ from geartrain.testing.launching import launched
 
 from .wire import PARAMETERS
 
+#: test_minmax_uint8.py and test_power_sgd.py assert how many bytes are made; here an interface counts those that are sent.
+pytestmark = pytest.mark.end_to_end
+
 RANKS = 2
 WIRE = str(Path(__file__).parent / "wire.py")
 #: Headers are no part of what an algorithm decides: 66 bytes are 4.6% of a packet of 1500 bytes and 0.1% of this. (Where the interface
@@ -50,7 +53,6 @@ def bytes_a_step(hosts, tmp_path_factory) -> dict[str, list[dict[str, float]]]:
     return {algorithm: counted(hosts, folder, algorithm) for algorithm in FORMULA}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", FORMULA)
 def test_bytes_on_the_wire_agree_with_the_formula(bytes_a_step, algorithm):
     for host in bytes_a_step[algorithm]:
@@ -58,7 +60,6 @@ def test_bytes_on_the_wire_agree_with_the_formula(bytes_a_step, algorithm):
         assert host["received"] == pytest.approx(FORMULA[algorithm], rel=0.03)
 
 
-@pytest.mark.slow
 def test_bytegrad_sends_at_most_027_of_allreduce(bytes_a_step):
     full, short = (sum(host["sent"] for host in bytes_a_step[algorithm]) for algorithm in FORMULA)
     assert 0.24 < short / full <= 0.27

@@ -8,7 +8,7 @@ import copy
 import torch
 from torch import nn
 
-from .upstream import LEARNING_RATE, QADAM, STEPS, loss_of, order, seeded
+from .upstream_program import LEARNING_RATE, QADAM, STEPS, loss_of, order, seeded
 
 
 def quantised(chunk: torch.Tensor) -> torch.Tensor:

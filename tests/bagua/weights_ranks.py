@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
 from . import reference_weights as reference
+from .programs import Programs
 
 HERE = Path(__file__).parent
 RANKS = 4
@@ -18,23 +18,28 @@ RANKS = 4
 DEADLINE = 240
 
 
+#: The programs of this pytest run, from conftest.py.
+programs: list[Programs] = []
+
+
 @functools.cache
 def found():
     """By rank, the results by the case's name."""
-    with tempfile.TemporaryDirectory() as folder:
-        _run(folder)
-        return [torch.load(Path(folder) / f"found-{rank}.pt") for rank in range(RANKS)]
+    folder = programs[0].once("weights", _run)
+    if (failure := folder / "failure").exists():
+        raise AssertionError(failure.read_text())
+    return [torch.load(folder / f"found-{rank}.pt") for rank in range(RANKS)]
 
 
 def _run(folder):
-    command = [sys.executable, str(HERE / "weights_program.py"), folder]
-    log = Path(folder) / "log"
+    command = [sys.executable, str(HERE / "weights_program.py"), str(folder)]
+    code, log = None, folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out, start_new_session=True)
         try:
             code = process.wait(DEADLINE)
         except subprocess.TimeoutExpired:
-            code = None
+            out.write(f"still running after {DEADLINE} s".encode())
         finally:
             if process.poll() is None:  # the ranks are in its session
                 os.killpg(process.pid, signal.SIGKILL)

@@ -58,7 +58,6 @@ answers.append(ask(3))
 '''
 
 
-@pytest.mark.slow
 def test_ranks_of_ddp_get_the_first_process_answers(tmp_path):
     pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
     program = tmp_path / "program.py"

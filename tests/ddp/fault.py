@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
-from geartrain.process import workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from faulty import RANK, WHERE, Watch, fault, mark, mine
@@ -30,8 +28,6 @@ class Model(gt.Module):
         mark("training", str(os.getpid()))
         if batch_idx == 5:
             fault("train")
-            if WHERE == "pair":
-                pair()
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -61,14 +57,6 @@ class Slow:
             mark("slow")
 
 
-def pair() -> None:
-    """The next rank waits for the one that fails, with less patience than all others have."""
-    group = dist.new_group([RANK, RANK + 1], timeout=timedelta(seconds=4))
-    fault("pair")
-    if mine() == RANK + 1:
-        dist.barrier(group)
-
-
 def wait_for_the_end_of(rank: int) -> None:
     process, deadline = Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat"), time.monotonic() + 20
     with suppress(OSError):  # it has gone
@@ -83,7 +71,6 @@ def main() -> None:
         atexit.register(os.abort)
     if "HANGS_LEAVING" in os.environ:
         dist.destroy_process_group = lambda *_: threading.Event().wait()
-    workers.GRACE = float(os.environ.get("GRACE", workers.GRACE))
     torch.manual_seed(0)
     loader_workers = int(os.environ.get("LOADER_WORKERS", "0"))
     data = TensorDataset(torch.randn(64, 4))

@@ -1,11 +1,12 @@
 """Loops of one's own that the tests run in one process, by hand, and in several, with a Session."""
 
 import torch
-from cases import Net, samples
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+
+from .cases import Net, samples, weights
 
 #: name -> (what the net is made with, the session's options, micro-batches a step)
 CASES = {
@@ -84,7 +85,3 @@ def loop(session, name):
             optimizer.step()
             optimizer.zero_grad()
     return weights(net)
-
-
-def weights(net):
-    return {key: value.detach().clone() for key, value in net.state_dict().items()}

@@ -2,19 +2,26 @@
 
 import pytest
 import torch
+from several_ranks import failed, kept_by
+from torch.utils.data import DataLoader
 
-from .ranks import failure, results
+from geartrain import hookimpl
+from geartrain.callbacks import EMA, Callback, EarlyStopping, NaNGuard, Norms, Throughput, Timer
+
+from .cases import Net, ddp, samples, weights
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """What each of two ranks kept of trainings that were ended."""
-    body = """
-from geartrain.callbacks import EarlyStopping, Timer
+def fit(module, *plugins, epochs=2, **options):
+    trainer = ddp(max_epochs=epochs, plugins=plugins, **options)
+    trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
+    return trainer
+
+
+# --- trainings that are ended --------------------------------------------------------------------------------------------
 
 
 class Own(Net):
-    '''Logs a metric that gets better on one rank only, without sync_dist.'''
+    """Logs a metric that gets better on one rank only, without sync_dist."""
 
     def __init__(self, better_on):
         super().__init__()
@@ -32,7 +39,7 @@ class Only(Net):
 
 
 class LateOn(Timer):
-    '''A timer whose time is up on one rank alone.'''
+    """A timer whose time is up on one rank alone."""
 
     def __init__(self, rank, interval):
         super().__init__(1000, interval)
@@ -45,24 +52,23 @@ class LateOn(Timer):
             self._started -= 2000
 
 
-def fit(module, plugin, **options):
-    trainer = ddp(max_epochs=6, plugins=[plugin], **options)
-    trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
+def stop(module, plugin, **options):
+    trainer = fit(module, plugin, epochs=6, **options)
     return trainer.current_epoch, trainer.global_step
 
 
-found = {}
-for rank in (0, 1):
-    found[f"better on {rank}"] = fit(Own(rank), EarlyStopping("metric", patience=2))
-    found[f"better on {rank}, within"] = fit(Own(rank), EarlyStopping("metric", patience=2), val_check_interval=2)
-    found[f"late on {rank}"] = fit(Net(), LateOn(rank, "step"), log_every_n_steps=3)
-    found[f"late on {rank}, epochs"] = fit(Net(), LateOn(rank, "epoch"))
-found["first only"] = fit(Only(), EarlyStopping("first only", patience=1))
-trainer = ddp()
-trainer.fit(Net(), DataLoader(samples(4), batch_size=2))
-keep(trainer, **found)
-"""
-    return results(tmp_path_factory.mktemp("stopped"), body, timeout=90)
+def end_trainings():
+    found = {}
+    for rank in (0, 1):
+        found[f"better on {rank}"] = stop(Own(rank), EarlyStopping("metric", patience=2))
+        found[f"better on {rank}, within"] = stop(Own(rank), EarlyStopping("metric", patience=2), val_check_interval=2)
+        found[f"late on {rank}"] = stop(Net(), LateOn(rank, "step"), log_every_n_steps=3)
+        found[f"late on {rank}, epochs"] = stop(Net(), LateOn(rank, "epoch"))
+    found["first only"] = stop(Only(), EarlyStopping("first only", patience=1))
+    return found
+
+
+stopped = kept_by(end_trainings)
 
 
 def test_early_stopping_goes_by_rank_0s_value(stopped):
@@ -89,11 +95,7 @@ def test_by_epochs_rank_0s_clock_decides(stopped):
         assert rank["late on 1, epochs"] == (6, 24)
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    """What each of two ranks kept of trainings in which rank 1's loss is NaN in the third step, and of averaged weights."""
-    body = """
-from geartrain.callbacks import EMA, Callback, NaNGuard, Norms, Throughput
+# --- NaN, averages and figures -------------------------------------------------------------------------------------------
 
 
 class Bad(Net):
@@ -107,57 +109,49 @@ class Bad(Net):
         return loss * float("nan") if self.n == self.when and self.global_rank == 1 else loss
 
 
-def fit(module, *plugins, **options):
-    trainer = ddp(max_epochs=2, plugins=plugins, **options)
-    trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
-    return trainer
-
-
-def state(module):
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-found = {}
-for check in ("loss", "gradients"):
-    guard = NaNGuard("stop", check)
-    trainer = fit(Bad(), guard, log_every_n_steps=4)
-    found[f"stop {check}"] = (guard.reason, trainer.global_step)
-    module = Bad()
-    trainer = fit(module, NaNGuard("skip", check))
-    found[f"skip {check}"] = (trainer.global_step, state(module))
-module = Net(norm=True)
-ema = EMA(0.9)
-fit(module, ema)
-found["ema"] = state(module)
-
-
 class Watches:
-    seen = []
+    def __init__(self):
+        self.seen = []
 
     @hookimpl(wrapper=True)
     def forward(self, run, method):
         if method == "validation_step":
-            self.seen.append(state(run.module))
+            self.seen.append(weights(run.module))
         return (yield)
 
 
-fit(Net(norm=True), Watches(), EMA(0.9))
-found["validated"] = Watches.seen
-
-
 class Ranks(Callback):
-    seen = []
+    def __init__(self):
+        self.seen = []
 
     def setup(self, trainer, pl_module, stage):
         self.seen.append((trainer.global_rank, trainer.world_size))
 
 
-trainer = ddp(callbacks=[Ranks()], plugins=[Norms(), Throughput()])
-trainer.fit(Net(), DataLoader(samples(16), batch_size=2))
-found["callback"], found["metrics"] = Ranks.seen, dict(trainer.callback_metrics)
-keep(trainer, **found)
-"""
-    return results(tmp_path_factory.mktemp("guarded"), body, timeout=110)
+def guard_and_average():
+    """Rank 1's loss is NaN in the third step; and weights are averaged."""
+    found = {}
+    for check in ("loss", "gradients"):
+        guard = NaNGuard("stop", check)
+        trainer = fit(Bad(), guard, log_every_n_steps=4)
+        found[f"stop {check}"] = (guard.reason, trainer.global_step)
+        module = Bad()
+        trainer = fit(module, NaNGuard("skip", check))
+        found[f"skip {check}"] = (trainer.global_step, weights(module))
+    module = Net(norm=True)
+    ema = EMA(0.9)
+    fit(module, ema)
+    found["ema"] = weights(module)
+    watches = Watches()
+    fit(Net(norm=True), watches, EMA(0.9))
+    found["validated"] = watches.seen
+    trainer = ddp(callbacks=[ranks := Ranks()], plugins=[Norms(), Throughput()])
+    trainer.fit(Net(), DataLoader(samples(16), batch_size=2))
+    found["callback"], found["metrics"] = ranks.seen, dict(trainer.callback_metrics)
+    return found
+
+
+guarded = kept_by(guard_and_average)
 
 
 def equal(a, b):
@@ -171,30 +165,14 @@ def test_nan_on_one_rank_stops_both_and_names_it(guarded):
         assert rank["stop gradients"] == ("the gradient of first.weight was not finite in step 3, on rank 0.", 4)
 
 
+def raise_on_nan():
+    ddp(plugins=[NaNGuard("raise")]).fit(Bad(), DataLoader(samples(16), batch_size=2))
+
+
 def test_nan_on_one_rank_fails_both_with_one_error(tmp_path):
-    body = """
-from geartrain.callbacks import NaNGuard
-
-
-class Bad(Net):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if batch_idx == 2 and self.global_rank == 1 else loss
-
-
-class Tells:
-    @hookimpl
-    def on_exception(self, run, error):
-        with open(f"error-{run.world.rank}.txt", "w") as file:
-            file.write(str(error))
-
-
-ddp(plugins=[Tells(), NaNGuard("raise")]).fit(Bad(), DataLoader(samples(16), batch_size=2))
-"""
-    assert "the loss was not finite in step 3, on rank 1" in failure(tmp_path, body)
-    told = [(tmp_path / f"error-{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
-    assert told[0] == told[1]
-    assert "the loss was not finite in step 3, on rank 1" in told[0]
+    first, second = failed(tmp_path, raise_on_nan)
+    assert first.error == second.error
+    assert "the loss was not finite in step 3, on rank 1" in first.error
 
 
 @pytest.mark.parametrize("check", ["loss", "gradients"])

@@ -1,21 +1,25 @@
 """The best checkpoint on two ranks: both name and read the same file, also where they would not agree."""
 
+import os
+import time
+
 import pytest
 import torch
+from several_ranks import failed, results
+from torch.utils.data import DataLoader
 
-from .ranks import failure, results
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """What each of two ranks kept of fits whose metric is not the same on both."""
-    body = """
-from pathlib import Path
+from geartrain import hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
+
+from .cases import Net, ddp, samples, weights
 
 
 class Own(Net):
-    '''Its metric falls on rank 0 and rises on rank 1, without sync_dist.'''
+    """Its metric falls on rank 0 and rises on rank 1, without sync_dist."""
+
+    def __init__(self):
+        super().__init__()
+        self.tested = []
 
     def validation_step(self, batch, batch_idx):
         epoch = self.current_epoch
@@ -23,25 +27,24 @@ class Own(Net):
 
     def test_step(self, batch, batch_idx):
         super().test_step(batch, batch_idx)
-        found.setdefault("tested", []).append({name: value.clone() for name, value in self.state_dict().items()})
+        self.tested.append(weights(self))
 
 
 class Slow:
-    '''Writes late, so that a rank which goes on at once finds no file.'''
+    """Writes late, so that a rank which goes on at once finds no file."""
+
+    def __init__(self):
+        self.whole = []
 
     @hookimpl(wrapper=True)
     def save_checkpoint(self, run):
         if run.world.rank == 0:
-            time.sleep(0.3)
+            time.sleep(0.1)
         return (yield)
 
     @hookimpl
     def on_checkpoint_saved(self, run, path):
-        found.setdefault("whole", []).append((str(path), path.is_file()))
-
-
-import time
-found = {}
+        self.whole.append((str(path), path.is_file()))
 
 
 def fit(module, *plugins, epochs=3, **options):
@@ -50,35 +53,44 @@ def fit(module, *plugins, epochs=3, **options):
     return trainer
 
 
-own = ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
-trainer = fit(Own(), own, Slow())
-found["own"] = own.state_dict()
-test = DataLoader(samples(7), batch_size=2)
-found["best"] = trainer.test(dataloaders=test, ckpt_path="best")
-found["last"] = trainer.test(Own(), test, ckpt_path="last")
-other = ModelCheckpoint("metric", mode="max", dirpath="max", filename="{epoch}", save_top_k=2)
-fit(Own(), other)
-found["max"] = other.state_dict()
-within = ModelCheckpoint("val_loss", dirpath="within", filename="{step}", save_top_k=-1)
-trainer = fit(Net(), within, val_check_interval=2, epochs=1)
-found["within"], found["val_loss"] = within.state_dict(), trainer.callback_metrics["val_loss"]
-by_steps = ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-fit(Net(), by_steps, epochs=1)
-found["steps"] = by_steps.state_dict()
-folder = ModelCheckpoint("val_loss")
-fit(Net(), folder, epochs=1, output="run")
-found["folder"] = folder.best_model_path
-averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
-trainer = fit(Net(norm=True), averaged, EMA(0.7))  # BatchNorm's statistics are not the same on both ranks
-found["scores"] = averaged.best_k_models
-found["again"] = {path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"] for path in averaged.best_k_models}
-keep(trainer, **found)
-"""
+def save_and_read():
+    """Fits whose metric is not the same on both ranks."""
+    found = {}
+    own = ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
+    module, same, slow = Own(), Own(), Slow()
+    trainer = fit(module, own, slow)
+    found["own"] = own.state_dict()
+    test = DataLoader(samples(7), batch_size=2)
+    found["best"] = trainer.test(dataloaders=test, ckpt_path="best")
+    found["last"] = trainer.test(same, test, ckpt_path="last")
+    found["tested"], found["whole"] = module.tested + same.tested, slow.whole
+    other = ModelCheckpoint("metric", mode="max", dirpath="max", filename="{epoch}", save_top_k=2)
+    fit(Own(), other)
+    found["max"] = other.state_dict()
+    within = ModelCheckpoint("val_loss", dirpath="within", filename="{step}", save_top_k=-1)
+    trainer = fit(Net(), within, val_check_interval=2, epochs=1)
+    found["within"], found["val_loss"] = within.state_dict(), trainer.callback_metrics["val_loss"]
+    by_steps = ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(Net(), by_steps, epochs=1)
+    found["steps"] = by_steps.state_dict()
+    folder = ModelCheckpoint("val_loss")
+    fit(Net(), folder, epochs=1, output="run")
+    found["folder"] = folder.best_model_path
+    averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
+    trainer = fit(Net(norm=True), averaged, EMA(0.7))  # BatchNorm's statistics are not the same on both ranks
+    found["scores"] = averaged.best_k_models
+    found["again"] = {path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"] for path in averaged.best_k_models}
+    return found
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The folder, and what each rank kept."""
     folder = tmp_path_factory.mktemp("kept")
-    return folder, results(folder, body, timeout=110)
+    return folder, results(folder, save_and_read)
 
 
-def weights(path):
+def saved_weights(path):
     return torch.load(path, weights_only=True)["model"]
 
 
@@ -111,7 +123,7 @@ def test_both_ranks_read_the_best_and_the_last(kept):
     folder, ranks = kept
     for rank in ranks:
         tested = rank["tested"]
-        assert all(equal(state, weights(folder / "own" / "epoch=2.ckpt")) for state in tested)
+        assert all(equal(state, saved_weights(folder / "own" / "epoch=2.ckpt")) for state in tested)
         assert rank["best"] == rank["last"] == ranks[0]["best"]
 
 
@@ -140,25 +152,25 @@ def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(
     assert not equal(state["model"], state["trained"])
 
 
-def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
-    body = """
-from geartrain.callbacks import ModelCheckpoint
+class Rises(Net):
+    """Its metric rises on rank 0 and falls on rank 1."""
 
-
-class Own(Net):
     def validation_step(self, batch, batch_idx):
         epoch = self.current_epoch
         self.log("metric", float(-epoch if self.global_rank else epoch))
 
 
-trainer = ddp(max_epochs=3, plugins=[ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)])
-module = Own()
-trainer.fit(module, DataLoader(samples(16), batch_size=2), DataLoader(samples(7), batch_size=2))
-seen = trainer.test(ckpt_path="best", dataloaders=DataLoader(samples(7), batch_size=2))
-keep(trainer, weights=dict(module.state_dict()), seen=seen, path=trainer.checkpoint_callback.best_model_path)
-"""
-    ranks = results(tmp_path, body)
-    first, last = (weights(tmp_path / "own" / f"epoch={epoch}.ckpt") for epoch in (0, 2))
+def read_the_best():
+    """Return what both ranks test, which is not the last."""
+    module = Rises()
+    trainer = fit(module, ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1))
+    seen = trainer.test(ckpt_path="best", dataloaders=DataLoader(samples(7), batch_size=2))
+    return {"weights": weights(module), "seen": seen, "path": trainer.checkpoint_callback.best_model_path}
+
+
+def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
+    ranks = results(tmp_path, read_the_best)
+    first, last = (saved_weights(tmp_path / "own" / f"epoch={epoch}.ckpt") for epoch in (0, 2))
     assert not equal(first, last)
     for rank in ranks:
         assert rank["path"] == "own/epoch=0.ckpt"
@@ -166,46 +178,29 @@ keep(trainer, weights=dict(module.state_dict()), seen=seen, path=trainer.checkpo
         assert rank["seen"] == ranks[0]["seen"]
 
 
-def test_a_metric_that_rank_0_does_not_log_fails_both(tmp_path):
-    body = """
-from geartrain.callbacks import ModelCheckpoint
-
-
-class Tells:
-    @hookimpl
-    def on_exception(self, run, error):
-        with open(f"error-{run.world.rank}.txt", "w") as file:
-            file.write(str(error))
-
-
-class Only(Net):
+class LogsOnRank1(Net):
     def validation_step(self, batch, batch_idx):
         if self.global_rank == 1:
             self.log("second only", 1.0)
 
 
-trainer = ddp(plugins=[ModelCheckpoint("second only", dirpath="own"), Tells()])
-trainer.fit(Only(), DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
-"""
-    assert "'second only', which was not logged" in failure(tmp_path, body)
-    told = [(tmp_path / f"error-{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
-    assert told[0] == told[1]
+def watch_what_rank_0_does_not_log():
+    fit(LogsOnRank1(), ModelCheckpoint("second only", dirpath="own"))
+
+
+def test_a_metric_that_rank_0_does_not_log_fails_both(tmp_path):
+    first, second = failed(tmp_path, watch_what_rank_0_does_not_log)
+    assert "'second only', which was not logged" in first.error
+    assert first.error == second.error
     assert not (tmp_path / "own").exists()
 
 
+def read_different_files():
+    path = f"of-{os.environ['RANK']}.ckpt"
+    torch.save({"model": Net().state_dict()}, path)
+    ddp().test(Net(), DataLoader(samples(4)), ckpt_path=path)
+
+
 def test_ranks_that_are_given_different_files_are_refused(tmp_path):
-    body = """
-class Tells:
-    @hookimpl
-    def on_exception(self, run, error):
-        with open(f"error-{run.world.rank}.txt", "w") as file:
-            file.write(str(error))
-
-
-path = f"of-{os.environ.get('RANK', '0')}.ckpt"
-torch.save({"model": Net().state_dict()}, path)
-ddp(plugins=[Tells()]).test(Net(), DataLoader(samples(4)), ckpt_path=path)
-"""
-    failure(tmp_path, body)
-    told = (tmp_path / "error-1.txt").read_text(encoding="utf-8")
-    assert "rank 1 differs from rank 0 in the checkpoint: 'of-0.ckpt' there and 'of-1.ckpt' here" in told
+    _, second = failed(tmp_path, read_different_files)
+    assert "rank 1 differs from rank 0 in the checkpoint: 'of-0.ckpt' there and 'of-1.ckpt' here" in second.error

@@ -1,18 +1,19 @@
 """Each rank's part of the data."""
 
 import itertools
+import os
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from several_ranks import results, succeeded
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import geartrain as gt
 from geartrain.sharding import is_spare, set_epoch, shard
 
-from .cases import Net, one_trainer, samples
-from .ranks import results
+from .cases import Net, ddp, one_trainer, samples
 
 
 def run_of(rank, size=4, seed=7, **options):
@@ -237,79 +238,71 @@ def test_loader_without_batches_is_sharded_by_sample():
     assert shards(DataLoader(torch.arange(5), batch_size=None), "test", size=2) == [[0, 2, 4], [1, 3]]
 
 
-# --- four real ranks -----------------------------------------------------------------------------------------------------
+# --- real ranks ----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(tmp_path):
-    """103 samples are 6 batches of 5 on one rank and 5 and a part on others; 3 samples leave a rank with none."""
-    body = """
 class Gathers(Net):
-    def __init__(self):
-        super().__init__(norm=True)
+    def __init__(self, **options):
+        super().__init__(**options)
         self.gathered = []
 
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         self.gathered.append(len(self.all_gather(batch[0])))
 
-found, module = {}, Gathers()
-trainer = ddp(devices=4)
-for n, size in ((103, 5), (103, 1), (3, 2)):
-    found[n, size] = trainer.validate(module, DataLoader(samples(n), batch_size=size))[0]
-found["gathered"] = set(module.gathered)
-found["rounds"] = len(module.gathered)
-keep(trainer, **{"found": found})
-"""
-    ranks = [kept["found"] for kept in results(tmp_path, body, ranks=4)]
-    for n, size in ((103, 5), (103, 1), (3, 2)):
+
+#: Samples and batch sizes: 103 are 6 batches of 5 on one rank of four, and 5 and a part on others; 3 leave a rank with none.
+SHAPES = [(103, 5), (103, 1), (3, 2)]
+
+
+def validate_unequal_batches():
+    module, trainer = Gathers(norm=True), ddp(devices=4)
+    found = [trainer.validate(module, DataLoader(samples(n), batch_size=size))[0] for n, size in SHAPES]
+    return found, module.gathered
+
+
+def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(tmp_path):
+    ranks = results(tmp_path, validate_unequal_batches, ranks=4)
+    for i, (n, _) in enumerate(SHAPES):
         expected = one_trainer().validate(Net(norm=True), DataLoader(samples(n), batch_size=7))[0]
         assert expected["samples"] == n
-        for found in ranks:
-            assert found[n, size] == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    assert {found["rounds"] for found in ranks} == {6 + 26 + 1}
-    assert all(found["gathered"] == {4} for found in ranks)
+        for found, _ in ranks:
+            assert found[i] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert [gathered for _, gathered in ranks] == [[4] * (6 + 26 + 1)] * 4
 
-
-UNEVEN = """
-from torch.utils.data import IterableDataset
 
 class Mine(IterableDataset):
-    '''Rank 0 has 5 batches and rank 1 has 3; neither can tell.'''
+    """Rank 0 has 5 batches and rank 1 has 3; neither can tell."""
 
     def __iter__(self):
-        rank = int(os.environ.get("RANK", 0))
+        rank = int(os.environ["RANK"])
         return iter([(torch.ones(3), torch.ones(1) * rank)] * ((5, 3)[rank] * 2))
 
-class Gathers(Net):
+
+class Sees(Net):
     def validation_step(self, batch, batch_idx):
         self.gathered = self.all_gather(batch[1].sum()).tolist()
         self.log("seen", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
-"""
+
+
+def train_unevenly():
+    trainer = ddp(max_epochs=2, limit_train_batches=10)
+    trainer.fit(Net(), DataLoader(Mine(), batch_size=2))
+    return trainer.global_step
 
 
 def test_training_loaders_that_cannot_tell_their_length_end_together(tmp_path):
-    body = (
-        UNEVEN
-        + """
-trainer = ddp(max_epochs=2, limit_train_batches=10)
-trainer.fit(Gathers(), DataLoader(Mine(), batch_size=2))
-keep(trainer, steps=trainer.global_step)
-"""
-    )
-    assert [kept["steps"] for kept in results(tmp_path, body)] == [6, 6]
-    printed = (tmp_path / "run.err").read_text()
-    assert "the training loaders of ranks [1] have run out before the others'" in printed
+    ranks = succeeded(tmp_path, train_unevenly)
+    assert [rank.result for rank in ranks] == [6, 6]
+    assert any("the training loaders of ranks [1] have run out before the others'" in rank.printed for rank in ranks)
+
+
+def validate_unevenly():
+    module = Sees()
+    return ddp().validate(module, DataLoader(Mine(), batch_size=2)), module.gathered
 
 
 def test_evaluation_loaders_that_cannot_tell_their_length_use_every_batch(tmp_path):
-    body = (
-        UNEVEN
-        + """
-trainer, module = ddp(), Gathers()
-found = trainer.validate(module, DataLoader(Mine(), batch_size=2))
-keep(trainer, found=found, gathered=module.gathered)
-"""
-    )
-    for kept in results(tmp_path, body):
-        assert kept["found"] == [{"seen": 16.0}]
-        assert kept["gathered"] == [0.0, 2.0]  # rank 1 repeats its last
+    for found, gathered in results(tmp_path, validate_unevenly):
+        assert found == [{"seen": 16.0}]
+        assert gathered == [0.0, 2.0]  # rank 1 repeats its last

@@ -2,25 +2,29 @@
 
 import pytest
 import torch
+from several_ranks import kept_by
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from .cases import Net, samples
-from .ranks import results
+from geartrain import hookimpl
+
+from .cases import Net, ddp, samples
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """What each of two ranks kept of seven samples in batches of two: 2 + 2 on rank 0 and 2 + 1 on rank 1."""
-    body = """
 class Gathers(Net):
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
     def validation_step(self, batch, batch_idx):
-        x, y = batch
+        x, _ = batch
         return self(x)
 
     def validation_epoch_end(self, outputs):
         self.gather("validated", outputs)
 
     def test_step(self, batch, batch_idx):
-        x, y = batch
+        x, _ = batch
         tensors = self(x)
         return tensors
 
@@ -28,8 +32,8 @@ class Gathers(Net):
         self.gather("my_reduced_metric", outputs)
 
     def gather(self, name, outputs):
-        found[name + " shapes"] = [list(tensor.shape) for tensor in outputs]
-        found[name + " as it is"] = self.all_gather(outputs)
+        self.found[name + " shapes"] = [list(tensor.shape) for tensor in outputs]
+        self.found[name + " as it is"] = self.all_gather(outputs)
         mean = torch.mean(torch.cat(list(self.all_gather(torch.cat(outputs)))))
         if self.trainer.is_global_zero:
             self.log(name, mean, rank_zero_only=True)
@@ -53,11 +57,11 @@ class Many(Net):
         for i in range(self.metrics):
             self.log(f"metric_{i}", float(i), on_step=True, on_epoch=False, sync_dist=True)
         x, y = batch
-        return nn.functional.mse_loss(self(x), y)
+        return functional.mse_loss(self(x), y)
 
 
 class Counts:
-    '''How many collectives there are from each step's end to the next step's beginning: those of the flush.'''
+    """How many collectives there are from each step's end to the next step's beginning: those of the flush."""
 
     def __init__(self):
         self.of_flush, self.open = [], False
@@ -79,21 +83,24 @@ class Counts:
         return (yield)
 
 
-found = {}
-seven = DataLoader(samples(7), batch_size=2)
-module, trainer = Gathers(), ddp()
-found["validate"] = trainer.validate(module, seven)[0]
-found["test"] = trainer.test(module, seven)[0]
-logging = ddp(plugins=[curve := Curve()])
-logging.fit(Logs(), DataLoader(samples(6), batch_size=1))
-found["logged"] = dict(logging.callback_metrics)
-for metrics in (1, 300):
-    counts = Counts()
-    ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))
-    found[f"collectives of {metrics}"] = counts.of_flush[:-1]  # after the last step the epoch ends too
-keep(trainer, **found)
-"""
-    return results(tmp_path_factory.mktemp("outputs"), body, timeout=90)
+def gather_and_log():
+    """Seven samples in batches of two are 2 + 2 on rank 0 and 2 + 1 on rank 1."""
+    found = {}
+    seven = DataLoader(samples(7), batch_size=2)
+    module, trainer = Gathers(), ddp()
+    found["validate"] = trainer.validate(module, seven)[0]
+    found["test"] = trainer.test(module, seven)[0]
+    logging = ddp()
+    logging.fit(Logs(), DataLoader(samples(6), batch_size=1))
+    found["logged"] = dict(logging.callback_metrics)
+    for metrics in (1, 300):
+        counts = Counts()
+        ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))
+        found[f"collectives of {metrics}"] = counts.of_flush[:-1]  # after the last step the epoch ends too
+    return {**found, **module.found}
+
+
+kept = kept_by(gather_and_log)
 
 
 def outputs_of_one_process():

@@ -1,19 +1,31 @@
 """ddp under torchrun, started by hand, and on two hosts, which are network namespaces joined by a cable."""
 
+import json
+import os
+import runpy
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from several_ranks import failed, results
+from torch.utils.data import DataLoader
 from two_hosts import two_hosts
 
 from geartrain.testing.launching import free_port, launched, until
 
-HERE = Path(__file__).parent
+from .cases import Net, ddp, samples
 
+HERE = Path(__file__).parent
 
 FAULT = str(HERE / "fault.py")
 NO_FAULT = ("none", "0", "train")
+
+
+def torchrun(*arguments: str, **options):
+    """Two ranks of a program under torchrun."""
+    return launched("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *arguments, **options)
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -21,73 +33,91 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([state[name].flatten() for name in sorted(state)])
 
 
+def train_without_a_fault():
+    """Be the program."""
+    sys.argv, os.environ["OUTPUT"] = [FAULT, *NO_FAULT], "out"
+    runpy.run_path(FAULT, run_name="__main__")
+
+
 @pytest.fixture(scope="module")
-def self_started(tmp_path_factory) -> torch.Tensor:
-    """What two ranks come to that ddp started itself."""
-    folder = tmp_path_factory.mktemp("self-started")
-    with launched(FAULT, *NO_FAULT, folder=folder, OUTPUT="out") as run:
-        run.succeed()
+def expected(tmp_path_factory) -> torch.Tensor:
+    """What two ranks come to that the server of ranks has forked."""
+    folder = tmp_path_factory.mktemp("forked")
+    results(folder, train_without_a_fault)
     return weights(folder / "out")
 
 
-@pytest.mark.slow
-def test_joins_torchrun_and_trains_the_same(tmp_path, self_started):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    with launched(*torchrun, FAULT, *NO_FAULT, folder=tmp_path, OUTPUT="out", LOADER_WORKERS="0") as run:
+def test_joins_torchrun_and_trains_the_same(tmp_path, expected):
+    with torchrun(FAULT, *NO_FAULT, folder=tmp_path, OUTPUT="out") as run:
         until((tmp_path / "marks" / "training-1").exists, 60, "training")
         assert len(run.processes()) <= 3  # torchrun and its two
         run.succeed()
     assert {(tmp_path / "marks" / f"done-{rank}").exists() for rank in range(2)} == {True}
     assert not (tmp_path / "out" / "logs").exists()
-    assert torch.equal(weights(tmp_path / "out"), self_started)
+    assert torch.equal(weights(tmp_path / "out"), expected)
 
 
-SURVIVES = """
-import geartrain as gt, torch
-from torch.utils.data import DataLoader
-
-class Net(gt.Module):
+class Fails(Net):
     def __init__(self, error):
         super().__init__()
-        self.weight, self.error = torch.nn.Parameter(torch.ones(1)), error
+        self.error = error
+
     def training_step(self, batch, batch_idx):
         raise KeyError(self.error)
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-def fit(error):
-    trainer = gt.Trainer(accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, enable_progress_bar=False)
-    trainer.fit(Net(error), DataLoader(torch.ones(4)))
-
-try:
-    fit("survived")
-except KeyError:
-    fit("too late")
-"""
 
 
-@pytest.mark.slow
+def survive():
+    """Fail, as one of a launcher's ranks, and try again."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"error-{os.environ['RANK']}.json"
+    try:
+        ddp().fit(Fails("survived"), DataLoader(samples()))
+    except KeyError:
+        ddp().fit(Fails("too late"), DataLoader(samples()))
+
+
+CLOSED = "cannot begin a run: the connection through which ranks meet is closed, as after a run that failed"
+
+
+def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_to_the_launcher(tmp_path):
+    for number, rank in enumerate(failed(tmp_path, survive)):
+        assert CLOSED in rank.error
+        told = json.loads((tmp_path / f"error-{number}.json").read_text())["message"]["message"]
+        assert CLOSED in told.splitlines()[0]
+
+
+@pytest.mark.end_to_end
 def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(tmp_path):
     (tmp_path / "train.py").write_text(SURVIVES)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    with launched(*torchrun, "train.py", folder=tmp_path) as run:
+    with torchrun("train.py", folder=tmp_path) as run:
         assert run.wait(60) != 0
     cause = run.err.partition("Root Cause")[2]
-    assert "cannot begin a run: the connection through which ranks meet is closed, as after a run that failed" in cause
+    assert CLOSED in cause
     assert "KeyError: 'survived'" not in cause.partition("traceback")[0]
 
 
-@pytest.mark.slow
+SURVIVES = f"""
+import sys
+sys.path.insert(0, {str(HERE.parents[1])!r})
+from tests.ddp.test_launchers import *
+
+try:
+    ddp().fit(Fails("survived"), DataLoader(samples()))
+except KeyError:
+    ddp().fit(Fails("too late"), DataLoader(samples()))
+"""
+
+
+@pytest.mark.end_to_end
 def test_an_error_under_torchrun_is_that_ranks_own(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    with launched(*torchrun, FAULT, "exception", "1", "train", folder=tmp_path) as run:
+    with torchrun(FAULT, "exception", "1", "train", folder=tmp_path) as run:
         assert run.wait() != 0
         root_cause = run.err.partition("Root Cause")[2]
         assert "rank      : 1" in root_cause
         assert "my own error" in root_cause
 
 
-def test_started_by_hand(tmp_path, self_started):
+@pytest.mark.end_to_end
+def test_started_by_hand(tmp_path, expected):
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0", "OUTPUT": "out"}
     with ExitStack() as stack:
         runs = [
@@ -98,17 +128,40 @@ def test_started_by_hand(tmp_path, self_started):
         assert all(len(run.processes()) <= 1 for run in runs)
         for run in runs:
             run.succeed()
-    assert torch.equal(weights(tmp_path / "out"), self_started)
+    assert torch.equal(weights(tmp_path / "out"), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("absent", [0, 1])
+def fit_as(environment, num_nodes):
+    """Train as this rank of two, the other one of which never comes."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update(environment)
+    trainer = ddp(devices=2 // num_nodes, num_nodes=num_nodes, strategy_options={"timeout": 1.0})
+    trainer.fit(Net(), DataLoader(samples(), batch_size=4))
+
+
+ABSENT = {0: "rank 1 reached no rank 0", 1: "ranks [1] of 2 did not come"}
+
+
+@pytest.mark.parametrize("absent", ABSENT)
 def test_by_hand_a_rank_that_never_comes_is_named(tmp_path, absent):
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0", "TIMEOUT": "5"}
-    rank = str(1 - absent)
-    with launched(FAULT, *NO_FAULT, folder=tmp_path, LOCAL_RANK=rank, RANK=rank, **common) as run:
-        assert run.wait(40) != 0
-        assert ("ranks [1] of 2 did not come" if absent else "rank 1 reached no rank 0") in run.err
+    place = {"WORLD_SIZE": "2", "RANK": str(1 - absent), "LOCAL_RANK": str(1 - absent)}
+    (rank,) = failed(tmp_path, fit_as, place, 1, ranks=1)
+    assert ABSENT[absent] in rank.error
+
+
+@pytest.mark.parametrize("absent", ABSENT)
+def test_a_node_that_never_comes_is_named(tmp_path, absent):
+    (rank,) = failed(tmp_path, fit_as, {"NODE_RANK": str(1 - absent)}, 2, ranks=1)
+    assert ABSENT[absent] in rank.error
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+@pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1"])
+def test_a_wrong_master_address_is_named(tmp_path, address, node):
+    (rank,) = failed(tmp_path, fit_as, {"NODE_RANK": node, "MASTER_ADDR": address}, 2, ranks=1)
+    assert address in rank.error
+    assert "MASTER_ADDR" in rank.error
 
 
 # --- two hosts -----------------------------------------------------------------------------------------------------------
@@ -133,7 +186,6 @@ def node(stack: ExitStack, hosts: list[str], folder: Path, i: int, *fault: str, 
     return stack.enter_context(launched(FAULT, *(fault or NO_FAULT), folder=path, **on(hosts[i]), **{**address, **environment}))
 
 
-@pytest.mark.slow
 def test_two_hosts_train_together(tmp_path, hosts):
     with ExitStack() as stack:
         for run in [node(stack, hosts, tmp_path, i) for i in range(2)]:
@@ -147,7 +199,7 @@ def test_two_hosts_train_together(tmp_path, hosts):
     assert len(sums) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 def test_an_error_on_the_other_host_ends_both(tmp_path, hosts):
     with ExitStack() as stack:
         runs = [node(stack, hosts, tmp_path, i, "exception", "3", "validation") for i in range(2)]
@@ -155,9 +207,9 @@ def test_an_error_on_the_other_host_ends_both(tmp_path, hosts):
         assert "rank 3 failed: KeyError: 'my own error'" in runs[1].err
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("address", ["10.99.0.77", "nowhere.invalid", "192.0.2.1"])
-def test_a_wrong_master_address_is_named_by_every_node(tmp_path, hosts, address):
+def test_a_wrong_master_address_is_named_by_both_hosts(tmp_path, hosts, address):
     with ExitStack() as stack:
         runs = [node(stack, hosts, tmp_path, i, MASTER_ADDR=address, TIMEOUT="5") for i in range(2)]
         for run in runs:
@@ -167,16 +219,16 @@ def test_a_wrong_master_address_is_named_by_every_node(tmp_path, hosts, address)
             assert "exit code" not in run.err
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("comes", [0, 1])
-def test_a_node_that_never_comes_is_named(tmp_path, hosts, comes):
+def test_a_host_that_never_comes_is_named(tmp_path, hosts, comes):
     with ExitStack() as stack:
-        run = node(stack, hosts, tmp_path, comes, TIMEOUT="10")
+        run = node(stack, hosts, tmp_path, comes, TIMEOUT="5")
         assert run.wait(60) != 0
         assert ("ranks [2, 3] of 4 did not come" if comes == 0 else "no rank 0 at 10.99.0.1:29511") in run.err
 
 
-@pytest.mark.slow
+@pytest.mark.end_to_end
 def test_torchrun_on_two_hosts(tmp_path, hosts):
     with ExitStack() as stack:
         runs = []

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from several_ranks import failed, kept_by
+from torch.utils.data import DataLoader
 
-from .ranks import failure, results
+import geartrain as gt
+from geartrain import hookimpl
+
+from .cases import Net, ddp, samples
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """What each of two ranks kept; many checks in one run."""
-    body = """
 class Counts:
     def __init__(self):
         self.calls = []
@@ -23,7 +24,7 @@ class Counts:
 class Logs(Net):
     def __init__(self, metrics=1):
         super().__init__()
-        self.metrics = metrics
+        self.metrics, self.found = metrics, {}
 
     def training_step(self, batch, batch_idx):
         for i in range(self.metrics):
@@ -45,20 +46,20 @@ class Logs(Net):
         rank = self.global_rank
         run = self.trainer.run
         ragged = torch.arange(float(rank + 1)).requires_grad_()
-        found["gathered"] = self.all_gather({"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]})
-        found["half"] = self.all_gather(torch.full((2, 2), rank, dtype=torch.bfloat16)[:, :1])
-        found["flags"] = self.all_gather(torch.tensor([rank == 1]))
-        found["none on one"] = self.all_gather(torch.zeros(rank, 3))
-        found["broadcast"] = [run.hooks.broadcast(run=run, obj={"from": rank}, src=src) for src in (0, 1)]
-        found["barrier"] = run.hooks.barrier(run=run)
+        self.found["gathered"] = self.all_gather({"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]})
+        self.found["half"] = self.all_gather(torch.full((2, 2), rank, dtype=torch.bfloat16)[:, :1])
+        self.found["flags"] = self.all_gather(torch.tensor([rank == 1]))
+        self.found["none on one"] = self.all_gather(torch.zeros(rank, 3))
+        self.found["broadcast"] = [run.hooks.broadcast(run=run, obj={"from": rank}, src=src) for src in (0, 1)]
+        self.found["barrier"] = run.hooks.barrier(run=run)
         try:
             self.all_gather(torch.zeros(2, 2 + rank))
         except gt.TrainingError as error:
-            found["other shapes"] = str(error)
+            self.found["other shapes"] = str(error)
         try:
             self.all_gather(torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
         except gt.TrainingError as error:
-            found["other types"] = str(error)
+            self.found["other types"] = str(error)
 
 
 class EndOnly(Net):
@@ -76,23 +77,24 @@ class Stops(Net):
         return super().training_step(batch, batch_idx)
 
 
-found = {}
-counts = Counts()
-trainer = ddp(plugins=[counts])
-for metrics in (1, 300):
-    before = len(counts.calls)
-    trainer.fit(Logs(metrics), DataLoader(samples(16), batch_size=4))
-    found[f"collectives of {metrics}"] = len(counts.calls) - before
-three = DataLoader(samples(3), batch_size=2)  # two samples on rank 0 and one on rank 1
-found["validated"] = trainer.validate(Logs(), three)[0]
-trainer.test(Logs(), DataLoader(samples(2)))
-found["one sample"] = trainer.validate(EndOnly(), DataLoader(samples(1)))[0]
-stopping = ddp(max_epochs=50)
-stopping.fit(Stops(), DataLoader(samples(16), batch_size=4))
-found["stopped"] = (stopping.current_epoch, stopping.global_step)
-keep(trainer, **found)
-"""
-    return results(tmp_path_factory.mktemp("logging"), body, timeout=90)
+def logged():
+    found, counts, logs = {}, Counts(), Logs()
+    trainer = ddp(plugins=[counts])
+    for metrics in (1, 300):
+        before = len(counts.calls)
+        trainer.fit(Logs(metrics), DataLoader(samples(16), batch_size=4))
+        found[f"collectives of {metrics}"] = len(counts.calls) - before
+    three = DataLoader(samples(3), batch_size=2)  # two samples on rank 0 and one on rank 1
+    found["validated"] = trainer.validate(logs, three)[0]
+    trainer.test(logs, DataLoader(samples(2)))
+    found["one sample"] = trainer.validate(EndOnly(), DataLoader(samples(1)))[0]
+    stopping = ddp(max_epochs=50)
+    stopping.fit(Stops(), DataLoader(samples(16), batch_size=4))
+    found["stopped"] = (stopping.current_epoch, stopping.global_step)
+    return {**found, **logs.found}
+
+
+kept = kept_by(logged)
 
 
 def test_mean_is_weighted_by_batch_size_over_ranks(kept):
@@ -154,10 +156,6 @@ def test_broadcast_and_barrier(kept):
         assert rank["barrier"] is None
 
 
-def test_different_metrics_on_ranks_are_an_error_that_names_key_and_rank(tmp_path):
-    printed = failure(
-        tmp_path,
-        """
 class Differs(Net):
     def training_step(self, batch, batch_idx):
         self.log("everywhere", 1.0, sync_dist=True)
@@ -165,21 +163,24 @@ class Differs(Net):
             self.log("here_only", 1.0, sync_dist=True)
         return super().training_step(batch, batch_idx)
 
-ddp().fit(Differs(), DataLoader(samples(), batch_size=4))
-""",
-    )
-    assert "ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both" in printed
+
+def log_different_metrics():
+    ddp().fit(Differs(), DataLoader(samples(), batch_size=4))
 
 
-def test_all_gather_of_different_numbers_of_tensors_is_an_error_on_every_rank(tmp_path):
-    body = """
+def test_different_metrics_on_ranks_are_an_error_that_names_key_and_rank(tmp_path):
+    ranks = failed(tmp_path, log_different_metrics)
+    assert any("ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both" in rank.error for rank in ranks)
+
+
 class Unequal(Net):
     def on_train_epoch_end(self):
         self.all_gather([torch.ones(2)] * (1 + self.global_rank))
 
 
-trainer = gt.Trainer(strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, enable_progress_bar=False)
-trainer.fit(Unequal(), DataLoader(samples(), batch_size=8))
-"""
-    printed = failure(tmp_path, body)
-    assert "different numbers of tensors, [1, 2]" in printed
+def gather_different_numbers():
+    ddp().fit(Unequal(), DataLoader(samples(), batch_size=8))
+
+
+def test_all_gather_of_different_numbers_of_tensors_is_an_error_on_every_rank(tmp_path):
+    assert any("different numbers of tensors, [1, 2]" in rank.error for rank in failed(tmp_path, gather_different_numbers))

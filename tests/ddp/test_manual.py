@@ -1,17 +1,19 @@
 """Manual optimisation on two ranks: as one process on the whole batch, under ddp and under strategies that know nothing of it."""
 
+import warnings
+
 import pytest
 import torch
-
-from .cases import samples
-from .manual import STEPS, by_hand
-from .ranks import failure, results
-
-STRATEGIES = """
-from manual import STEPS, Two, on_ranks
-import warnings
 import torch.distributed as dist
+from several_ranks import failed, kept_by, results
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import geartrain as gt
+from geartrain import hookimpl
+
+from .cases import ddp, one_trainer, samples, weights
+from .manual import STEPS, Two, by_hand, on_ranks
 
 
 class Joins:
@@ -23,7 +25,7 @@ class Joins:
 
 
 class Wraps(Joins):
-    '''A strategy of someone else's, whose gradients are reduced in its wrapper's backward.'''
+    """A strategy of someone else's, whose gradients are reduced in its wrapper's backward."""
 
     @hookimpl
     def wrap_model(self, run, model):
@@ -34,7 +36,7 @@ class Wraps(Joins):
 
 
 class Reduces(Joins):
-    '''One that reduces in its hook.'''
+    """One that reduces in its hook."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -44,24 +46,16 @@ class Reduces(Joins):
                 parameter.grad /= run.world.size
 
 
-"""
+STRATEGIES = {"ddp": lambda: "ddp", "wraps": Wraps, "reduces": Reduces}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """strategy -> case -> weights, for each rank."""
-    body = (
-        STRATEGIES
-        + """
-found = {}
-for name, make in {"ddp": lambda: "ddp", "wraps": Wraps, "reduces": Reduces}.items():
-    for how in STEPS:
-        trainer = one_trainer(strategy=make(), devices=2, max_epochs=1)
-        found[name, how] = on_ranks(how, trainer, samples())
-keep(trainer, found=found)
-"""
-    )
-    return [kept["found"] for kept in results(tmp_path_factory.mktemp("manual"), body, timeout=110)]
+def train_in_each_way():
+    """Return weights by strategy and way."""
+    trainers = {name: lambda make=make: one_trainer(strategy=make(), devices=2) for name, make in STRATEGIES.items()}
+    return {(name, how): on_ranks(how, trainer(), samples()) for name, trainer in trainers.items() for how in STEPS}
+
+
+two_ranks = kept_by(train_in_each_way)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def references():
 
 
 @pytest.mark.parametrize("how", STEPS)
-@pytest.mark.parametrize("strategy", ["ddp", "wraps", "reduces"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_train_as_one_process_does(two_ranks, references, strategy, how):
     first, second = (kept[strategy, how] for kept in two_ranks)
     for key, expected in references[how].items():
@@ -78,11 +72,6 @@ def test_two_ranks_train_as_one_process_does(two_ranks, references, strategy, ho
         assert torch.equal(first[key], second[key]), f"{key} differs between ranks"
 
 
-@pytest.fixture(scope="module")
-def one_script(tmp_path_factory):
-    body = (
-        STRATEGIES
-        + """
 class Sees(Two):
     def __init__(self, overflow=False, own=False):
         super().__init__("not toggled")
@@ -92,7 +81,7 @@ class Sees(Two):
         self.values.append(self.a.weight.grad.clone())
 
     def training_step(self, batch, batch_idx):
-        a, b = self.optimizers()
+        a, _ = self.optimizers()
         loss = self.loss(batch, self.trainer.global_rank) * 0.01
         if self.overflow and batch_idx == 1 and self.trainer.global_rank == 1:
             loss = loss * float("inf")
@@ -108,17 +97,14 @@ def train(module, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(samples(), batch_size=4))
-    weights = {key: value.clone() for key, value in module.state_dict().items()}
-    return weights, module.values, dict(trainer.callback_metrics), [str(one.message) for one in caught], trainer
+    return weights(module), module.values, dict(trainer.callback_metrics), [str(one.message) for one in caught]
 
 
-*found, trainer = train(Sees())
-*overflowed, _ = train(Sees(overflow=True), precision="16-mixed")
-*own, _ = train(Sees(own=True))
-keep(trainer, plain=found, overflowed=overflowed, own=own)
-"""
-    )
-    return results(tmp_path_factory.mktemp("script"), body, timeout=90)
+def train_plainly_overflowing_and_past():
+    return {"plain": train(Sees()), "overflowed": train(Sees(overflow=True), precision="16-mixed"), "own": train(Sees(own=True))}
+
+
+one_script = kept_by(train_plainly_overflowing_and_past)
 
 
 def test_gradients_are_averaged_when_on_after_backward_is_called(one_script):
@@ -144,55 +130,37 @@ def test_a_backward_past_manual_backward_is_warned_of(one_script):
 # --- refused -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plugin_that_reduces_buckets_is_refused_before_a_rank_starts(tmp_path):
-    printed = failure(
-        tmp_path,
-        STRATEGIES
-        + """
 class Buckets:
     @hookimpl
     def reduce_bucket(self, run, bucket): ...
 
-print("begins", flush=True)
-ddp(plugins=[Buckets()]).fit(Two("toggled"), DataLoader(samples(), batch_size=4))
-""",
-    )
-    assert "Buckets: its reduce_bucket would never be called" in printed
-    assert printed.count("begins") == 1
 
+def test_a_plugin_that_reduces_buckets_is_refused_before_a_rank_starts():
+    with pytest.raises(gt.UsageError, match="Buckets: its reduce_bucket would never be called"):
+        ddp(plugins=[Buckets()]).fit(Two("toggled"), DataLoader(samples(), batch_size=4))
 
-def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
-    found = results(
-        tmp_path,
-        STRATEGIES
-        + """
-class Buckets:
-    @hookimpl
-    def reduce_bucket(self, run, bucket): ...
 
 class Validates(Two):
     def validation_step(self, batch, batch_idx):
         self.log("loss", self.loss(batch, 0))
 
-trainer = ddp(plugins=[Buckets()])
-keep(trainer, found=trainer.validate(Validates("toggled"), DataLoader(samples(), batch_size=4)))
-""",
-    )
-    assert all("loss" in kept["found"][0] for kept in found)
+
+def validate_with_buckets():
+    return ddp(plugins=[Buckets()]).validate(Validates("toggled"), DataLoader(samples(), batch_size=4))
 
 
-def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
-    printed = failure(
-        tmp_path,
-        STRATEGIES
-        + """
+def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
+    assert all("loss" in found for (found,) in results(tmp_path, validate_with_buckets))
+
+
 class Alone:
-    '''It answers collectives without a group of torch.distributed.'''
+    """It answers collectives without a group of torch.distributed."""
 
     @hookimpl
     def setup_process_group(self, run):
         place = run.place
-        self.run = run
+        run.store.set(f"came {place.rank}", "")
+        run.store.wait(["came 0", "came 1"])
         return gt.World(place.rank, place.size, place.local_rank, place.local_size, place.node_rank)
 
     @hookimpl
@@ -210,23 +178,21 @@ class Alone:
     def wrap_model(self, model):
         return model
 
-one_trainer(strategy=Alone(), devices=2).fit(Two("toggled"), DataLoader(samples(), batch_size=4))
-""",
-    )
-    assert "in manual optimisation nobody would average gradients" in " ".join(printed.split())
+
+def train_without_averaging():
+    one_trainer(strategy=Alone(), devices=2).fit(Two("toggled"), DataLoader(samples(), batch_size=4))
 
 
-def test_sparse_gradients_are_refused(tmp_path):
-    printed = failure(
-        tmp_path,
-        STRATEGIES
-        + """
+def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
+    assert any("in manual optimisation nobody would average gradients" in rank.error for rank in failed(tmp_path, train_without_averaging))
+
+
 class Sparse(gt.Module):
     automatic_optimization = False
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(4, 2, sparse=True)
+        self.table = torch.nn.Embedding(4, 2, sparse=True)
 
     def training_step(self, batch, batch_idx):
         self.manual_backward(self.table(torch.tensor([0, 1])).sum())
@@ -234,7 +200,10 @@ class Sparse(gt.Module):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-ddp().fit(Sparse(), DataLoader(samples(), batch_size=4))
-""",
-    )
-    assert "sparse gradients cannot be averaged" in printed
+
+def train_sparsely():
+    ddp().fit(Sparse(), DataLoader(samples(), batch_size=4))
+
+
+def test_sparse_gradients_are_refused(tmp_path):
+    assert any("sparse gradients cannot be averaged" in rank.error for rank in failed(tmp_path, train_sparsely))

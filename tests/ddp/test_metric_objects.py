@@ -1,12 +1,12 @@
 """torchmetrics objects and reductions of the user's own over two ranks with unequal shards, and with a rank that has no sample."""
 
 import pytest
-
-from .ranks import failure, results
-
-BODY = """
+from several_ranks import failed, kept_by
+from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
+
+from .cases import Net, ddp, one_trainer, samples
 
 
 class Measured(Net):
@@ -29,28 +29,25 @@ class Measured(Net):
 
 
 def one(n):
-    return DataLoader(torch.utils.data.Subset(samples(), range(n)), batch_size=1)
+    return DataLoader(Subset(samples(), range(n)), batch_size=1)
 
 
-found = {}
-for n in (7, 1):
-    net = Measured()
-    trainer = ddp()
-    trainer.validate(net, one(n))
-    found[n] = dict(trainer.callback_metrics)
-    assert net.mse.update_count == 0
-"""
+def measure(make=ddp):
+    found = {}
+    for n in (7, 1):
+        net, trainer = Measured(), make()
+        trainer.validate(net, one(n))
+        found[n] = dict(trainer.callback_metrics)
+        assert net.mse.update_count == 0
+    return found
+
+
+two_ranks = kept_by(measure)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return [kept["found"] for kept in results(tmp_path_factory.mktemp("metrics"), BODY + "keep(trainer, found=found)", timeout=100)]
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    body = BODY.replace("trainer = ddp()", "trainer = one_trainer()") + "keep(trainer, found=found)"
-    return results(tmp_path_factory.mktemp("one"), body, ranks=1, timeout=100)[0]["found"]
+def one_process():
+    return measure(one_trainer)
 
 
 @pytest.mark.parametrize("n", [7, 1])
@@ -60,11 +57,6 @@ def test_every_sample_counts_once_on_every_rank(two_ranks, one_process, n, rank)
     assert set(two_ranks[rank][n]) == {"mse", "rank", "each/mean", "each/mse", "median", "count"}
     assert two_ranks[rank][n] == pytest.approx(one_process[n], rel=1e-5, nan_ok=True)
     assert two_ranks[rank][n]["count"] == n
-
-
-def test_ranks_that_log_different_objects_are_named(tmp_path):
-    body = """
-from torchmetrics import MeanMetric
 
 
 class Differs(Net):
@@ -78,6 +70,10 @@ class Differs(Net):
         self.log("a" if self.global_rank else "b", metric)
 
 
-ddp().validate(Differs(), DataLoader(samples(), batch_size=4))
-"""
-    assert "rank 1 logged other torchmetrics objects than other ranks: 'a'" in failure(tmp_path, body)
+def log_different_objects():
+    ddp().validate(Differs(), DataLoader(samples(), batch_size=4))
+
+
+def test_ranks_that_log_different_objects_are_named(tmp_path):
+    first, second = failed(tmp_path, log_different_objects)
+    assert "rank 1 logged other torchmetrics objects than other ranks: 'a'" in first.error + second.error

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from several_ranks import kept_by
+from torch.utils.data import DataLoader
+
+from geartrain import hookimpl
 
 from .cases import Net, ddp, one_trainer, samples
-from .ranks import results
 
 #: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
 TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
 
-BODY = f"""
+
 class Overflows(Net):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -18,7 +21,7 @@ class Overflows(Net):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return [optimizer], [{{"scheduler": self.schedule, "interval": "step"}}]
+        return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
 
 
 class Moves:
@@ -28,40 +31,38 @@ class Moves:
     @hookimpl
     def on_step_end(self, run):
         now = [p.detach().clone() for p in run.module.parameters()]
-        self.moved.append(self.before is not None and any(not torch.equal(a, b) for a, b in zip(self.before, now)))
+        self.moved.append(self.before is not None and any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
         self.before = now
 
 
-found = {{}}
-for precision in {list(TOLERANCES)}:
+def fit(make, precision, batch_size):
     net = Net()
-    trainer = ddp(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2)
+    trainer = make(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2)
+    trainer.fit(net, DataLoader(samples(), batch_size=batch_size))
+    return net.state_dict()
+
+
+def train_and_overflow():
+    found = {precision: fit(ddp, precision, 4) for precision in TOLERANCES}
+    net, moves = Overflows(), Moves()
+    trainer = ddp(precision="16-mixed", plugins=[moves])
     trainer.fit(net, DataLoader(samples(), batch_size=4))
-    found[precision] = net.state_dict()
-net, moves = Overflows(), Moves()
-trainer = ddp(precision="16-mixed", plugins=[moves])
-trainer.fit(net, DataLoader(samples(), batch_size=4))
-keep(trainer, found=found, moved=moves.moved, skipped=trainer.callback_metrics["skipped_steps"], schedule=net.schedule.last_epoch)
-"""
+    skipped = trainer.callback_metrics["skipped_steps"]
+    return {"found": found, "moved": moves.moved, "skipped": skipped, "schedule": net.schedule.last_epoch}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return results(tmp_path_factory.mktemp("precision"), BODY, timeout=100)
+two_ranks = kept_by(train_and_overflow)
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_two_ranks_train_as_one_process_does(two_ranks, precision):
-    net, before = Net(), Net()
-    one_trainer(precision=precision, gradient_clip_val=0.002, accumulate_grad_batches=2).fit(
-        net, torch.utils.data.DataLoader(samples(), batch_size=8)
-    )
-    for name, expected in net.state_dict().items():
+    before, one = Net().state_dict(), fit(one_trainer, precision, 8)
+    for name, expected in one.items():
         theirs = two_ranks[0]["found"][precision][name]
         assert theirs.dtype == expected.dtype
         torch.testing.assert_close(theirs, expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision])
         assert torch.equal(theirs, two_ranks[1]["found"][precision][name]), f"{name} differs between ranks"
-    assert any(not torch.equal(value.to(torch.float32), before.state_dict()[name]) for name, value in net.state_dict().items())
+    assert any(not torch.equal(value.to(torch.float32), before[name]) for name, value in one.items())
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):

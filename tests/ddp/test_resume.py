@@ -1,27 +1,24 @@
 """Going on with two ranks: bit for bit what it would have been, each rank with its own state, also in a world of another size."""
 
+import warnings
+
 import pytest
 import torch
+from several_ranks import failed, results
 from torch.utils.data import DataLoader
 
-import geartrain as gt
-
-from .cases import Net, one_trainer, samples
-from .ranks import failure
-
-pytestmark = pytest.mark.timeout(300)  # the program of ten runs, on a machine that does other things as well
-
-BODY = """
-import warnings
+from geartrain import hookimpl
 from geartrain.callbacks import ModelCheckpoint
+
+from .cases import Curve, Net, ddp, one_trainer, samples, weights
 
 
 class Own(Net):
-    '''Dropout, BatchNorm, Adam and a schedule by steps.'''
+    """Dropout, BatchNorm, Adam and a schedule by steps."""
 
     def __init__(self):
         super().__init__("adam", norm=True)
-        self.drop = nn.Dropout(0.3)
+        self.drop = torch.nn.Dropout(0.3)
 
     def forward(self, x, extra=True):
         return self.drop(super().forward(x, extra))
@@ -33,7 +30,7 @@ class Own(Net):
 
 
 class Keeps:
-    '''Its state is another one on each rank.'''
+    """Its state is another one on each rank."""
 
     def __init__(self):
         self.seen = []
@@ -49,10 +46,7 @@ class Keeps:
         self.seen = list(state["seen"])
 
 
-found = {}
-
-
-def go(name, folder, epochs, path=None, **options):
+def go(folder, epochs, path=None, **options):
     keeps, lines = Keeps(), Curve()
     every = ModelCheckpoint(dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
     plugins = [*options.pop("plugins", []), keeps, lines, every]
@@ -61,8 +55,8 @@ def go(name, folder, epochs, path=None, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(samples(44), batch_size=4, shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
-    found[name] = {
-        "weights": {key: value.clone() for key, value in module.state_dict().items()},
+    return {
+        "weights": weights(module),
         "optimizer": trainer.run.optimizers[0].state_dict(),
         "scheduler": trainer.run.schedulers[0].scheduler.state_dict(),
         "metrics": dict(trainer.callback_metrics),
@@ -73,53 +67,28 @@ def go(name, folder, epochs, path=None, **options):
         "files": every.state_dict(),
         "told": [text for one in caught if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text],
     }
-    return trainer
 
 
-go("whole", "whole", 3)
-go("first", "first", 1)
-go("rest", "first", 3, "last")
-go("within", "within", 3, "whole/steps/step=4.ckpt")
-go("16-mixed", "mixed", 2, precision="16-mixed")
-go("16-mixed rest", "mixed rest", 2, "mixed/steps/step=4.ckpt", precision="16-mixed")
-go("no seed", "unseeded", 2, seed=None)
-go("no seed rest", "unseeded rest", 2, "unseeded/steps/step=2.ckpt", seed=None)
-go("one became two", "grown", 3, "one/last.ckpt")
-torch.save(found, f"kept-{os.environ.get('RANK', '0')}.pt")
-
-
-class Tells:
-    @hookimpl
-    def on_exception(self, run, error):
-        with open(f"error-{run.world.rank}.txt", "w") as file:
-            file.write(f"{type(error).__name__}: {error}")
-
-
-go("too late", "late", 3, "whole/run/last.ckpt", plugins=[Tells()])  # which fails
-"""
+def stop_and_resume():
+    found = {}
+    found["whole"] = go("whole", 3)
+    found["first"] = go("first", 1)
+    found["rest"] = go("first", 3, "last")
+    found["within"] = go("within", 3, "whole/steps/step=4.ckpt")
+    found["16-mixed"] = go("mixed", 2, precision="16-mixed")
+    found["16-mixed rest"] = go("mixed rest", 2, "mixed/steps/step=4.ckpt", precision="16-mixed")
+    found["no seed"] = go("unseeded", 2, seed=None)
+    found["no seed rest"] = go("unseeded rest", 2, "unseeded/steps/step=2.ckpt", seed=None)
+    found["one became two"] = go("grown", 3, "one/last.ckpt")
+    return found
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """The folder, and what each of two ranks kept of all runs."""
     folder = tmp_path_factory.mktemp("resume")
-    one_trainer(seed=5, output=folder / "one").fit(Same(), DataLoader(samples(44), batch_size=4, shuffle=True))
-    printed = failure(folder, BODY, timeout=240)
-    assert "there is nothing left to do" in printed  # the last run, and none before it
-    return folder, [torch.load(folder / f"kept-{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-class Same(Net):
-    """As Own there."""
-
-    def __init__(self):
-        super().__init__("adam", norm=True)
-        self.drop = torch.nn.Dropout(0.3)
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    one_trainer(seed=5, output=folder / "one").fit(Own(), DataLoader(samples(44), batch_size=4, shuffle=True))
+    return folder, results(folder, stop_and_resume)
 
 
 def equal(a, b):
@@ -165,11 +134,15 @@ def test_each_rank_has_its_own_state(kept):
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
 
 
+def resume_what_is_done():
+    go("late", 3, "whole/run/last.ckpt")
+
+
 def test_what_is_refused_is_refused_on_every_rank_alike(kept):
     folder, _ = kept
-    told = [(folder / f"error-{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
-    assert "UsageError: there is nothing left to do" in told[0]
-    assert told[0] == told[1]
+    first, second = failed(folder, resume_what_is_done)
+    assert "UsageError: there is nothing left to do" in first.error
+    assert first.error == second.error
 
 
 # --- in a world of another size ------------------------------------------------------------------------------------------
@@ -186,26 +159,12 @@ def test_one_became_two(kept):
         assert of["one became two"]["seen"] == [100 * rank + step for step in range(12, 18)]
 
 
-class Keeps:
-    def __init__(self):
-        self.loaded = None
-
-    @gt.hookimpl
-    def on_run_start(self): ...
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        self.loaded = state
-
-
-def test_two_became_one(kept, tmp_path):
+def test_two_became_one(kept):
     folder, _ = kept
     file = torch.load(folder / "whole" / "run" / "last.ckpt", weights_only=True)
     seen, keeps = {}, Keeps()
 
-    class Looks(Same):
+    class Looks(Own):
         def on_train_start(self):
             seen.update({key: value.clone() for key, value in self.state_dict().items()})
             seen["step"] = self.trainer.global_step
@@ -215,7 +174,7 @@ def test_two_became_one(kept, tmp_path):
     one = one_trainer(max_epochs=4, plugins=[keeps])
     with pytest.warns(UserWarning, match=r"Keeps keeps a state a rank, of 2 ranks and not 1: begun anew"):
         one.fit(Looks(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "run" / "last.ckpt")
-    assert keeps.loaded is None
+    assert keeps.seen == list(range(10, 21))  # no rank's
     assert seen.pop("step") == 9
     assert equal(seen, file["model"])
     assert one.global_step == 9 + 11
@@ -225,7 +184,7 @@ def test_two_became_one_within_an_epoch(kept):
     folder, _ = kept
     one = one_trainer(max_epochs=2)
     with pytest.warns(UserWarning, match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks go on with after 4") as caught:
-        one.fit(Same(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
+        one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
     assert any("state of Keeps, model_checkpoint, which this run does not have" in str(one.message) for one in caught)
     assert one.global_step == 4 + 7
 
@@ -235,5 +194,5 @@ def test_two_became_one_at_an_epochs_last_batch(kept):
     folder, _ = kept
     one = one_trainer(max_epochs=3)
     with pytest.warns(UserWarning, match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks go on with after 11"):
-        one.fit(Same(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=6.ckpt")
+        one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=6.ckpt")
     assert one.global_step == 6 + 11

@@ -4,24 +4,17 @@ import json
 
 import pytest
 import torch
+from several_ranks import failed, kept_by, succeeded
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain.tuning import Tuner
 
-from .cases import Net, one_trainer, samples
-from .ranks import failure, results, script
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each of two ranks kept of finders and of the trainings after them."""
-    body = """
-from geartrain.tuning import Tuner
+from .cases import Net, ddp, one_trainer, samples, weights
 
 
 class Breaks(Net):
-    '''Its loss becomes large or NaN in step 21, on one rank.'''
+    """Its loss becomes large or NaN in step 21, on one rank."""
 
     def __init__(self, rank, factor):
         super().__init__()
@@ -41,34 +34,30 @@ def find(module, **options):
     return tuner.lr_find(module, DataLoader(samples(), batch_size=4), min_lr=1e-4, num_training=30, update_attr=hasattr(module, "lr"))
 
 
-def state(module):
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 def train(tune):
     module, trainer = Net(norm=True, optimizer="adam"), ddp(max_epochs=2, seed=3)
     data = DataLoader(samples(), batch_size=4, shuffle=True)
-    before = state(module)
+    before = weights(module)
     if tune:
         Tuner(trainer).lr_find(module, data, num_training=20, update_attr=False)
-        assert all(torch.equal(value, before[name]) for name, value in state(module).items())
+        assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
         assert trainer.global_step == 0
     trainer.fit(module, data)
-    return state(module), torch.rand(1).item()
+    return weights(module), torch.rand(1).item()
 
 
-found, module = {}, Lr()
-found["curve"] = find(module)
-found["set"] = module.lr
-for rank in (0, 1):
-    found[f"nan on {rank}"] = find(Breaks(rank, float("nan")))
-    found[f"large on {rank}"] = find(Breaks(rank, 1e4))
-found["without"], found["after"] = train(False), train(True)
-trainer = ddp()
-trainer.fit(Net(), DataLoader(samples(4), batch_size=2))
-keep(trainer, **found)
-"""
-    return results(tmp_path_factory.mktemp("found"), body, timeout=150)
+def find_and_train():
+    found, module = {}, Lr()
+    found["curve"] = find(module)
+    found["set"] = module.lr
+    for rank in (0, 1):
+        found[f"nan on {rank}"] = find(Breaks(rank, float("nan")))
+        found[f"large on {rank}"] = find(Breaks(rank, 1e4))
+    found["without"], found["after"] = train(False), train(True)
+    return found
+
+
+found = kept_by(find_and_train)
 
 
 def test_both_ranks_find_the_same(found):
@@ -111,26 +100,22 @@ def test_training_afterwards_is_bit_equal_to_training_without(found):
         assert all(torch.equal(value, after[name]) for name, value in without.items())
 
 
-def test_from_the_command_line_rank_0_alone_speaks(tmp_path):
-    body = """
 class Data(gt.DataModule):
     def train_dataloader(self):
         return DataLoader(samples(), batch_size=4)
 
 
-gt.cli(Net, Data)
-"""
+def tune_from_the_command_line():
     options = {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "num-training": 20, "min-lr": 1e-3, "output": "out"}
-    done = script(tmp_path, body, "tune", "lr", *(f"--{name}={value}" for name, value in options.items()), "--json")
-    assert done.returncode == 0, done.printed
-    assert done.printed.count('"suggestion"') == 1
+    gt.cli(Net, Data, argv=["tune", "lr", *(f"--{name}={value}" for name, value in options.items()), "--json"])
+
+
+def test_from_the_command_line_rank_0_alone_speaks(tmp_path):
+    first, second = succeeded(tmp_path, tune_from_the_command_line)
+    assert first.printed.count('"suggestion"') == 1
+    assert second.printed == ""
     assert json.loads((tmp_path / "out" / "lr.json").read_text())["suggestion"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"lr.json", "lr.csv"}
-
-
-def test_an_error_on_one_rank_ends_the_finder_on_both_and_is_undone(tmp_path):
-    body = """
-from geartrain.tuning import Tuner
 
 
 class Bad(Net):
@@ -140,31 +125,30 @@ class Bad(Net):
         return super().training_step(batch, batch_idx)
 
 
-module, trainer = Bad(), ddp()
-before = {name: value.clone() for name, value in module.state_dict().items()}
-try:
-    Tuner(trainer).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False)
-finally:
-    keep(trainer, same=all(torch.equal(value, before[name]) for name, value in module.state_dict().items()))
-"""
-    failure(tmp_path, body)
-    assert torch.load(tmp_path / "kept-0.pt", weights_only=False) == {"same": True}
+def fail_in_the_finder():
+    module = Bad()
+    before = weights(module)
+    try:
+        Tuner(ddp()).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False)
+    except Exception as error:
+        raise RuntimeError(f"as before: {all(torch.equal(value, before[name]) for name, value in weights(module).items())}") from error
+
+
+def test_an_error_on_one_rank_ends_the_finder_on_both_and_is_undone(tmp_path):
+    first, second = failed(tmp_path, fail_in_the_finder)
+    assert first.error == second.error == "RuntimeError: as before: True"
+    assert "ValueError: in the finder" in second.printed
 
 
 def test_a_batch_size_is_found_in_one_process_only():
-    class Own(Net):
+    class Starts(Net):
         batch_size = 2
 
         def setup(self, stage):
             raise AssertionError("something was started")
 
     with pytest.raises(gt.UsageError, match=r"\[ddp\] trains in 2 processes.*Fix: find it on one device \(--strategy single --devices 1\)"):
-        Tuner(one_trainer(devices=2, strategy="ddp")).scale_batch_size(Own())
-
-
-def test_a_batch_size_is_found_by_ddp_on_one_device(tmp_path):
-    body = """
-from geartrain.tuning import Tuner
+        Tuner(one_trainer(devices=2, strategy="ddp")).scale_batch_size(Starts())
 
 
 class Own(Net):
@@ -179,11 +163,9 @@ class Own(Net):
         return super().training_step(batch, batch_idx)
 
 
-module, trainer = Own(), ddp(devices=1)
-before = {name: value.clone() for name, value in module.state_dict().items()}
-found = Tuner(trainer).scale_batch_size(module, mode="binsearch")
-assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-trainer.fit(module)
-keep(trainer, found=found)
-"""
-    assert results(tmp_path, body, ranks=1)[0]["found"] == 11
+def test_a_batch_size_is_found_by_ddp_on_one_device():
+    module, trainer = Own(), ddp(devices=1)
+    before = weights(module)
+    assert Tuner(trainer).scale_batch_size(module, mode="binsearch") == 11
+    assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
+    trainer.fit(module)

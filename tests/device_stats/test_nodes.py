@@ -1,35 +1,28 @@
 """Samples of several nodes reach rank 0 through the run's store."""
 
+import os
 import threading
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from several_ranks import succeeded
 from torch.distributed import DistError, TCPStore
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.testing.launching import free_port, launched
 from geartrain_device_stats.nodes import Nodes
 
 from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
-SCRIPT = """
-import os
-import sys
-import torch
-sys.path.insert(0, {folder!r})
-from device_stats.cases import *
 
-node, logger = int(os.environ["NODE_RANK"]), Logger()
-seen = lambda: any("node1_cpu_utilization_percent" in figures for _, _, figures in logger.samples)
-one = trainer(logger, FakeGpu(gpu0_power_watt=100 + node), strategy="ddp", devices=1, num_nodes=2)
-one.fit(Net(), Until(seen))
-assert not sampling()
-torch.save((logger.samples, one.global_rank), f"kept-{{node}}.pt")
-"""
+def train_on_a_node():
+    node, logger = int(os.environ["NODE_RANK"]), Logger()
+    one = trainer(logger, FakeGpu(gpu0_power_watt=100 + node), strategy="ddp", devices=1, num_nodes=2)
+    one.fit(Net(), Until(lambda: any("node1_cpu_utilization_percent" in figures for _, _, figures in logger.samples)))
+    assert not sampling()
+    return logger.samples, one.global_rank
 
 
 @pytest.fixture
@@ -78,21 +71,14 @@ def test_one_node_has_no_prefix_and_needs_no_store():
 
 
 def test_two_nodes_are_in_rank_0s_log(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.format(folder=str(Path(__file__).parents[1])))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with (
-        launched("train.py", folder=tmp_path, name="node-0", NODE_RANK="0", **where) as first,
-        launched("train.py", folder=tmp_path, name="node-1", NODE_RANK="1", **where) as second,
-    ):
-        for run in (first, second):
-            assert run.wait(90) == 0, first.out + first.err + second.err
-    (samples, rank), (others, other) = (torch.load(tmp_path / f"kept-{i}.pt") for i in range(2))
+    first, second = succeeded(tmp_path, train_on_a_node, place="node")
+    (samples, rank), (others, other) = first.result, second.result
     assert (rank, other, others) == (0, 1, [])
     last = samples[-1][2]
     assert (last["node0_gpu0_power_watt"], last["node1_gpu0_power_watt"]) == (100.0, 101.0)
     assert last["node0_process_rss_mib"] != last["node1_process_rss_mib"]
     assert all(name.startswith(("node0_", "node1_")) for _, _, figures in samples for name in figures)
-    assert "device_stats: " not in first.err + second.err, "nothing to complain of"
+    assert "device_stats: " not in first.printed + second.printed, "nothing to complain of"
 
 
 class Elsewhere:

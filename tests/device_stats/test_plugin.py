@@ -2,14 +2,13 @@
 
 import json
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from several_ranks import command
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -19,14 +18,7 @@ from geartrain_device_stats import DeviceStats, monitor
 from .cases import CPU, Chip, FakeGpu, Logger, Net, Until, sampling, trainer
 
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
-COMMAND = "import sys; from geartrain.commands import main; sys.exit(main())"
 pytestmark = pytest.mark.filterwarnings("ignore:device_stats. cpu .* reports no figures:UserWarning")
-
-
-def geartrain(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
-    )
 
 
 def written(folder):
@@ -39,24 +31,24 @@ def written(folder):
 
 
 def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
-    done = geartrain(tmp_path, "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "device_stats", "--output", "out")
-    assert done.returncode == 0, done.stderr
+    done = command(tmp_path, "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "device_stats", "--output", "out")
+    assert done.end == "0", done.err
     (line,) = written(tmp_path / "out")  # four steps last less than the interval: one sample, at the end of the first epoch
     assert (line["step"], line["epoch"], line["stage"]) == (4, 0, "train")
     assert line["memory_available_mib"] > 0
-    assert "process_rss_mib" not in done.stdout + done.stderr, "neither the epoch's line nor the closing table shows them"
+    assert "process_rss_mib" not in done.printed, "neither the epoch's line nor the closing table shows them"
     assert "process_rss_mib" not in json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
-    assert done.stderr.count("cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)") == 1
+    assert done.err.count("cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)") == 1
 
 
 @pytest.mark.parametrize("interval", ["0", "0.05", "-1"])
 def test_an_interval_that_cannot_be_is_refused_before_anything_starts(tmp_path, interval):
     arguments = ["--plugin", "device_stats", f"--device_stats.interval={interval}", "--output", "out"]
-    done = geartrain(tmp_path, "fit", DOWNHILL, *arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "geartrain-device-stats[device_stats]: interval=" in done.stderr
-    assert "at least 0.1" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = command(tmp_path, "fit", DOWNHILL, *arguments)
+    assert done.end == "2", done.printed
+    assert "geartrain-device-stats[device_stats]: interval=" in done.err
+    assert "at least 0.1" in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
 
 
@@ -94,9 +86,13 @@ def test_a_long_run_gets_a_sample_after_each_interval():
 
 def test_the_process_is_seen_to_work():
     logger = Logger()
-    trainer(logger, FakeGpu()).fit(Net(), Until(logger.count(3)))
-    assert max(figures["process_cpu_percent"] for _, _, figures in logger.samples) > 10
-    assert max(figures["cpu_utilization_percent"] for _, _, figures in logger.samples) > 1
+
+    def is_seen():  # on a machine with much else to do, not in every interval
+        return {"process_cpu_percent", "cpu_utilization_percent"} <= {
+            name for _, _, figures in logger.samples for name, figure in figures.items() if figure > 10
+        }
+
+    trainer(logger, FakeGpu()).fit(Net(), Until(is_seen))
 
 
 def test_a_run_shorter_than_the_interval_gets_one_sample():

@@ -1,4 +1,4 @@
-"""What a module of these tests measures, with torchmetrics; apart from the cases, so that a node's program can have it too."""
+"""What a module of these tests measures, with torchmetrics."""
 
 import torch
 from torchmetrics import Metric, MetricCollection

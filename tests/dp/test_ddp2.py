@@ -1,37 +1,120 @@
 """ddp2 on two nodes, which are two programs on this machine, trains as one device does with batches twice as large."""
 
-from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from several_ranks import kept_by, results
 from torch.utils.data import DataLoader
+from torchmetrics.regression import MeanSquaredError
 
-from geartrain.testing.launching import launched
+import geartrain as gt
 
-from ..ddp.test_launchers import free_port
-from .cases import CASES, Contrastive, Net, one_trainer, samples, train, weights
+from .cases import CASES, Contrastive, Curve, Net, one_trainer, samples, train, weights
 from .measures import Measures
 
-NODE = str(Path(__file__).with_name("node.py"))
 EVEN = [name for name, case in CASES.items() if case[2] % 2 == 0]
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    """What each node kept."""
-    folder, port = tmp_path_factory.mktemp("nodes"), str(free_port())
-    with ExitStack() as stack:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        runs = [stack.enter_context(launched(NODE, folder=folder, name=f"node-{i}", NODE_RANK=str(i), **where)) for i in range(2)]
-        for run in runs:
-            assert run.wait(90) == 0, runs[0].err + runs[1].err
-    return [torch.load(folder / f"kept-{i}.pt", weights_only=False) for i in range(2)]
+class Uneven(Net):
+    """Nodes have unequal numbers of parts, and evaluation gathers over the nodes where that is allowed."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.rows = [], []
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        return batch[0][:, 0]
+
+    def validation_step_end(self, outputs):
+        self.parts.append(len(outputs))
+        gathered = self.all_gather(torch.cat(outputs))
+        self.rows.append(sum(len(part) for part in gathered))
+        return outputs
+
+
+class Gathering(Net):
+    def training_step(self, batch, batch_idx):
+        self.all_gather(batch[0])
 
 
 class Measured(Measures, Net):
     pass
+
+
+class OnStep(Net):
+    def __init__(self):
+        super().__init__()
+        self.mse = MeanSquaredError(dist_sync_on_step=True)
+
+
+class Counting:
+    """Counts buckets, and what goes through DDP's forward."""
+
+    def __init__(self):
+        self.buckets, self.methods = [], set()
+
+    @gt.hookimpl(wrapper=True)
+    def wrap_model(self, run):
+        model = yield
+        model.register_comm_hook(self.buckets, reduced)
+        model.register_forward_pre_hook(lambda ddp, args: self.methods.add(args[0]))
+        return model
+
+
+def reduced(buckets, bucket):
+    buckets.append(bucket.index())
+    work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def be_a_node():
+    """Train everything as one node of two."""
+    found, counting = {"cases": {}}, Counting()
+    nodes = {"num_nodes": 2, "strategy": "ddp2"}
+    for name, (_, _, size, _) in CASES.items():
+        if size % 2 == 0:
+            options = {"strategy_options": {"find_unused_parameters": True}} if "unused" in name else {}
+            trainer, curve, trained = train(name, batch_size=size // 2, **nodes, **options)
+            found["cases"][name] = (curve, trained)
+    found["batch"] = (trainer.plan.global_batch, trainer.plan.per_device_batch, trainer.world_size)
+
+    trainer = one_trainer(devices=2, accumulate_grad_batches=3, plugins=[counting], **nodes)
+    trainer.fit(Net(), DataLoader(samples(), batch_size=4), DataLoader(samples(), batch_size=4))
+    found["reductions"], found["through DDP"] = (len(counting.buckets), trainer.global_step), counting.methods
+
+    module = Uneven()
+    val = DataLoader(samples(15), batch_size=4)  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other
+    trainer = one_trainer(devices=4, **nodes)
+    trainer.fit(module, DataLoader(samples(), batch_size=4), val)
+    found["fit's own validation"] = dict(trainer.callback_metrics)
+    found["validated"] = trainer.validate(module, val)[0]
+    found["parts"], found["rows"] = module.parts, module.rows
+    found["predictions"] = len(trainer.predict(module, val))
+    found["weights"] = weights(module)
+
+    module, curve = Contrastive(), Curve("loss_step")
+    trainer = one_trainer(devices=2, plugins=[curve], **nodes)
+    trainer.fit(module, DataLoader(samples(), batch_size=6), DataLoader(samples(20), batch_size=5))
+    found["contrastive"] = (curve.values, weights(module), dict(trainer.callback_metrics))
+
+    trainer = one_trainer(devices=2, **nodes)
+    trainer.fit(Measured(), DataLoader(samples(), batch_size=3), DataLoader(samples(25), batch_size=3))
+    found["measured"] = dict(trainer.callback_metrics)
+    try:
+        one_trainer(devices=2, **nodes).fit(OnStep(), DataLoader(samples(), batch_size=4))
+    except gt.TrainingError as error:
+        found["on step"] = str(error)
+
+    try:
+        one_trainer(devices=2, **nodes).fit(Gathering(), DataLoader(samples(), batch_size=4))
+    except gt.TrainingError as error:
+        found["gathering"] = str(error)
+    return found
+
+
+nodes = kept_by(be_a_node, place="node")
 
 
 @cache
@@ -120,19 +203,13 @@ def test_a_metric_that_syncs_on_each_step_is_refused(nodes):
         assert node["on step"].startswith("geartrain-dp[ddp2]: mse (MeanSquaredError) has dist_sync_on_step=True")
 
 
+def be_the_only_node():
+    trainer, curve, trained = train("3 samples on 2 devices", "ddp2")
+    return trainer.world_size, curve, trained
+
+
 def test_one_node_is_dp(tmp_path):
-    body = f"""
-import sys
-sys.path.insert(0, {str(Path(NODE).parent)!r})
-import torch
-from cases import train
-trainer, curve, trained = train("3 samples on 2 devices", "ddp2")
-torch.save((trainer.world_size, curve, trained), "kept.pt")
-"""
-    (tmp_path / "one.py").write_text(body)
-    with launched("one.py", folder=tmp_path) as run:
-        run.succeed()
-    size, curve, trained = torch.load(tmp_path / "kept.pt", weights_only=False)
+    ((size, curve, trained),) = results(tmp_path, be_the_only_node, ranks=1, place="alone")
     _, expected_curve, expected = train("3 samples on 2 devices", "dp")
     assert size == 1
     assert curve == pytest.approx(expected_curve, rel=1e-6)

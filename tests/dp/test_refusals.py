@@ -1,13 +1,13 @@
 """What dp and ddp2 refuse before anything starts, and what they plan."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from several_ranks import command
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -103,11 +103,18 @@ class Sized(gt.Module):
 """
 
 
-def explained(folder, *words):
-    (folder / "sized.py").write_text(SIZED)
-    main = "import sys; from geartrain.commands import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "explain", "sized.py", "--accelerator", "cpu", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+@pytest.fixture
+def explained(tmp_path, monkeypatch):
+    """``explained("dp", "--json")``: what the command prints."""
+    (tmp_path / "sized.py").write_text(SIZED)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def explain(*words):
+        done = command(tmp_path, "explain", "sized.py", "--accelerator", "cpu", "--strategy", *words)
+        assert done.end == "0", done.printed
+        return done.out
+
+    return explain
 
 
 @pytest.mark.parametrize(
@@ -119,19 +126,17 @@ def explained(folder, *words):
         (("ddp2", "--devices", "4"), 1, {"per_device": 8, "global": 31}),
     ],
 )
-def test_explain_shows_processes_and_batch_sizes(tmp_path, words, processes, sizes):
-    done = explained(tmp_path, "--strategy", *words, "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+def test_explain_shows_processes_and_batch_sizes(explained, words, processes, sizes):
+    facts = json.loads(explained(*words, "--json"))
     assert facts["strategy"]["distribution"] == "geartrain-dp"
     assert (facts["processes"], facts["batch_size"]) == (processes, sizes)
     assert facts["hooks"]["forward"] == [words[0]]
 
 
-def test_explain_in_words(tmp_path):
-    done = explained(tmp_path, "--strategy", "dp", "--devices", "4")
-    assert "4 device(s) each" in done.stdout
-    assert "global 31" in done.stdout
+def test_explain_in_words(explained):
+    printed = explained("dp", "--devices", "4")
+    assert "4 device(s) each" in printed
+    assert "global 31" in printed
 
 
 def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):

@@ -1,18 +1,14 @@
 """Session with dp and ddp2: the inputs of each call are split, and the outputs put together."""
 
-from contextlib import ExitStack
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from several_ranks import results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
-from geartrain.testing.launching import launched
-
-from ..ddp.test_launchers import free_port
 
 
 class Net(nn.Module):
@@ -81,48 +77,38 @@ def test_inputs_that_cannot_be_split_are_refused():
 
 # --- ddp2 ----------------------------------------------------------------------------------------------------------------
 
-NODE = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-import geartrain as gt
 
+class Watched(nn.Sequential):
+    """Keeps how many rows each call had, and whether it was to train."""
 
-class Net(nn.Sequential):
-    seen = []
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.calls = []
 
     def forward(self, x):
-        self.seen.append((len(x), torch.is_grad_enabled()))
+        self.calls.append((len(x), torch.is_grad_enabled()))
         return super().forward(x)
 
 
-torch.manual_seed(0)
-net = Net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-x = torch.linspace(-1, 1, 48).reshape(16, 3)
-with gt.Session(accelerator="cpu", strategy="ddp2", devices=2, num_nodes=2) as session:
-    session.launch()
-    model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
-    for x, y in session.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)):
-        optimizer.zero_grad()
-        session.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-    if session.is_global_zero:
-        with torch.no_grad():
-            model(x)
-    torch.save({{"weights": net.state_dict(), "seen": net.seen}}, f"kept-{{session.global_rank}}.pt")
-"""
+def be_a_node():
+    torch.manual_seed(0)
+    net = Watched(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.linspace(-1, 1, 48).reshape(16, 3)
+    with gt.Session(accelerator="cpu", strategy="ddp2", devices=2, num_nodes=2) as session:
+        session.launch()
+        model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
+        for inputs, y in session.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)):
+            optimizer.zero_grad()
+            session.backward(nn.functional.mse_loss(model(inputs), y))
+            optimizer.step()
+        if session.is_global_zero:
+            with torch.no_grad():
+                model(x[:4])
+        return {"weights": net.state_dict(), "seen": net.calls}
 
 
 def test_ddp2_reduces_over_nodes_and_splits_on_each(tmp_path):
-    (tmp_path / "node.py").write_text(NODE)
-    with ExitStack() as stack:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        runs = [stack.enter_context(launched("node.py", folder=tmp_path, name=f"node-{i}", NODE_RANK=str(i), **where)) for i in range(2)]
-        for run in runs:
-            assert run.wait(60) == 0, runs[0].err + runs[1].err
-    kept = [torch.load(tmp_path / f"kept-{i}.pt", weights_only=True) for i in range(2)]
+    kept = results(tmp_path, be_a_node, place="node")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

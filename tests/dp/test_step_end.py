@@ -1,15 +1,11 @@
 """The same ``*_step_end`` under single, dp and ddp: a loss over the whole batch."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from several_ranks import results
 from torch.utils.data import DataLoader
 
-from ..ddp.ranks import results
 from .cases import Contrastive, Curve, dp, one_trainer, samples, weights
-
-HERE = Path(__file__).parent
 
 
 def contrastive(strategy, devices, batch_size=7):
@@ -36,18 +32,15 @@ def test_a_loss_over_the_whole_batch_is_that_of_one_device(devices):
         torch.testing.assert_close(trained[key], value, rtol=1e-6, atol=1e-7)
 
 
+def train_on_a_rank():
+    module = Contrastive()
+    trainer = one_trainer(strategy="ddp", devices=2)
+    trainer.fit(module, DataLoader(samples(), batch_size=4), DataLoader(samples(20), batch_size=5))
+    return {"metrics": dict(trainer.callback_metrics), "weights": weights(module)}
+
+
 def test_ddp_gives_a_list_of_one(tmp_path):
-    body = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("dp_cases", {str(HERE / "cases.py")!r})
-dp_cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(dp_cases)
-module = dp_cases.Contrastive()
-trainer = one_trainer(strategy="ddp", devices=2)
-trainer.fit(module, DataLoader(samples(), batch_size=4), DataLoader(samples(20), batch_size=5))
-keep(trainer, metrics=dict(trainer.callback_metrics), weights=module.state_dict())
-"""
-    first, second = results(tmp_path, body)
+    first, second = results(tmp_path, train_on_a_rank)
     assert first["metrics"]["val_loss parts"] == first["metrics"]["loss parts"] == 1
     assert first["metrics"]["val_loss"] == second["metrics"]["val_loss"]
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])

@@ -1,5 +1,5 @@
 """A few cells of the table of failures: every event, kind of loader worker and rank, under ddp and ddp_spawn. Run all of them with
-``failure_cells.py``."""
+``failure_cells.py``. The default kills ranks that have loader workers."""
 
 import pytest
 
@@ -12,26 +12,31 @@ pytestmark = [
     pytest.mark.timeout(300),  # the first test runs all cells
 ]
 CELLS = [
-    "ddp:2p:fork:success:0",
-    "ddp:1:fork:sample:0",
-    "ddp:2p:fork:step:1",
-    "ddp:0:-:exit:0",
-    "ddp:2:fork:exit:1",
     "ddp:1:fork:kill:1",
-    "ddp_spawn:2p:fork:success:0",
-    "ddp_spawn:1:spawn:sample:1",
     "ddp_spawn:2:fork:kill:0",
+    *(
+        pytest.param(cell, marks=pytest.mark.matrix)
+        for cell in (
+            "ddp:2p:fork:success:0",
+            "ddp:1:fork:sample:0",
+            "ddp:2p:fork:step:1",
+            "ddp:0:-:exit:0",
+            "ddp:2:fork:exit:1",
+            "ddp_spawn:2p:fork:success:0",
+            "ddp_spawn:1:spawn:sample:1",
+        )
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Cell -> what it came to."""
-    cells = [Cell.parse(text) for text in CELLS]
+def results(request, tmp_path_factory):
+    """Cell -> what it came to, of the cells that this session tests."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cells = [Cell.parse(item.callspec.params["cell"]) for item in items]
     return {result.cell.id: result for result in run_cells(cells, 2, "forkserver", tmp_path_factory.mktemp("cells"))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_ends_in_time_with_the_users_error_and_leaves_nothing(results, cell):
     assert results[cell].wrong == [], results[cell].printed

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
-from geartrain.parallel import stopped
 
 KIND, MARKS = sys.argv[1], Path("marks")
 
@@ -35,8 +33,6 @@ class Model(gt.Module):
             mark(run, "fault")
             if KIND == "exception":
                 raise KeyError("my own error")
-            if KIND == "loop":
-                threading.Event().wait()
             os.kill(os.getpid(), getattr(signal, KIND))
         return self.net(batch[0]).square().mean()
 
@@ -52,8 +48,6 @@ class Watch:
 
 
 MARKS.mkdir(exist_ok=True)
-if "STALL" in os.environ:  # the stall is to be seen, not the patience with a stopped rank
-    stopped.PATIENCE = 10 * float(os.environ["STALL"])
 data = DataLoader(TensorDataset(torch.randn(64, 4)), 4)
 options = {"stall_timeout": float(os.environ["STALL"])} if "STALL" in os.environ else None
 trainer = gt.Trainer(

@@ -1,12 +1,14 @@
 """One program of two ranks: manual optimisation, loops of one's own with a Session, closures, mixed precision. Beside it the same by
-hand comes from the files of the tests of ddp, which ``sys.path`` has."""
+hand comes from the files of the tests of ddp; ``sys.path`` has the folder of ``tests``."""
 
+import gc
 import sys
 
 import torch
-from cases import Net, samples
-from manual import STEPS, on_ranks
-from session_cases import CASES, loop
+import torch._dynamo  # which optimizers import
+from tests.ddp.cases import Net, samples
+from tests.ddp.manual import STEPS, on_ranks
+from tests.ddp.session_cases import CASES, loop
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
@@ -77,4 +79,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    gc.freeze()  # each run collects garbage at its end
     main(sys.argv[1])

@@ -1,11 +1,13 @@
 """Fits that stop and go on, in one program: ``resuming.py FOLDER RANKS``. With two ranks each case trains without a stop, and again in two
 runs, the second from a checkpoint of the first; with one it goes on from what two have saved, and from what ddp would have."""
 
+import gc
 import sys
 import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which optimizers import
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler as lr
@@ -150,4 +152,5 @@ def main():
 
 
 if __name__ == "__main__":
+    gc.freeze()  # each run collects garbage at its end
     main()

@@ -16,9 +16,9 @@ from geartrain.commands import doctor_software
 from geartrain.commands.doctor_findings import examine
 from geartrain.registry import Registry
 from geartrain_horovod import checks, installed
-from geartrain_horovod.installed import missing, torch_version
+from geartrain_horovod.installed import torch_version
 
-needs_horovod = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_horovod = pytest.mark.horovod
 
 
 @needs_horovod

@@ -16,13 +16,11 @@ from torch.nn.functional import mse_loss
 
 from geartrain.testing.launching import Launched, until
 from geartrain_horovod.elastic import Elastic
-from geartrain_horovod.installed import missing
 
 pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.horovod,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc"),
     pytest.mark.timeout(400),
-    pytest.mark.slow,
 ]
 HERE = Path(__file__).parent
 #: Two names of this machine stand for two machines: horovodrun takes no worker of one where another of its workers has failed.

@@ -180,7 +180,7 @@ def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case
     ],
 )
 def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, case, told):
-    with launched(str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path) as run:
+    with launched(str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path, RANKS="2") as run:
         assert run.wait(120) != 0
         assert told in run.err
         assert "Fix: distributed_optimizer=False" in run.err
@@ -188,7 +188,7 @@ def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, 
 
 def test_a_peer_that_has_gone_before_horovods_own_hooks_send_is_said(tmp_path):
     """They raise within backward, where nobody waits yet."""
-    with launched(str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path) as run:
+    with launched(str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path, RANKS="2") as run:
         assert run.wait(120) != 0
     said = (tmp_path / "error-0").read_text()
     assert said.startswith("TrainingError: rank 0: start of all-reduce of hvd.DistributedOptimizer: a peer has gone")

@@ -13,7 +13,7 @@ import pytest
 from geartrain.testing.launching import Launched
 from geartrain_horovod.installed import facts, missing
 
-pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 SEEDS = Path(__file__).parents[1] / "seeds"
 #: Documents 001, lines 364 and 369: see blocks.md.

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,7 @@ def wheels(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.whl"))
 
 
+@pytest.mark.build
 def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
     first = command()
     assert first.returncode == 0, first.stdout + first.stderr
@@ -105,6 +107,7 @@ def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
     assert not list((tmp_path / "cache").rglob("tmp*"))
 
 
+@pytest.mark.build
 def test_printed_steps_install_it_too(site, command, tmp_path):
     shown = command("--print", cache=None)
     assert shown.returncode == 0, shown.stderr
@@ -118,6 +121,7 @@ def test_printed_steps_install_it_too(site, command, tmp_path):
     assert built["CMAKE_CXX_COMPILER_LAUNCHER"].endswith("-std=c++17")
 
 
+@pytest.mark.build
 def test_failed_build_shows_its_end_and_its_log(site, command, tmp_path):
     failed = command(TEST_FAIL="1")
     assert failed.returncode == 1
@@ -132,12 +136,14 @@ def test_failed_build_shows_its_end_and_its_log(site, command, tmp_path):
     assert command().returncode == 0  # the next build is not misled by what the failed one left
 
 
+@pytest.mark.build
 def test_what_is_built_for_another_torch_is_refused(command):
     done = command(TEST_TORCH="1.13.0")
     assert done.returncode == 1
     assert f"was built for torch 1.13.0, and torch {installed.torch_version()} is installed" in done.stderr
 
 
+@pytest.mark.build
 @pytest.mark.parametrize(
     ("tool", "told"),
     [("cmake", "there is no cmake. Fix: pip install cmake"), ("c++", "there is no C++ compiler (c++, g++ or clang++). Fix: ")],
@@ -224,66 +230,71 @@ def test_wheel_is_kept_by_all_that_it_depends_on(recipe, monkeypatch):
 # --- what is missing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def horovod(tmp_path, monkeypatch):
-    """A Horovod in front of any other: made by hand, to be looked at by ``missing()`` in a process of its own."""
-
-    def make(built=TORCH, extension=True, part=TORCH_PART):
-        folder = tmp_path / "horovod"
-        (folder / "torch").mkdir(parents=True)
-        (folder / "__init__.py").touch()
-        (folder / "torch" / "__init__.py").write_text(part)
-        if extension:
-            (folder / "torch" / "mpi_lib_v2.so").touch()
-        if built is not None:
-            (folder / "metadata.json").write_text(json.dumps({"pytorch": built}))
-
-    def ask(before=""):
-        code = f"{before}\nfrom geartrain_horovod.installed import missing; print(missing())"
-        environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ, timeout=100).stdout
-
-    make.ask = ask
-    return make
-
-
 _BLOCK = """import importlib.util as u
 find = u.find_spec
 u.find_spec = lambda name, *more: None if name == {0!r} else find(name, *more)
 """
+_OF = {"built": TORCH, "extension": True, "part": TORCH_PART}
+#: What Horovod in front of any other is made of, and what happens before ``missing()`` looks at it; and the answer's words.
+MISSING = {
+    "usable": (_OF, "", "None\n"),
+    "another torch": ({**_OF, "built": "1.13.1"}, "", "was built for torch 1.13.1, and torch "),
+    "no torch": ({**_OF, "built": None}, "", "was built for torch None"),
+    "no extension": ({**_OF, "extension": False}, "", "is installed without its part for torch"),
+    "not loadable": (
+        {**_OF, "part": "raise ImportError('undefined symbol: _ZN5torch')"},
+        "",
+        "cannot be loaded: ImportError: undefined symbol: _ZN5torch",
+    ),
+    "neither Gloo nor MPI": ({**_OF, "part": TORCH_PART.replace("True", "False")}, "", "was built with neither Gloo nor MPI"),
+    # Nothing of it is imported where its files are wrong.
+    "wrong files": ({**_OF, "built": "1.13.1", "part": "raise SystemExit('imported')"}, "", "was built for torch 1.13.1"),
+    "none": (None, _BLOCK.format("horovod"), "Horovod is not installed. Fix: python -m geartrain_horovod.install ("),
+    "no numpy": (_OF, _BLOCK.format("numpy"), "not installed. Fix: pip install numpy"),
+}
+#: Each case is asked in a process of its own, forked from one that has imported torch, which takes seconds.
+_ASK = """
+import json, os, sys
+import torch
+
+for folder, before in json.loads(sys.argv[1]):
+    if (child := os.fork()) == 0:
+        sys.path.insert(0, folder)
+        exec(before)
+        from geartrain_horovod.installed import missing
+        with open(os.path.join(folder, "answer"), "w") as file:
+            print(missing(), file=file)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 
 
-def test_usable(horovod):
-    horovod()
-    assert horovod.ask() == "None\n"
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What ``missing()`` says in each case."""
+    cases = []
+    for made, before, _ in MISSING.values():
+        folder = tmp_path_factory.mktemp("missing")
+        cases.append((str(folder), before))
+        if made is None:
+            continue
+        package = folder / "horovod" / "torch"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
+        (package / "__init__.py").write_text(made["part"])
+        if made["extension"]:
+            (package / "mpi_lib_v2.so").touch()
+        if made["built"] is not None:
+            (package.parent / "metadata.json").write_text(json.dumps({"pytorch": made["built"]}))
+    done = subprocess.run([sys.executable, "-c", _ASK, json.dumps(cases)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(MISSING, ((Path(folder) / "answer").read_text() for folder, _ in cases), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        ({"built": "1.13.1"}, "was built for torch 1.13.1, and torch "),
-        ({"built": None}, "was built for torch None"),
-        ({"extension": False}, "is installed without its part for torch"),
-        ({"part": "raise ImportError('undefined symbol: _ZN5torch')"}, "cannot be loaded: ImportError: undefined symbol: _ZN5torch"),
-        ({"part": TORCH_PART.replace("True", "False")}, "was built with neither Gloo nor MPI"),
-    ],
-)
-def test_unusable(horovod, made, told):
-    horovod(**made)
-    found = horovod.ask()
-    assert told in found
-    assert "Fix: python -m geartrain_horovod.install (" in found
-
-
-def test_not_installed(horovod):
-    assert horovod.ask(_BLOCK.format("horovod")).startswith("Horovod is not installed. Fix: python -m geartrain_horovod.install (")
-
-
-def test_without_numpy(horovod):
-    horovod()
-    assert "not installed. Fix: pip install numpy" in horovod.ask(_BLOCK.format("numpy"))
-
-
-def test_horovod_is_not_imported_where_its_files_are_wrong(horovod):
-    horovod(built="1.13.1", part="raise SystemExit('imported')")
-    assert "was built for torch 1.13.1" in horovod.ask()
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing(answers, case):
+    words = MISSING[case][2]
+    assert words in answers[case]
+    assert answers[case] == "None\n" or "Fix: " in answers[case]
+    if "numpy" not in case and case != "usable":
+        assert "Fix: python -m geartrain_horovod.install (" in answers[case]

@@ -84,6 +84,7 @@ def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
     assert "PLAN 2 × 2 (scale_lr, 2 worker(s))" in logs
 
 
+@pytest.mark.example
 def test_digits_on_two_ranks(tmp_path):
     """The real handwritten digits, with the example as it is."""
     pytest.importorskip("sklearn", reason="scikit-learn, whose wheel has the digits, is not installed")

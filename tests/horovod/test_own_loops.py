@@ -1,7 +1,6 @@
 """Manual optimisation, a Session's loops, closures, several optimizers and mixed precision on two ranks come to what one process comes
 to on the whole batch."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,17 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain.testing.launching import launched
 
+from ..ddp import cases, manual, session_cases
+
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
-DDP = HERE.parent / "ddp"
-
-sys.path.insert(0, str(DDP))
-try:
-    import cases
-    import manual
-    import session_cases
-finally:
-    sys.path.remove(str(DDP))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """(kind, case) -> weights, for each rank."""
     folder = tmp_path_factory.mktemp("own-loops")
-    with launched(str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(DDP)) as run:
+    with launched(str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(HERE.parents[1])) as run:
         run.succeed(300)
     return [torch.load(folder / f"own-{rank}.pt", weights_only=False) for rank in range(2)]
 

@@ -10,12 +10,13 @@ from torch import nn
 import geartrain as gt
 
 pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
-pytest.importorskip("horovod", reason="Horovod is not installed; it is built in an environment of its own")
 
 from geartrain_horovod import checks, launching
 from geartrain_horovod.elastic import Elastic
 from geartrain_horovod.gradients import Reduction
 from geartrain_horovod.wrapped import Wrapped
+
+pytestmark = pytest.mark.horovod
 
 
 class NeedsMore(torch.optim.SGD):

@@ -1,6 +1,7 @@
 """A wait that does not end ends the run, and who did not come is named."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -204,8 +205,7 @@ def test_no_thread_is_left():
 
 def test_a_shutdown_that_comes_late_ends_nothing(monkeypatch):
     """The others were ended meanwhile, and the program goes on."""
-    monkeypatch.setattr(module, "GRACE", 0.2)
-    monkeypatch.setattr(module, "_LAST", 1.0)
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.2,grace=0.5")
     ended, released = [], threading.Event()
     monkeypatch.setattr(module.os, "_exit", ended.append)
     Watchdog(600.0, 0).leave(lambda: released.wait(30), True)
@@ -218,7 +218,6 @@ def test_a_shutdown_that_comes_late_ends_nothing(monkeypatch):
 STUCK = """
 import ctypes, sys
 from geartrain_horovod import watchdog
-watchdog.GRACE, watchdog._LAST = 0.5, 1.0
 dog = watchdog.Watchdog(0.5, 1)
 sleep = ctypes.CDLL(None).sleep  # as a wait in C++: Python hears nothing there
 """
@@ -233,6 +232,7 @@ sleep = ctypes.CDLL(None).sleep  # as a wait in C++: Python hears nothing there
     ],
 )
 def test_what_hangs_in_c_ends_with_its_process(code, told):
-    done = subprocess.run([sys.executable, "-c", STUCK + code], capture_output=True, text=True, timeout=110)
+    patience = {"GEARTRAIN_PATIENCE": "unwind=0.5,grace=0.5"}
+    done = subprocess.run([sys.executable, "-c", STUCK + code], capture_output=True, text=True, timeout=110, env=os.environ | patience)
     assert done.returncode == 1
     assert told in done.stderr

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from several_ranks import results
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import ModelCheckpoint
-from geartrain.testing.launching import launched
 from geartrain_mlflow import MLflow
 from geartrain_mlflow.names import LONGEST, Names
 
@@ -235,17 +235,12 @@ def test_a_trial_writes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["test.db"]
 
 
+def train_on_a_rank(uri):
+    fit("mlflow", strategy="ddp", devices=2, plugin_options={"mlflow": {"tracking_uri": uri}})
+
+
 def test_two_ranks_write_once(uri, tmp_path):
-    script = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from loggers.cases import *
-fit("mlflow", strategy="ddp", devices=2, plugin_options={{"mlflow": {{"tracking_uri": {uri!r}}}}})
-"""
-    (tmp_path / "train.py").write_text(script)
-    with launched("train.py", folder=tmp_path) as run:
-        run.succeed(90)
-        assert not run.left_behind()
+    results(tmp_path, train_on_a_rank, uri)
     (run,) = runs(uri)
     assert history(uri, run, "val_loss") == [(3, 103.0), (6, 106.0)]
     assert run.data.params["plan.processes"] == "2"

@@ -1,24 +1,26 @@
 """The plugin ``tensorboard``: what TensorBoard itself reads in the files."""
 
 import json
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
+import warnings
 
 import pytest
 import torch
+from several_ranks import results
 from tensorboard import context
 from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from geartrain import UsageError
-from geartrain.testing.launching import launched
 from geartrain_tensorboard import TensorBoard
 
-from .cases import Net, fit, loader, open_files, trainer
+from .cases import Net, fit, loader, open_files, threads, trainer
+
+try:
+    import resource
+except ImportError:
+    resource = None
 
 
 @pytest.fixture(autouse=True)
@@ -187,17 +189,12 @@ def test_a_trial_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_ranks_write_once(tmp_path):
-    script = f"""
-    import sys
-    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-    from loggers.cases import *
+def train_on_a_rank():
     fit("tensorboard", strategy="ddp", devices=2, output="run")
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    with launched("train.py", folder=tmp_path) as run:
-        run.succeed(90)
-        assert not run.left_behind()
+
+
+def test_two_ranks_write_once(tmp_path):
+    results(tmp_path, train_on_a_rank)
     folder = tmp_path / "run" / "tensorboard"
     assert len(list(folder.iterdir())) == 1
     assert scalars(folder)["val_loss"] == [(3, 103.0), (6, 106.0)]
@@ -206,26 +203,24 @@ def test_two_ranks_write_once(tmp_path):
 # --- when it cannot be written -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
-def test_a_full_disk_is_one_warning(tmp_path):
-    """A real limit on the size of files, in a process of its own."""
-    script = f"""
-    import resource, sys, warnings
-    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-    from loggers.cases import *
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+def train_on_a_full_disk():
+    """A real limit on the size of files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        options = {{"tensorboard": {{"folder": "tb", "flush_seconds": 0.001}}}}
+        options = {"tensorboard": {"folder": "tb", "flush_seconds": 0.001}}
         one = fit("tensorboard", plugin_options=options, max_epochs=30, log_every_n_steps=1)
     assert one.global_step == 180
-    print(threads(), *(warning.message for warning in caught if "tensorboard[" in str(warning.message)), sep="\\n")
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    left, warning = done.stdout.splitlines()
-    assert left == "{'MainThread'}"
+    left = threads()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return left, *(str(warning.message) for warning in caught if "tensorboard[" in str(warning.message))
+
+
+@pytest.mark.skipif(resource is None, reason="Windows has no limit of a file's size")
+def test_a_full_disk_is_one_warning(tmp_path):
+    ((left, warning),) = results(tmp_path, train_on_a_full_disk, ranks=1, place="alone")
+    assert left == {"MainThread"}
     assert "geartrain-tensorboard[tensorboard]: log_metrics raised OSError" in warning
     assert scalars(tmp_path / "tb")["loss"][0] == (1, 1.0)
 

@@ -7,16 +7,19 @@ import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
 import geartrain as gt
-from geartrain.parallel import stopped
 
 KIND, RANK, WHERE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 MARKS = Path("marks")
 MARKS.mkdir(exist_ok=True)
-# A test about the timeout must not meet the end of the patience, nor wait for the whole of it.
-stopped.PATIENCE = float(os.environ.get("PATIENCE", stopped.PATIENCE))
+#: Seconds for which a rank waits for one that is late.
+PATIENCE = 3.0
+_NEXT = (RANK + 1) % int(os.environ.get("DEVICES", "2"))
 
 
 def mine() -> int:
@@ -28,7 +31,14 @@ def mark(what: str, text: str = "") -> None:
 
 
 def fault(where: str) -> None:
-    if where != WHERE or mine() != RANK:
+    """Fail, if this is the place, on the rank that is to fail. The next rank waits for one that is late, because it hangs or is stopped."""
+    if where != WHERE:
+        return
+    late = KIND in ("hang", "late")
+    group = _impatient_group() if late else None
+    if mine() != RANK:
+        if late and mine() == _NEXT:
+            dist.barrier(group)
         return
     mark("fault")
     if KIND == "exception":
@@ -38,8 +48,17 @@ def fault(where: str) -> None:
     if KIND == "none":
         return
     if KIND != "hang":
-        os.kill(os.getpid(), getattr(signal, KIND))
+        os.kill(os.getpid(), signal.SIGSTOP if late else getattr(signal, KIND))
     threading.Event().wait()
+
+
+def _impatient_group() -> dist.ProcessGroup:
+    """The rank that fails and the next, with less patience than the strategy's timeout: ranks that share cores start apart."""
+    dist.barrier()
+    group = dist.new_group([RANK, _NEXT], timeout=timedelta(seconds=PATIENCE))
+    if mine() in (RANK, _NEXT):
+        dist.barrier(group)  # they are connected
+    return group
 
 
 class Watch:

@@ -4,10 +4,12 @@ import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,7 +78,8 @@ class Net(gt.Module):
 
 
 class Faulty(Net):
-    """Fails on one rank, and says which process each rank was: ``Faulty(folder, "SIGKILL", rank=1)``."""
+    """Fails on one rank, and says which process each rank was: ``Faulty(folder, "SIGKILL", rank=1)``. The other rank waits for one that
+    is late, because it hangs or is stopped."""
 
     def __init__(self, folder, kind, rank, where="train", error=None):
         super().__init__()
@@ -86,16 +89,25 @@ class Faulty(Net):
         (self.folder / f"{what}-{self.global_rank}").write_text(str(os.getpid()))
 
     def fault(self, where):
-        if self.global_rank != self.rank or where != self.where:
+        if where != self.where:
             return
+        if self.kind in ("hang", "late"):  # with less patience than the strategy's timeout, which ranks need that start apart
+            dist.barrier()
+            group = dist.new_group(timeout=timedelta(seconds=3))
+            dist.barrier(group)  # they are connected
+        if self.global_rank != self.rank:
+            if self.kind in ("hang", "late"):
+                dist.barrier(group)
+            return
+        self.mark("fault")
         if self.kind == "exception":
             raise self.error
         if self.kind == "exit":
             sys.exit(0)
         if self.kind == "_exit":
             os._exit(0)
-        if self.kind != "hang":
-            os.kill(os.getpid(), getattr(signal, self.kind))
+        if not self.kind.startswith("hang"):
+            os.kill(os.getpid(), signal.SIGSTOP if self.kind == "late" else getattr(signal, self.kind))
         threading.Event().wait()
 
     def setup(self, stage):

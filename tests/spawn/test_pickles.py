@@ -1,7 +1,9 @@
 """What goes to a rank, and the name of what cannot."""
 
 import functools
+import gc
 import importlib.util
+import os
 import sys
 import threading
 
@@ -191,3 +193,24 @@ def test_fork_hands_over_anything():
     trainer("fork", max_epochs=1).fit(module, loader())
     assert len(module.losses) == 6
     assert module.lock.acquire(blocking=False)
+
+
+class BelongsToAThread:
+    """Unreachable garbage that no other process may collect: C++ objects that join threads abort there."""
+
+    def __init__(self):
+        self.process, self.cycle = os.getpid(), self
+
+    def __del__(self):
+        if os.getpid() != self.process:
+            os.abort()
+
+
+def test_a_forked_rank_does_not_collect_the_garbage_of_its_starter():
+    gc.disable()
+    try:
+        BelongsToAThread()
+        trainer("fork", max_epochs=1).fit(Net(), loader())
+    finally:
+        gc.enable()
+        gc.collect()

@@ -55,7 +55,7 @@ def by_hand(epochs=2):
     return module.state_dict()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.matrix), "fork"])
 def test_two_ranks_train_as_one_process_does(method, tmp_path):
     module = net()
     before = {key: value.clone() for key, value in module.state_dict().items()}

@@ -5,11 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from several_ranks import command, results
 
-from geartrain.testing.launching import HAS_PROC, LOOPBACK, Launched, free_port, launched, listening, until
+from geartrain.testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
+
+from .models import Net, loader, trainer
 
 STARTED = 60
 #: Seconds from a fault to the end of everything.
@@ -69,7 +74,9 @@ def fit(start_method="forkserver"):
     return f"OPTIONS = dict(start_method={start_method!r})\n" + FIT
 
 
-METHODS = ["forkserver", "spawn", "fork"]
+def methods(first, *others):
+    """One start method in the default, and others."""
+    return pytest.mark.parametrize("method", [first, *(pytest.param(method, marks=pytest.mark.matrix) for method in others)])
 
 
 # --- sessions ------------------------------------------------------------------------------------------------------------
@@ -91,21 +98,6 @@ def executed(tmp_path, monkeypatch):
         return notebook.cells
 
     return execute
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_in_a_notebook(tmp_path, method, executed):
-    cells = executed(
-        NET,
-        fit(method),
-        "trainer.validate",
-        "assert trainer.run.optimizers",
-        "import multiprocessing; multiprocessing.active_children()",
-    )
-    text = "".join(output.get("text", "") for output in cells[1].outputs)
-    assert EXPECTED in text
-    assert cells[-1].outputs[0]["data"]["text/plain"] == "[]"
-    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0", "step-1"}
 
 
 #: A fit of a second at least, in the notebook's own process, which counts how often its display is updated.
@@ -136,22 +128,34 @@ gt.Trainer(accelerator="cpu", devices=1, max_epochs=2).fit(Slow())
 """
 
 
-def test_progress_in_a_notebook_is_one_output(executed):
-    cells = executed(NET, BAR, "len(updates)")
-    displays = [output["data"]["text/plain"] for output in cells[1].outputs if output["output_type"] == "display_data"]
+@methods("forkserver", "spawn", "fork")
+def test_in_a_notebook(tmp_path, method, executed):
+    checks = ("trainer.validate", "assert trainer.run.optimizers", "import multiprocessing; multiprocessing.active_children()")
+    cells = executed(NET, fit(method), *checks, BAR, "len(updates)")
+    text = "".join(output.get("text", "") for output in cells[1].outputs)
+    assert EXPECTED in text
+    assert cells[4].outputs[0]["data"]["text/plain"] == "[]"
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-0", "step-1"}
+    if method == "forkserver":
+        check_progress(*cells[5:])
+
+
+def check_progress(drawn, counted):
+    """Progress is one output of the notebook's own process."""
+    displays = [output["data"]["text/plain"] for output in drawn.outputs if output["output_type"] == "display_data"]
     bars = [shown for shown in displays if "epoch 2" in shown]
     assert len(bars) == 1
     assert bars[0].startswith("epoch 2/2 \u2501")  # the last of many
     assert "4/4" in bars[0]
     assert "val_loss=" in bars[0]
     assert "\n" not in bars[0]  # the bar of the validation is away
-    assert int(cells[2].outputs[0]["data"]["text/plain"]) > 1  # how many depends on how fast it goes
-    printed = "".join(output["text"] for output in cells[1].outputs if output["output_type"] == "stream")
+    assert int(counted.outputs[0]["data"]["text/plain"]) > 1  # how many depends on how fast it goes
+    printed = "".join(output["text"] for output in drawn.outputs if output["output_type"] == "stream")
     assert printed == "printed\nprinted\n"
     assert any("val_loss" in shown and "metric" in shown for shown in displays)  # the closing table
 
 
-@pytest.mark.parametrize("method", METHODS)
+@methods("fork", "forkserver", "spawn")
 def test_in_an_interactive_session(tmp_path, method):
     session = f"{NET}\n\n{fit(method)}"
     (tmp_path / "session.py").write_text(session)
@@ -163,7 +167,7 @@ def test_in_an_interactive_session(tmp_path, method):
     assert EXPECTED in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("method", METHODS)
+@methods("forkserver", "spawn", "fork")
 def test_a_script_without_a_guard(tmp_path, method):
     (tmp_path / "train.py").write_text(f"print('the script runs')\n{NET}\n{fit(method)}")
     with launched("train.py", folder=tmp_path) as run:
@@ -173,6 +177,7 @@ def test_a_script_without_a_guard(tmp_path, method):
         assert not run.left_behind()
 
 
+@pytest.mark.end_to_end
 def test_a_program_from_standard_input(tmp_path):
     done = subprocess.run(
         [sys.executable, "-"], cwd=tmp_path, input=NET + fit(), capture_output=True, text=True, timeout=100, env=_environment(tmp_path)
@@ -180,17 +185,29 @@ def test_a_program_from_standard_input(tmp_path):
     assert EXPECTED in done.stdout, done.stderr
 
 
-def test_from_a_thread(tmp_path):
-    program = f"{NET}\nimport threading\ndef work():\n    exec(compile({fit()!r}, '<work>', 'exec'), globals())\n"
-    (tmp_path / "train.py").write_text(program + "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\n")
-    with launched("train.py", folder=tmp_path) as run:
-        assert EXPECTED in run.succeed().out
+def test_from_a_thread():
+    one, module = trainer(), Net()
+    thread = threading.Thread(target=lambda: one.fit(module, loader()))
+    thread.start()
+    thread.join()
+    assert one.global_step == len(module.losses) == 12
+
+
+COMMAND = ("net.py", "--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu", "--max-epochs", "2")
 
 
 def test_the_command_line(tmp_path):
     (tmp_path / "net.py").write_text(NET)
-    arguments = ("fit", "net.py", "--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu", "--max-epochs", "2")
-    with launched("-c", GEARTRAIN, *arguments, folder=tmp_path) as run:
+    done = command(tmp_path, "fit", *COMMAND, "--strategy.start_method", "fork")
+    assert done.end == "0", done.printed
+    assert "loss" in done.out
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
+
+
+@pytest.mark.end_to_end
+def test_the_command_line_in_a_program(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    with launched("-c", GEARTRAIN, "fit", *COMMAND, folder=tmp_path) as run:
         assert "loss" in run.succeed().out
         assert not run.left_behind()
     assert {path.name for path in tmp_path.glob("teardown-*")} == {"teardown-0", "teardown-1"}
@@ -198,14 +215,14 @@ def test_the_command_line(tmp_path):
 
 def test_spawn_is_another_name(tmp_path):
     (tmp_path / "net.py").write_text(NET)
-    arguments = ("explain", "net.py", "--strategy", "spawn", "--devices", "2", "--accelerator", "cpu", "--json")
-    with launched("-c", GEARTRAIN, *arguments, folder=tmp_path) as run:
-        plan = json.loads(run.succeed().out)
+    done = command(tmp_path, "explain", "net.py", "--strategy", "spawn", "--devices", "2", "--accelerator", "cpu", "--json")
+    plan = json.loads(done.out)
     assert plan["processes"] == 2
     assert plan["strategy"]["distribution"] == "geartrain-spawn"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.end_to_end  # test_what_comes_back.py has one in this process
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_loaders_with_workers(tmp_path, method):
     (tmp_path / "train.py").write_text(NET + fit(method))
     with launched("train.py", folder=tmp_path, LOADER_WORKERS="1") as run:
@@ -213,22 +230,45 @@ def test_loaders_with_workers(tmp_path, method):
         assert not run.left_behind()
 
 
+class Place(Net):
+    """Tells its place in the last step."""
+
+    def training_step(self, batch, batch_idx):
+        self.place = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
+        return super().training_step(batch, batch_idx)
+
+
+def be_a_node():
+    """Train twice as one node of two, with one rank each."""
+    one, module = trainer("fork", devices=1, num_nodes=2), Place()
+    for _ in range(2):
+        one.fit(module, loader())
+    return module.place, len(module.losses), dict(module.state_dict())
+
+
 def test_two_nodes(tmp_path):
-    port = str(free_port())
-    program = NET + fit().replace("devices=2", "devices=1, num_nodes=2")
-    runs = []
-    for node in ("0", "1"):
-        folder = tmp_path / node
-        folder.mkdir()
-        (folder / "train.py").write_text(program)
-        variables = {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        runs.append(Launched([sys.executable, "train.py"], folder, variables))
-    try:
-        assert [EXPECTED in run.succeed(100).out for run in runs] == [True, True]
-        assert (tmp_path / "1" / "step-1").exists()
-    finally:
-        for run in runs:
-            run.kill()
+    (first, steps, mine), (second, also, theirs) = results(tmp_path, be_a_node, place="node")
+    assert (first, second) == ((0, 0, 2), (1, 1, 2))
+    assert steps == also == 2 * 12
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+class Listens(Net):
+    """Notes the addresses on which its rank and the starter listen."""
+
+    def on_train_end(self):
+        self.found = listening([os.getpid(), int(os.environ["OF_THE_STARTER"])])
+        Path(f"of-rank-{self.global_rank}").write_text(" ".join(self.found))
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="finds sockets through /proc")
+def test_nothing_listens_outside_loopback(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_STARTER", str(os.getpid()))
+    trainer(max_epochs=1).fit(Listens(), loader())
+    found = [(tmp_path / f"of-rank-{rank}").read_text().split() for rank in range(2)]
+    assert all(found)
+    assert not {*found[0], *found[1]} - set(LOOPBACK)
 
 
 # --- the starter ends ----------------------------------------------------------------------------------------------------
@@ -245,6 +285,7 @@ def until_waiting(run, tmp_path):
     assert run.process.poll() is None, run.err
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number):
     with waiting(tmp_path) as run:
@@ -257,11 +298,14 @@ def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@methods("fork", "forkserver")
 def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
     """A terminal interrupts all processes of the program, so that a rank is asked to end while it tears down already."""
     with waiting(tmp_path, method) as run:
         until_waiting(run, tmp_path)
+        found = listening(run.processes())
+        assert found
+        assert [address for address in found if address not in LOOPBACK] == []
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(PROMPT) != 0
         assert "SIGINT" in run.err
@@ -270,22 +314,13 @@ def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
-@pytest.mark.parametrize("method", METHODS)
+@methods("forkserver", "spawn", "fork")
 def test_a_killed_starter_takes_everything_with_it(tmp_path, method):
     with waiting(tmp_path, method, LOADER_WORKERS="1") as run:
         until_waiting(run, tmp_path)
         assert len(run.processes()) >= 3
         run.process.kill()
         until(lambda: not run.processes(), PROMPT, "no process is left")
-
-
-@pytest.mark.skipif(not HAS_PROC, reason="finds sockets through /proc")
-def test_nothing_listens_outside_loopback(tmp_path):
-    with waiting(tmp_path) as run:
-        until_waiting(run, tmp_path)
-        found = listening(run.processes())
-    assert found
-    assert [address for address in found if address not in LOOPBACK] == []
 
 
 def _environment(folder: Path) -> dict[str, str]:

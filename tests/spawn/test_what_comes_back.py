@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ from geartrain.callbacks import ModelCheckpoint
 
 from .models import Net, loader, trainer
 
-METHODS = ["forkserver", "spawn", "fork"]
+ALL = ["forkserver", *(pytest.param(method, marks=pytest.mark.matrix) for method in ("spawn", "fork"))]
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=ALL)
 def fitted(request):
     """A trainer and its module after two fits, and what was seen after the first."""
     one = trainer(request.param)  # seeds the weights
@@ -279,11 +280,11 @@ def test_optimizer_that_cannot_be_made_twice_costs_a_warning_and_no_weights():
 
 
 class Big(gt.Module):
-    """A gibibyte of frozen weights and 300 metrics."""
+    """Frozen weights and 300 metrics."""
 
-    def __init__(self):
+    def __init__(self, mebibytes):
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(256, 1024, 1024), requires_grad=False)
+        self.table = nn.Parameter(torch.zeros(mebibytes, 256, 1024), requires_grad=False)
         self.scale = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch, batch_idx):
@@ -298,21 +299,35 @@ class Big(gt.Module):
         return torch.optim.SGD([self.scale], lr=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_gigabyte_and_300_metrics_come_back_and_leave_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def _nothing_is_left(tmp_path, monkeypatch):
+    util.get_temp_dir()  # which multiprocessing keeps until this process ends
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    module, one = Big(), trainer(max_epochs=1)
+    yield
+    assert list(tmp_path.iterdir()) == []
+    if shared.is_dir():
+        assert {path for path in shared.iterdir() if path not in before and path.name.startswith(("torch", "geartrain", "sem"))} == set()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mebibytes", [64, pytest.param(1024, marks=pytest.mark.end_to_end)])
+@pytest.mark.usefixtures("_nothing_is_left")
+def test_many_weights_and_300_metrics_come_back_and_leave_nothing(mebibytes):
+    module, one = Big(mebibytes), trainer(max_epochs=1)
     one.fit(module, DataLoader(torch.zeros(4, 1)))
     assert module.table.min() == module.table.max() == 7.0
     assert module.scale.item() > 0
     assert [one.callback_metrics[f"metric {i}"] for i in range(300)] == list(range(300))
-    assert list(tmp_path.iterdir()) == []
-    if shared.is_dir():
-        assert {path for path in shared.iterdir() if path not in before and path.name.startswith(("torch", "geartrain", "sem"))} == set()
+
+
+@pytest.mark.usefixtures("_nothing_is_left")
+def test_loader_workers_leave_nothing():
+    module = Net()
+    trainer(max_epochs=1).fit(module, loader(num_workers=1), loader(20, num_workers=1))
+    assert len(module.losses) == 6
 
 
 # --- what a rank takes over ----------------------------------------------------------------------------------------------
@@ -326,7 +341,7 @@ class Looks(Net):
         self.directory = os.getcwd()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_ranks_take_over_dtype_random_state_environment_and_directory(method, monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_CALLER", method)  # a forkserver started with another environment
     monkeypatch.chdir(tmp_path)

@@ -1,10 +1,17 @@
-"""A test class may say which of the kit's cases it wants: ``chosen``, a regular expression."""
+"""A test class may say which of the kit's cases it wants: ``chosen``, a regular expression; and which of these are marked ``matrix``:
+``matrix``, another one."""
 
 import re
 
+import pytest
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     unwanted = [item for item in items if not re.search(getattr(getattr(item, "cls", None), "chosen", ""), item.name)]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
+    for item in items:
+        if (matrix := getattr(getattr(item, "cls", None), "matrix", None)) is not None and re.search(matrix, item.name):
+            item.add_marker(pytest.mark.matrix)

@@ -2,19 +2,28 @@
 
 from typing import ClassVar
 
+import pytest
+
 from geartrain.testing import StrategyConformance
+
+#: One program runs all scenarios of the first two classes, on the time of the first test that asks for one.
+pytestmark = pytest.mark.timeout(300)
 
 
 class TestDDP(StrategyConformance):
     strategy = "ddp"
+    program = "ddp"
+    matrix = r"error_in\[(?!training_step)|signal\[(?!SIGKILL)"  # tests/ddp/test_faults.py has every phase and signal
 
 
 class TestDDPWithOptions(StrategyConformance):
     strategy = "ddp"
+    program = "ddp"
     options: ClassVar[dict[str, object]] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
     chosen = "equals_one_process|identical|no_sync|unused"
 
 
+@pytest.mark.matrix
 class TestDDPOnThree(StrategyConformance):
     strategy = "ddp"
     devices = 3

@@ -1,11 +1,17 @@
 """The strategies ``dp`` and ``ddp2`` conform."""
 
+import pytest
+
 from geartrain.testing import StrategyConformance
+
+pytestmark = pytest.mark.timeout(300)
 
 
 class TestDP(StrategyConformance):
     strategy = "dp"
+    matrix = "error_in|one_device|multi_node|key_on"  # programs of their own
 
 
+@pytest.mark.matrix
 class TestDDP2(StrategyConformance):
     strategy = "ddp2"

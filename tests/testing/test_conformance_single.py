@@ -1,8 +1,13 @@
 """The strategy ``single`` conforms."""
 
+import pytest
+
 from geartrain.testing import StrategyConformance
+
+pytestmark = pytest.mark.timeout(300)
 
 
 class TestSingle(StrategyConformance):
     strategy = "single"
     devices = 1
+    matrix = r"error_in\[(?!training_step)"

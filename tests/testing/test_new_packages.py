@@ -16,7 +16,7 @@ LEFT_OUT = {"strategy": ("-k", "not (configure_optimizers or validation_step or 
 #: Seconds for the strategy's conformance run, on a machine that does other things as well.
 DEADLINE = 400
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(DEADLINE + 60)]
+pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
 
 
 @pytest.fixture(scope="module")

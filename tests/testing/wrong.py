@@ -1,28 +1,37 @@
-"""Which cases of the kit must catch which wrong strategy: all of these, and no other."""
+"""Which cases of the kit must catch which wrong strategy: all of these, by these words, and no other."""
 
 import os
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from geartrain.testing.program import COMPARED
 
 EQUAL = "test_equals_one_process[{}]".format
 #: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.
-SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|loopback_only|key_on_one_rank))"
+SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|key_on_one_rank))"
 #: The cases about training, those about the rest of what ranks compute, and those about what surrounds it. A wrong strategy is given
-#: its own part, because all of them for each would take a quarter of an hour; GEARTRAIN_TEST_FULL=1 gives it all.
+#: its own part, because all of them for each would take minutes; GEARTRAIN_TEST_FULL=1 gives it all. The default gives it fewer: see
+#: each().
 _FULL = os.environ.get("GEARTRAIN_TEST_FULL") == "1"
 TRAINING = SHARED if _FULL else r"equals_one_process|identical|start_apart|buffers|no_sync|is_left"
 COMPUTED = SHARED if _FULL else r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier|fit_v|caller|is_left"
-AROUND = SHARED if _FULL else r"\[sgd\]|fit_v|caller|plugins|metadata|is_left"
+AROUND = SHARED if _FULL else r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
+
+#: What cases say; regular expressions.
+LOSS, WEIGHTS = "the loss differs from one process's from step", "has other weights than one process"
+DIFFERS = "on rank 1 differs from rank 0's by"
+SEEN, UNSEEN = "were seen more than once", "no rank saw the samples"
+LEFT = "left behind by programs that succeeded(.|\n)*{}".format
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A strategy as a test class describes it, and the cases that must fail."""
+    """A strategy as a test class describes it, and the cases that must fail, with what each must say."""
 
     strategy: str
-    fails: set[str]
+    fails: Mapping[str, str]
     #: Regular expression of the cases that are run.
     chosen: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -30,75 +39,165 @@ class Wrong:
     #: Seconds for a scenario that hangs.
     deadline: float = 20
     timeout: float = 8
-    #: Whether another one shows that its cases can fail: then only ``tox -e long`` runs it.
-    long: bool = False
+    #: Those with the same name run in one program, one after another; without one in programs of its own.
+    program: str = "wrong"
+    #: Whether another one shows that its cases can fail, or it costs programs: the default leaves it out.
+    matrix: bool = False
 
 
 WRONG = {
     # A right one: nothing may fail.
-    "plain": Wrong("plain", set(), SHARED),
+    "plain": Wrong("plain", {}, SHARED),
     # Training.
-    "sums": Wrong(
-        "sums",
-        {EQUAL(name) for name in COMPARED},
-        TRAINING,
+    "sums": Wrong("sums", {**{EQUAL(name): LOSS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING),
+    "skips the last bucket": Wrong(
+        "skips-the-last-bucket", {EQUAL("many_buckets"): LOSS, "test_identical_weights": DIFFERS}, TRAINING, matrix=True
     ),
-    "skips the last bucket": Wrong("skips-the-last-bucket", {EQUAL("many_buckets"), "test_identical_weights"}, TRAINING, long=True),
-    "forgets earlier micro-batches": Wrong("forgets-earlier-micro-batches", {EQUAL("accumulation")}, TRAINING, long=True),
-    "clips first": Wrong("clips-first", {EQUAL("clipping")}, TRAINING, long=True),
-    "steps Adam as SGD": Wrong("steps-adam-as-sgd", {EQUAL("adam"), EQUAL("two_optimizers")}, TRAINING, long=True),
-    "first optimizer only": Wrong("first-optimizer-only", {EQUAL("two_optimizers"), "test_identical_weights"}, TRAINING, long=True),
-    "needs every gradient": Wrong("needs-every-gradient", {EQUAL("frozen")}, TRAINING, long=True),
-    "divides by users": Wrong("divides-by-users", {EQUAL("unused_parameters")}, TRAINING, long=True),
-    "schedules once per rank": Wrong("schedules-once-per-rank", {EQUAL("scheduler")}, TRAINING, long=True),
-    "ends with a tuple": Wrong("ends-with-a-tuple", {EQUAL("step_end")}, TRAINING, long=True),
-    "fits once": Wrong("fits-once", {EQUAL("fit_twice")}, TRAINING, long=True),
-    "keeps buffers apart": Wrong("keeps-buffers-apart", {"test_buffers"}, TRAINING),
-    "starts apart": Wrong("starts-apart", {"test_ranks_that_start_apart"}, TRAINING),
-    "drifts": Wrong("drifts", {"test_identical_weights", "test_ranks_that_start_apart"}, TRAINING),
-    "reduces every micro-batch": Wrong("reduces-every-micro-batch", {"test_no_sync"}, TRAINING),
+    "forgets earlier micro-batches": Wrong("forgets-earlier-micro-batches", {EQUAL("accumulation"): LOSS}, TRAINING, matrix=True),
+    "clips first": Wrong("clips-first", {EQUAL("clipping"): LOSS}, TRAINING, matrix=True),
+    "steps Adam as SGD": Wrong("steps-adam-as-sgd", {EQUAL("adam"): LOSS, EQUAL("two_optimizers"): LOSS}, TRAINING, matrix=True),
+    "first optimizer only": Wrong(
+        "first-optimizer-only", {EQUAL("two_optimizers"): LOSS, "test_identical_weights": DIFFERS}, TRAINING, matrix=True
+    ),
+    "needs every gradient": Wrong(
+        "needs-every-gradient", {EQUAL("frozen"): "TypeError: unsupported operand.*'NoneType' and 'int'"}, TRAINING, matrix=True
+    ),
+    "divides by users": Wrong("divides-by-users", {EQUAL("unused_parameters"): LOSS}, TRAINING, matrix=True),
+    "schedules once per rank": Wrong("schedules-once-per-rank", {EQUAL("scheduler"): LOSS}, TRAINING, matrix=True),
+    "ends with a tuple": Wrong("ends-with-a-tuple", {EQUAL("step_end"): "'training_step_end': 'tuple'"}, TRAINING, matrix=True),
+    "fits once": Wrong("fits-once", {EQUAL("fit_twice"): LOSS}, TRAINING, matrix=True),
+    "keeps buffers apart": Wrong("keeps-buffers-apart", {"test_buffers": "norm.running_mean is tensor(.|\n)*on rank 1"}, TRAINING),
+    "starts apart": Wrong("starts-apart", {"test_ranks_that_start_apart": DIFFERS}, TRAINING, matrix=True),
+    "drifts": Wrong("drifts", {"test_identical_weights": DIFFERS, "test_ranks_that_start_apart": DIFFERS}, TRAINING),
+    "reduces every micro-batch": Wrong("reduces-every-micro-batch", {"test_no_sync": "every micro-batch is reduced"}, TRAINING),
     # Data, metrics, collectives, what the caller sees.
-    "one order": Wrong("one-order", {"test_training_coverage"}, COMPUTED, long=True),
-    "shares nothing": Wrong("shares-nothing", {"test_training_coverage", "test_sharded_loader"}, COMPUTED),
-    "pads predictions": Wrong("pads-predictions", {"test_evaluation_coverage"}, COMPUTED, long=True),
-    "drops tails": Wrong("drops-tails", {"test_evaluation_coverage", "test_fit_validate_test"}, COMPUTED),
-    "copies the only sample": Wrong("copies-the-only-sample", {"test_rank_without_samples"}, COMPUTED),
-    "leaves the others waiting": Wrong("leaves-the-others-waiting", {"test_uneven_inputs"}, COMPUTED),
-    "logs its own": Wrong("logs-its-own", {"test_metrics", "test_weighted_means", "test_evaluation_coverage"}, COMPUTED),
-    "gathers backwards": Wrong("gathers-backwards", {"test_all_gather"}, COMPUTED, long=True),
-    "keeps padding": Wrong("keeps-padding", {"test_all_gather"}, COMPUTED),
-    "broadcasts from rank 0": Wrong("broadcasts-from-rank0", {"test_broadcast", "test_evaluation_coverage"}, COMPUTED),
-    "passes barriers": Wrong("passes-barriers", {"test_barrier"}, COMPUTED),
-    "evaluates zeros": Wrong("evaluates-zeros", {"test_fit_validate_test"}, COMPUTED),
-    "forgets counters": Wrong("forgets-counters", {"test_caller"}, AROUND),
-    "drops plugins": Wrong("drops-plugins", {"test_plugins"}, AROUND),
-    # What it leaves.
-    "stays in its group": Wrong("stays-in-its-group", {"test_process_group_is_left"}, AROUND),
-    "leaves a process": Wrong("leaves", {"test_nothing_is_left"}, AROUND, options={"what": "process"}),
-    "leaves a file": Wrong("leaves", {"test_nothing_is_left"}, AROUND, options={"what": "file"}, long=True),
-    "leaves shared memory": Wrong("leaves", {"test_nothing_is_left"}, AROUND, options={"what": "shared memory"}, long=True),
-    "untyped": Wrong("untyped", {"test_metadata"}, AROUND),
+    "one order": Wrong("one-order", {"test_training_coverage": "rank 0 had one order in both epochs"}, COMPUTED, matrix=True),
+    "shares nothing": Wrong(
+        "shares-nothing",
+        {"test_training_coverage": "epoch 0: 41 samples too many", "test_sharded_loader": "ranks 0 and 1 both saw the samples"},
+        COMPUTED,
+    ),
+    "pads predictions": Wrong("pads-predictions", {"test_evaluation_coverage": f"predict: the samples .* {SEEN}"}, COMPUTED, matrix=True),
+    "drops tails": Wrong(
+        "drops-tails",
+        {"test_evaluation_coverage": f"test: {UNSEEN}", "test_fit_validate_test": "test gives the loss"},
+        COMPUTED,
+    ),
+    "copies the only sample": Wrong("copies-the-only-sample", {"test_rank_without_samples": rf"\[0\] {SEEN}"}, COMPUTED),
+    # Its ranks wait for each other, or gloo ends them.
+    "leaves the others waiting": Wrong(
+        "leaves-the-others-waiting", {"test_uneven_inputs": "hung: the scenario 'uneven_inputs'|exit code"}, COMPUTED, matrix=True
+    ),
+    "logs its own": Wrong(
+        "logs-its-own",
+        {
+            "test_metrics": r"mean is 3502\.0 on rank 0",
+            "test_weighted_means": "0.666",
+            "test_evaluation_coverage": "the mean over all samples is 3502",
+        },
+        COMPUTED,
+    ),
+    "gathers backwards": Wrong("gathers-backwards", {"test_all_gather": r"on rank 0: \[\[10, 11, 12\], \[0"}, COMPUTED, matrix=True),
+    "keeps padding": Wrong("keeps-padding", {"test_all_gather": "on rank 0: of unequal lengths"}, COMPUTED),
+    "broadcasts from rank 0": Wrong(
+        "broadcasts-from-rank0", {"test_broadcast": "rank 0 was given .* from ranks 0 to 1"}, "broadcast|gather"
+    ),
+    "broadcasts from rank 0, in full": Wrong(
+        "broadcasts-from-rank0",
+        {"test_broadcast": "rank 0 was given .* from ranks 0 to 1", "test_evaluation_coverage": "cannot unpack non-iterable NoneType"},
+        COMPUTED,
+        matrix=True,
+    ),
+    "passes barriers": Wrong("passes-barriers", {"test_barrier": r"rank 0 got through the barrier before rank \[1\]"}, COMPUTED),
+    "evaluates zeros": Wrong("evaluates-zeros", {"test_fit_validate_test": "validate gives the loss"}, COMPUTED, matrix=True),
+    "forgets counters": Wrong("forgets-counters", {"test_caller": "global_step and current_epoch are not rank 0's"}, AROUND),
+    "drops plugins": Wrong("drops-plugins", {"test_plugins": "rank 1 has .*'object plugin': None"}, AROUND),
+    "untyped": Wrong("untyped", {"test_metadata": r"options without a type: \['depth'\]"}, AROUND),
     # Declared unsupported, and works.
-    "no_sync works": Wrong("plain", {"test_no_sync"}, "no_sync", capabilities={"no_sync": False}),
+    "no_sync works": Wrong("plain", {"test_no_sync": "declared unsupported and works"}, "no_sync", capabilities={"no_sync": False}),
     "sharded_loader works": Wrong(
         "plain",
-        {"test_training_coverage", "test_sharded_loader", "test_evaluation_coverage", "test_metrics", "test_rank_without_samples"},
+        {
+            "test_training_coverage": "every rank sees all",
+            "test_sharded_loader": "declared unsupported and works",
+            "test_evaluation_coverage": "declared off, and rank 0 did not see all samples",
+            "test_metrics": r"sum is 5253\.0",
+            "test_rank_without_samples": "declared off, and rank 1 did not see all samples",
+        },
         r"coverage|sharded|test_metrics|without_samples|weighted",
         capabilities={"sharded_loader": False},
     ),
-    "uneven_inputs works": Wrong("plain", {"test_uneven_inputs"}, "uneven", capabilities={"uneven_inputs": False}),
-    "unused_parameters works": Wrong("plain", {"test_unused_parameters_unsupported"}, "unused", capabilities={"unused_parameters": False}),
-    "multi_node works": Wrong("plain", {"test_multi_node"}, "multi_node", capabilities={"multi_node": False}),
-    "loopback_only works": Wrong("plain", {"test_loopback_only"}, "loopback_only", capabilities={"loopback_only": False}),
+    "uneven_inputs works": Wrong(
+        "plain", {"test_uneven_inputs": "declared unsupported and works"}, "uneven", capabilities={"uneven_inputs": False}
+    ),
+    "loopback_only works": Wrong(
+        "plain",
+        {"test_loopback_only": "declared off, and nothing listens elsewhere"},
+        "loopback_only",
+        capabilities={"loopback_only": False},
+    ),
     # Approximate: what is no equality may still be near, or not.
-    "near enough": Wrong("clips-first", set(), r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}),
-    "not near enough": Wrong("sums", {EQUAL("sgd")}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
+    "near enough": Wrong("clips-first", {}, r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}),
+    "not near enough": Wrong("sums", {EQUAL("sgd"): "convergence=1e-06"}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
+    "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only": "'00000000'"}, AROUND),
+    # What it leaves. The last one of its program, because what follows it would find its group.
+    "stays in its group": Wrong("stays-in-its-group", {"test_process_group_is_left": "torch.distributed is still initialized"}, AROUND),
+    "leaves a process": Wrong(
+        "leaves", {"test_nothing_is_left": LEFT("process")}, AROUND, options={"what": "process"}, program="", matrix=True
+    ),
+    "leaves a file": Wrong(
+        "leaves", {"test_nothing_is_left": LEFT("temporary file")}, AROUND, options={"what": "file"}, program="", matrix=True
+    ),
+    "leaves shared memory": Wrong(
+        "leaves", {"test_nothing_is_left": LEFT("shared memory")}, AROUND, options={"what": "shared memory"}, program="", matrix=True
+    ),
+    # On one device, in the program of what all are compared with.
+    "never alone": Wrong("never-alone", {"test_one_device": "assert world.size > 1"}, "one_device"),
     # In programs of their own.
-    "never alone": Wrong("never-alone", {"test_one_device"}, "one_device"),
-    "one node only": Wrong("one-node-only", {"test_multi_node"}, "multi_node"),
-    "hides differences": Wrong("hides-differences", {"test_key_on_one_rank"}, "key_on_one_rank"),
-    "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only"}, "loopback_only"),
-    "dies at once": Wrong("dies-at-once", {"test_error_in[training_step]", "test_signal[SIGTERM]"}, r"training_step|SIGTERM"),
-    "swallows": Wrong("swallows", {"test_error_in[validation_step]", "test_signal[SIGKILL]"}, r"validation_step|SIGKILL"),
-    "waits for ever": Wrong("waits-for-ever", {"test_signal[SIGSTOP]"}, "SIGSTOP", deadline=10, timeout=2),
+    "one node only": Wrong("one-node-only", {"test_multi_node": f"rank 0 of two nodes {WEIGHTS}"}, "multi_node", matrix=True),
+    "multi_node works": Wrong(
+        "plain",
+        {"test_multi_node": "must be a UsageError"},
+        "multi_node",
+        options={"timeout": 5.0},  # seconds for the second node, which does not come
+        capabilities={"multi_node": False},
+        matrix=True,
+    ),
+    "unused_parameters works": Wrong(
+        "plain",
+        {"test_unused_parameters_unsupported": "declared unsupported and no error came"},
+        "unused",
+        capabilities={"unused_parameters": False},
+        matrix=True,
+    ),
+    "hides differences": Wrong(
+        "hides-differences", {"test_key_on_one_rank": "still running|no error came"}, "key_on_one_rank", deadline=5, matrix=True
+    ),
+    "dies at once": Wrong(
+        "dies-at-once",
+        {"test_error_in[training_step]": "what was printed does not say", "test_signal[SIGTERM]": "what was printed does not say"},
+        r"training_step|SIGTERM",
+        matrix=True,
+    ),
+    "swallows": Wrong(
+        "swallows",
+        {"test_error_in[validation_step]": "the program succeeded, although", "test_signal[SIGKILL]": "the program succeeded, although"},
+        r"validation_step|SIGKILL",
+        matrix=True,
+    ),
+    "waits for ever": Wrong(
+        "waits-for-ever", {"test_signal[SIGSTOP]": "still running after"}, "SIGSTOP", deadline=5, timeout=2, matrix=True
+    ),
 }
+
+
+def each() -> Iterator[tuple[str, Wrong]]:
+    """Yield what is tested, by name. The default gives a wrong strategy the cases that must fail and one that must not; "all cases" of
+    its part are a test of their own."""
+    for name, wrong in WRONG.items():
+        if wrong.matrix or wrong.chosen not in (TRAINING, COMPUTED, AROUND):
+            yield name, wrong
+            continue
+        few = "|".join(map(re.escape, (*wrong.fails, EQUAL("sgd"))))
+        yield name, replace(wrong, chosen=f"^({few})$")
+        yield f"{name}: all cases", replace(wrong, matrix=True)

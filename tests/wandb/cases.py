@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
+from several_ranks import command
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -77,5 +79,6 @@ def python(*arguments, seconds=60, terminal=subprocess.DEVNULL):
     return subprocess.run(command, capture_output=True, text=True, stdin=terminal, timeout=seconds)
 
 
-def geartrain(*arguments, **options):
-    return python("-c", COMMAND, *arguments, **options)
+def geartrain(*arguments):
+    """How the command ended, in the working folder."""
+    return command(Path.cwd(), *arguments)

@@ -7,21 +7,16 @@ import socket
 from pathlib import Path
 
 import pytest
+from several_ranks import program, results, run
 
-from geartrain.testing.launching import launched, until
+from geartrain.testing.launching import until
 
 from .cases import COMMAND, geartrain, python
+from .programs import train_for_ever, train_on_a_rank, train_online, train_twice
 from .record import recorded
 from .server import serving
 
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
-IMPORTS = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from tests.wandb.cases import *
-"""
-#: Counts wandb's processes below this one.
-COUNT = "sum(p.name().startswith('wandb') for p in __import__('psutil').Process().children(recursive=True))"
 
 
 # --- the command line ----------------------------------------------------------------------------------------------------
@@ -31,7 +26,7 @@ def test_chosen_by_name(tmp_path):
     options = {"project": "p", "tags": "[a, b]", "mode": "offline", "checkpoints": "true"}
     given = [word for name, value in options.items() for word in (f"--wandb.{name}", value)]
     done = geartrain("fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out", *given)
-    assert done.returncode == 0, done.stderr
+    assert done.end == "0", done.printed
     (run,) = recorded(tmp_path / "out")
     assert (run.run.project, list(run.run.tags), run.exit_code) == ("p", ["a", "b"], 0)
     logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -41,8 +36,8 @@ def test_chosen_by_name(tmp_path):
 
 def test_explain_starts_nothing(tmp_path):
     done = geartrain("explain", DOWNHILL, "--plugin", "wandb", "--wandb.mode", "offline")
-    assert done.returncode == 0, done.stderr
-    assert "geartrain-wandb" in done.stdout
+    assert done.end == "0", done.printed
+    assert "geartrain-wandb" in done.out
     assert not list(tmp_path.rglob("*.wandb"))
     assert not list(tmp_path.rglob("core-debug*"))
 
@@ -52,11 +47,11 @@ def test_explain_starts_nothing(tmp_path):
 
 def test_without_a_key_nothing_starts_and_nobody_is_asked(tmp_path):
     done = geartrain("fit", DOWNHILL, "--plugin", "wandb", "--output", "out")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "geartrain-wandb[wandb]: nobody is logged in" in done.stderr
-    assert "wandb login" in done.stderr
-    assert "--wandb.mode offline" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.end == "2", done.printed
+    assert "geartrain-wandb[wandb]: nobody is logged in" in done.err
+    assert "wandb login" in done.err
+    assert "--wandb.mode offline" in done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.rglob("core-debug*"))  # what wandb's service writes first
 
@@ -86,14 +81,14 @@ def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch, how):
         (tmp_path / "wandb's own").mkdir()
         (tmp_path / "wandb's own" / "settings").write_text("[default]\nmode = offline\n")
     done = geartrain("explain", DOWNHILL, "--plugin", "wandb")
-    assert done.returncode == 0, done.stderr
+    assert done.end == "0", done.printed
 
 
 def test_a_key_that_cannot_be_one_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     done = geartrain("fit", DOWNHILL, "--plugin", "wandb")
-    assert done.returncode == 2
-    assert "geartrain-wandb[wandb]: WANDB_API_KEY invalid" in done.stderr
+    assert done.end == "2"
+    assert "geartrain-wandb[wandb]: WANDB_API_KEY invalid" in done.err
 
 
 @pytest.mark.parametrize("server", ["refuses", "is silent"])
@@ -106,25 +101,12 @@ def test_a_server_that_does_not_answer_makes_the_run_an_offline_one(tmp_path, mo
         monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
         monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
         monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")
-        done = geartrain("fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out", seconds=90)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("its server does not answer") == 1
+        done = geartrain("fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out")
+    assert done.end == "0", done.printed
+    assert done.err.count("its server does not answer") == 1
     (run,) = [run for run in recorded(tmp_path / "out") if run.of("history")]
-    assert "wandb sync out/wandb/offline-run-" in done.stderr
+    assert "wandb sync out/wandb/offline-run-" in done.err
     assert run.exit_code == 0
-
-
-ONLINE = f"""{IMPORTS}
-import urllib.request
-
-class Away:
-    @hookimpl
-    def on_epoch_end(self, run):
-        if run.epoch == 0 and sys.argv[1] == "goes":
-            urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/go-away").close()
-
-trainer(WandB(project="p"), Away()).fit(Net(fails=ValueError() if sys.argv[1] == "fails" else None), loader())
-"""
 
 
 @pytest.mark.parametrize("what", ["stays", "fails", "goes"])
@@ -132,16 +114,15 @@ def test_an_online_run(tmp_path, monkeypatch, what):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "3" if what == "goes" else "60")
     monkeypatch.setenv("WANDB_DISABLE_CODE", "true")
-    (tmp_path / "train.py").write_text(ONLINE)
     with serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.address)
-        done = python("train.py", what)
-    assert done.returncode == (what == "fails"), done.stderr
+        (done,) = run(tmp_path, train_online, what, ranks=1, place="alone")
+    assert done.end == ("1" if what == "fails" else "0"), done.printed
     steps = [row["trainer/global_step"] for row in server.rows if "loss_step" in row]
     if what == "goes":
-        assert "Timed out finishing run" in done.stderr
-        (run,) = recorded(tmp_path)  # what could not be sent is on disk
-        steps = [row["trainer/global_step"] for row in run.rows if "loss_step" in row]
+        assert "Timed out finishing run" in done.err
+        (kept,) = recorded(tmp_path)  # what could not be sent is on disk
+        steps = [row["trainer/global_step"] for row in kept.rows if "loss_step" in row]
     else:
         assert server.exit_codes == [int(what == "fails")]
     assert steps == list(range(1, 5 if what == "fails" else 9))
@@ -176,56 +157,19 @@ sys.exit(main())
 
 
 def test_after_the_run_wandb_has_no_process_left(tmp_path):
-    (tmp_path / "train.py").write_text(
-        f"""{IMPORTS}
-class Count:
-    @hookimpl
-    def on_epoch_end(self, run):
-        self.during = {COUNT}
-
-assert "wandb" not in sys.modules
-count = Count()
-for fit in range(2):
-    trainer(offline(), count).fit(Net(), loader(num_workers=1))
-    assert count.during >= 1
-    assert {COUNT} == 0
-"""
-    )
-    done = python("train.py")
-    assert done.returncode == 0, done.stderr
+    results(tmp_path, train_twice, ranks=1, place="alone")
     assert [run.exit_code for run in recorded(tmp_path)] == [0, 0]
 
 
 def test_of_two_ranks_the_first_has_a_run(tmp_path):
-    (tmp_path / "train.py").write_text(
-        f"""{IMPORTS}
-one = trainer("wandb", strategy="ddp", devices=2, accelerator="cpu", plugin_options={{"wandb": {{"mode": "offline"}}}}, output="out")
-one.fit(Net(), loader(num_workers=1), loader())
-open(f"rank-{{one.global_rank}}", "w").write(str("wandb" in sys.modules))
-"""
-    )
-    with launched("train.py", folder=tmp_path) as started:
-        started.succeed(90)
-        assert not started.left_behind()
+    assert results(tmp_path, train_on_a_rank) == [True, False]
     (run,) = recorded(tmp_path)
     assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == [1, 2, 3, 4]
     assert run.config["geartrain"]["processes"] == 2
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["True", "False"]
 
 
 def test_ctrl_c_marks_the_run_and_leaves_nothing(tmp_path):
-    (tmp_path / "train.py").write_text(
-        f"""{IMPORTS}
-class Batches:
-    def __iter__(self):
-        while True:
-            open("going", "w").close()
-            yield torch.ones(2, 1)
-
-trainer(offline()).fit(Net(), Batches())
-"""
-    )
-    with launched("train.py", folder=tmp_path) as started:
+    with program(tmp_path, train_for_ever) as started:
         until((tmp_path / "going").exists, 60, "the first batch")
         started.process.send_signal(signal.SIGINT)
         started.wait(60)

@@ -9,8 +9,8 @@ import sys
 
 from geartrain.testing.cases_training import uses
 from geartrain.testing.checks import assert_same_weights
-from geartrain.testing.kit import BATCH, Kit, need
-from geartrain.testing.launching import HAS_PROC, LOOPBACK, free_port, listening, until
+from geartrain.testing.kit import ONE_DEVICE, TWO_NODES, Kit, need
+from geartrain.testing.launching import HAS_PROC, LOOPBACK, free_port
 
 NO_PROC = "processes and sockets are found through Linux's /proc"
 
@@ -67,46 +67,40 @@ class LaunchCases:
             assert not stays, f"{report.name}: torch.distributed is still initialized after teardown_process_group: {stays}"
             assert not any(seen["group stays"] for seen in report.caller), f"{report.name}: ... and in the caller after the run"
 
+    @uses("sgd", start=ONE_DEVICE)
     def test_one_device(self, kit: Kit) -> None:
         """On one device it trains what one process trains."""
         need(kit.request.devices > 1, "the other cases run on one device")
-        with kit.program("sgd", "one-device", {"devices": 1, "ranks": 1, "global_batch": BATCH}) as run:
-            assert run.finish() == 0, run.shown()
-        (record,) = run.report.ranks()
-        one = kit.reference_of(1, BATCH).by_name["sgd"].check().ranks()[0]
+        (record,) = kit.report("sgd", ONE_DEVICE).ranks()
+        one = kit.reference("sgd", ONE_DEVICE).ranks()[0]
         if kit.can.convergence is None:
             assert_same_weights(record["weights"], one["weights"], "the one rank", "one process")
 
+    @uses("sgd", start=TWO_NODES)
     def test_multi_node(self, kit: Kit) -> None:
         """Two starters with NODE_RANK, MASTER_ADDR and MASTER_PORT, one device each, train what one process trains; where several
         nodes are declared unsupported they are refused before anything starts."""
-        nodes = [{"NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} for rank in range(2)]
-        nodes[1]["MASTER_PORT"] = nodes[0]["MASTER_PORT"]
-        ranks = 2 if kit.can.multi_node else kit.ranks
-        batch = BATCH * ranks if kit.can.sharded_loader else BATCH
-        changes = {"devices": 1, "num_nodes": 2, "ranks": ranks, "global_batch": batch}
-        with kit.program("sgd", "multi-node", changes, nodes if kit.can.multi_node else nodes[:1]) as run:
-            codes = [program.wait(kit.deadline) for program in run.programs]
-            if not kit.can.multi_node:
-                assert codes[0] == 2, f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
+        if not kit.can.multi_node:
+            node = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            with kit.program("sgd", "multi-node", {"devices": 1, "num_nodes": 2}, node) as run:
+                code = run.finish()
+                assert code == 2, f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
                 assert not list(run.folder.glob("fit-*")), "something was started all the same"
-                return
-            assert codes == [0, 0], run.shown()
-        records = run.report.ranks()
+            return
+        records = kit.report("sgd", TWO_NODES).ranks()
         assert [record["rank"] for record in records] == [0, 1], f"ranks {[record['rank'] for record in records]} of two nodes"
         if kit.can.convergence is None:
-            one = kit.reference_of(ranks, batch).by_name["sgd"].check().ranks()[0]
+            one = kit.reference("sgd", TWO_NODES).ranks()[0]
             for record in records:
                 assert_same_weights(record["weights"], one["weights"], f"rank {record['rank']} of two nodes", "one process")
 
+    @uses("listens")
     def test_loopback_only(self, kit: Kit) -> None:
         """On one machine nothing listens outside loopback while it trains."""
         need(kit.ranks > 1, "one process has nobody to listen to")
         need(HAS_PROC, NO_PROC)
-        with kit.program("fault", "loopback", {"fault": {"kind": "SIGSTOP", "where": "training_step"}}) as run:
-            until(lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None, kit.deadline, "it trains")
-            assert run.program.process.poll() is None, run.shown()
-            found = sorted(set(listening(run.program.processes())) - set(LOOPBACK))
+        addresses = kit.report("listens").ranks()[0]["notes"]["listening"]
+        found = sorted(set(addresses) - set(LOOPBACK))
         if kit.can.loopback_only:
             assert not found, f"listens on the addresses {found}, in /proc/net's hexadecimal, which are not loopback"
         else:

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from geartrain.testing.checks import equals_one_process, identical_on_ranks
-from geartrain.testing.kit import Kit, need
+from geartrain.testing.kit import RANKS, Kit, need
 from geartrain.testing.program import COMPARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 ONE_RANK = "one rank has nothing to compare with"
 
 
-def uses(*scenarios: str) -> Callable[[_F], _F]:
-    """Mark which shared scenarios a test is about."""
+def uses(*scenarios: str, start: str = RANKS) -> Callable[[_F], _F]:
+    """Mark which shared scenarios a test is about, and how their programs are started."""
 
     def mark(function: _F) -> _F:
-        function.scenarios = scenarios  # type: ignore[attr-defined]
+        function.scenarios, function.start = scenarios, start  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 
+from geartrain.errors import UsageError
 from geartrain.testing.capabilities import Capabilities
 from geartrain.testing.cases import Cases
 from geartrain.testing.cases_failures import FailureCases
 from geartrain.testing.cases_launch import LaunchCases
 from geartrain.testing.cases_training import TrainingCases
-from geartrain.testing.kit import Kit
+from geartrain.testing.kit import RANKS, Kit, Programs
 
 
 class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
@@ -42,19 +43,41 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
     #: Seconds given as the strategy's timeout where a rank is stopped; long enough for ranks to start in.
     timeout: float = 20.0
 
+    #: Classes that give the same name run their shared scenarios in one program, one class after another. Their ranks must be started
+    #: alike; what such a program leaves behind is a failure of each class.
+    program: str = ""
+
     @pytest.fixture(scope="class")
     @classmethod
     def kit(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kit:
         """The strategy's kit, which knows the scenarios of the tests that were chosen."""
         suite = request.cls
-        wanted: dict[str, None] = {}
-        for item in request.session.items:
-            if getattr(item, "cls", None) is suite:
-                wanted.update(dict.fromkeys(_scenarios(item)))
-        return Kit(suite, tmp_path_factory.mktemp(f"conformance-{suite.strategy}"), list(wanted))
+        kits = request.config.stash.setdefault(_KITS, {})
+        if suite not in kits:
+            wanted = _wanted(request.session.items)
+            together = [other for other in wanted if other.program == suite.program] if suite.program else [suite]
+            programs = Programs(tmp_path_factory.mktemp(f"conformance-{suite.program or suite.strategy}"))
+            for each in together:
+                folder = programs.folder if each is suite else tmp_path_factory.mktemp(f"conformance-{each.strategy}")
+                try:
+                    kits[each] = Kit(each, folder, wanted[each], programs)
+                except UsageError:  # another class's failure
+                    if each is suite:
+                        raise
+        return kits[suite]
 
 
-def _scenarios(item: Any) -> tuple[str, ...]:
-    """The shared scenarios that a test is about."""
-    given = getattr(getattr(item, "callspec", None), "params", {}).get("scenario")
-    return (given,) if given else getattr(item.function, "scenarios", ())
+_KITS = pytest.StashKey[dict[type[StrategyConformance], Kit]]()
+
+
+def _wanted(items: Iterable[Any]) -> dict[Any, dict[str, list[str]]]:
+    """Return the shared scenarios that each class's chosen tests are about, in order, by how their programs are started."""
+    wanted: dict[Any, dict[str, list[str]]] = {}
+    for item in items:
+        suite = getattr(item, "cls", None)
+        if isinstance(suite, type) and issubclass(suite, StrategyConformance):
+            given = getattr(getattr(item, "callspec", None), "params", {}).get("scenario")
+            names = (given,) if given else getattr(item.function, "scenarios", ())
+            known = wanted.setdefault(suite, {}).setdefault(getattr(item.function, "start", RANKS), [])
+            known += [name for name in names if name not in known]
+    return wanted

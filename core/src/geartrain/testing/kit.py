@@ -17,12 +17,14 @@ import torch
 
 from geartrain.registry import Candidate, Registry
 from geartrain.testing.capabilities import Capabilities
-from geartrain.testing.launching import Launched, launched
-from geartrain.testing.program import COMPARED, Request
+from geartrain.testing.launching import Launched, free_port
+from geartrain.testing.program import COMPARED, Request, write
 from geartrain.trainer import Trainer
 
 #: Samples in one process's batch.
 BATCH = 4
+#: Seconds that a program has at least for its first scenario, which waits for each rank's imports too.
+START = 60.0
 #: What one process comes to, by batch and ranks: the same for every strategy of as many ranks, so it is run once a session.
 _references: dict[tuple[int, int], Reports] = {}
 
@@ -60,11 +62,45 @@ class Report:
 
 @dataclass
 class Reports:
-    """What one or several programs left."""
+    """What one or several programs left of one request."""
 
     by_name: dict[str, Report] = field(default_factory=dict)
     #: What was there when a program had ended that should not be.
     left_behind: list[str] = field(default_factory=list)
+
+
+#: How the programs of a shared scenario are started: on the class's devices, on one device, or as two nodes of one device each.
+RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
+
+
+class Programs:
+    """The programs that run the shared scenarios of one kit, or of several whose classes name the same ``program``.
+
+    Args:
+        folder: for everything that is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kits: list[Kit] = []
+        self._reports: dict[str, dict[Kit, Reports]] = {}
+
+    def reports(self, start: str) -> dict[Kit, Reports]:
+        """Return what the programs that are started in this way left, by kit. They run when the first kit asks.
+
+        The program on one device first runs what the kits are compared with, unless another one has.
+        """
+        if start not in self._reports:
+            kits = [kit for kit in self.kits if kit.wanted.get(start)]
+            compared = {key: one for kit in self.kits for key, one in kit.references() if key not in _references}
+            references = compared if start == ONE_DEVICE else {}
+            requests = [*references.values(), *(kit.shared_request(start) for kit in kits)]
+            deadlines = [60.0] * len(references) + [kit.deadline for kit in kits]
+            environments: list[dict[str, str]] = [{"NODE_RANK": str(rank)} for rank in range(2)] if start == TWO_NODES else [{}]
+            found = run_all(requests, self.folder / start, deadlines, environments)
+            _references.update(zip(references, found, strict=False))
+            self._reports[start] = dict(zip(kits, found[len(references) :], strict=True))
+        return self._reports[start]
 
 
 class Kit:
@@ -73,13 +109,14 @@ class Kit:
     Args:
         suite: the subclass of ``StrategyConformance``.
         folder: for everything that is written.
-        scenarios: what the chosen tests need, in order.
+        wanted: the shared scenarios that the chosen tests need, in order, by how their programs are started.
+        programs: that run them; made for this kit alone if there are none yet.
 
     Raises:
         UsageError: the strategy, its options or a capability are unknown.
     """
 
-    def __init__(self, suite: Any, folder: Path, scenarios: Sequence[str]) -> None:
+    def __init__(self, suite: Any, folder: Path, wanted: Mapping[str, Sequence[str]], programs: Programs | None = None) -> None:
         self.name: str = suite.strategy
         self.folder = folder
         self.accelerator: str = suite.accelerator
@@ -93,7 +130,14 @@ class Kit:
         self.can = Capabilities.of(declared, self.candidate.label)
         self.request = replace(self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer))
         self.ranks = self.request.ranks
-        self._wanted = [name for name in scenarios if name != "unused_parameters" or self.can.unused_parameters]
+        unsupported = () if self.can.unused_parameters else ("unused_parameters",)
+        self.wanted = {start: [name for name in names if name not in unsupported] for start, names in wanted.items()}
+        if self.request.devices == 1:
+            self.wanted.pop(ONE_DEVICE, None)  # the other scenarios run on one device
+        if not self.can.multi_node:
+            self.wanted.pop(TWO_NODES, None)
+        self.programs = Programs(folder) if programs is None else programs
+        self.programs.kits.append(self)
 
     def _request(self, options: Mapping[str, Any], devices: int) -> Request:
         trainer = Trainer(accelerator=self.accelerator, devices=devices, strategy=self.name, strategy_options=options)
@@ -113,34 +157,43 @@ class Kit:
 
     # --- scenarios of the shared programs --------------------------------------------------------------------------------
 
-    @cached_property
+    def shared_request(self, start: str) -> Request:
+        """Return the request for the wanted shared scenarios."""
+        request = replace(self.request, scenarios=list(self.wanted[start]))
+        if start == ONE_DEVICE:
+            return replace(request, devices=1, ranks=1, global_batch=BATCH)
+        if start == TWO_NODES:
+            return replace(request, devices=1, num_nodes=2, ranks=2, global_batch=2 * BATCH if self.can.sharded_loader else BATCH)
+        return request
+
+    @property
     def reports(self) -> Reports:
-        """Of every wanted scenario: all in one program, and in further ones after one that failed."""
-        return run_all(replace(self.request, scenarios=self._wanted), self.folder / "ranks", self.deadline)
+        """The reports of every wanted scenario on the class's devices."""
+        return self.programs.reports(RANKS)[self]
 
-    def report(self, scenario: str) -> Report:
-        """The strategy's report of a scenario that came to its end."""
-        return self.reports.by_name[scenario].check()
+    def report(self, scenario: str, start: str = RANKS) -> Report:
+        """Return the strategy's report of a scenario that came to its end."""
+        return self.programs.reports(start)[self].by_name[scenario].check()
 
-    def reference(self, scenario: str) -> Report:
-        """The same scenario in one process."""
-        return self.reference_of(self.ranks, self.request.global_batch).by_name[scenario].check()
+    def reference(self, scenario: str, start: str = RANKS) -> Report:
+        """Return the report of the same scenario in one process."""
+        request = self.shared_request(start)
+        self.programs.reports(ONE_DEVICE)
+        return _references[request.ranks, request.global_batch].by_name[scenario].check()
 
-    def reference_of(self, ranks: int, batch: int) -> Reports:
-        """What one process comes to with batches of ``batch`` samples, on data made for so many ranks."""
-        if (ranks, batch) not in _references:
-            one = replace(self.request, strategy="single", options={}, optimizer={}, accelerator="cpu", devices=1)
-            one = replace(one, scenarios=list(COMPARED), ranks=ranks, batch=batch, global_batch=batch)
-            _references[ranks, batch] = run_all(one, self.folder / f"one-process-for-{ranks}", 60)
-        return _references[ranks, batch]
+    def references(self) -> Iterator[tuple[tuple[int, int], Request]]:
+        """Yield what one process must run for this kit: key of the reports, request."""
+        for start, names in self.wanted.items():
+            if set(names) & set(COMPARED):
+                request = self.shared_request(start)
+                one = replace(request, strategy="single", options={}, optimizer={}, accelerator="cpu", devices=1, num_nodes=1)
+                yield (request.ranks, request.global_batch), replace(one, scenarios=list(COMPARED), batch=request.global_batch)
 
     # --- programs of their own -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def program(
-        self, scenario: str, name: str, changes: Mapping[str, Any], environments: Sequence[Mapping[str, str]] = ({},)
-    ) -> Iterator[Run]:
-        """Start a program of one scenario, once for each environment.
+    def program(self, scenario: str, name: str, changes: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+        """Start a program of one scenario.
 
         Args:
             name: of its folder.
@@ -148,50 +201,47 @@ class Kit:
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
-        request = replace(self.request, scenarios=[scenario], folder=str(folder), **changes)
-        request.write(folder / "request.json")
-        runs: list[Launched] = []
+        requests = folder / "requests.json"
+        write([replace(self.request, scenarios=[scenario], folder=str(folder), **changes)], requests)
+        program = Launched(_command(requests), folder, environment, "program")
         try:
-            for i, environment in enumerate(environments):
-                runs.append(Launched(_command(folder / "request.json"), folder, environment, f"program-{i}"))
-            yield Run(runs, Report(scenario, folder / scenario), self.deadline)
+            yield Run(program, Report(scenario, folder / scenario), max(self.deadline, START), self.deadline)
         finally:
-            for run in runs:
-                run.kill()
+            program.kill()
 
 
 @dataclass(frozen=True)
 class Run:
-    """Running programs of one scenario."""
+    """A running program of one scenario."""
 
-    programs: list[Launched]
+    program: Launched
     report: Report
+    #: Seconds until its ranks must have begun, and those that it then has to end.
     deadline: float
+    ending: float
 
     @property
     def folder(self) -> Path:
         """Where the scenario's marks are."""
         return self.report.folder
 
-    @property
-    def program(self) -> Launched:
-        """The first program."""
-        return self.programs[0]
-
     def finish(self, seconds: float | None = None) -> int:
-        """Wait for the first program's end.
+        """Wait for the program's end.
 
         Returns:
             Its exit code.
 
         Raises:
-            AssertionError: it still runs after ``seconds`` (default: the deadline).
+            AssertionError: it still runs ``seconds`` (default: ``ending``) after a rank's run began.
         """
-        return self.program.wait(self.deadline if seconds is None else seconds)
+        until = time.monotonic() + self.deadline
+        while self.program.process.poll() is None and not list(self.folder.glob("started-*")) and time.monotonic() < until:
+            time.sleep(0.02)
+        return self.program.wait(self.ending if seconds is None else seconds)
 
     def shown(self) -> str:
-        """What the programs printed, and where everything is, for messages."""
-        return shown(self.programs, self.folder)
+        """What the program printed, and where everything is, for messages."""
+        return shown([self.program], self.folder)
 
 
 def shown(programs: Sequence[Launched], folder: Path, lines: int = 60) -> str:
@@ -200,51 +250,81 @@ def shown(programs: Sequence[Launched], folder: Path, lines: int = 60) -> str:
     return "\n".join(["--- the end of the program's output ---", *(line for text in texts for line in text[-lines:]), f"--- {folder} ---"])
 
 
-def run_all(request: Request, folder: Path, deadline: float) -> Reports:
-    """Run scenarios in one program; after one in which it fails or hangs, the rest in another, so that one fault is one failure."""
-    reports, left = Reports(), list(request.scenarios)
+def run_all(
+    requests: Sequence[Request], folder: Path, deadlines: Sequence[float], environments: Sequence[Mapping[str, str]] = ({},)
+) -> list[Reports]:
+    """Run all scenarios of the requests in one program, or in one for each environment; after a scenario in which it fails or hangs, the
+    rest in another, so that one fault is one failure.
+
+    Args:
+        deadlines: seconds that a scenario may take, for each request.
+        environments: variables of the programs that are started together. Several are nodes, and get a common MASTER_PORT.
+
+    Returns:
+        What each request left.
+    """
+    reports = [Reports() for _ in requests]
+    left = [(i, name) for i, request in enumerate(requests) for name in request.scenarios]
     for number in itertools.count():
         if not left:
             return reports
         home = folder / str(number)
-        home.mkdir(parents=True)
-        part = replace(request, scenarios=left, folder=str(home))
-        part.write(home / "request.json")
-        with launched(*_command(home / "request.json")[1:], folder=home, name="program") as program:
-            problem = _watch(program, home, left, deadline)
-            done = [name for name in left if (home / name / "done").exists()]
-            for name in done:
-                reports.by_name[name] = Report(name, home / name)
-            left = [name for name in left if name not in done]
+        # A folder for each request only if there are several.
+        homes = [home / f"{i}-{request.strategy}" if len(requests) > 1 else home for i, request in enumerate(requests)]
+        parts = []
+        for i in dict.fromkeys(i for i, _ in left):
+            homes[i].mkdir(parents=True)
+            parts.append(replace(requests[i], scenarios=[name for j, name in left if j == i], folder=str(homes[i])))
+        write(parts, home / "requests.json")
+        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if len(environments) > 1 else {}
+        programs: list[Launched] = []
+        try:
+            for i, environment in enumerate(environments):
+                programs.append(Launched(_command(home / "requests.json"), home, {**nodes, **environment}, f"program-{i}"))
+            todo = [(homes[i] / name, name, deadlines[i]) for i, name in left]
+            problem = _watch(programs, todo)
+            done = [(i, name) for i, name in left if (homes[i] / name / "done").exists()]
+            for i, name in done:
+                reports[i].by_name[name] = Report(name, homes[i] / name)
+            left = [each for each in left if each not in done]
             if problem is None:
-                reports.left_behind += program.left_behind()
+                behind = [what for program in programs for what in program.left_behind()]
+                for i in {i for i, _ in done}:
+                    reports[i].left_behind += behind
             else:
                 # A failure after the last scenario is the program's end's; it is the last one's, which nothing else would show.
-                failed = left.pop(0) if left else done[-1]
-                reports.by_name[failed] = Report(failed, home / failed, f"{problem}\n{shown([program], home / failed)}")
+                i, name = left.pop(0) if left else done[-1]
+                reports[i].by_name[name] = Report(name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}")
+        finally:
+            for program in programs:
+                program.kill()
     raise AssertionError("unreachable")
 
 
-def _watch(program: Launched, folder: Path, names: Sequence[str], deadline: float) -> str | None:
-    """Wait for a program as long as it gets on.
+def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]) -> str | None:
+    """Wait for programs as long as they get on.
+
+    Args:
+        todo: the scenarios in order: folder, name, seconds that it may take.
 
     Returns:
         What went wrong, if something did.
     """
     done, since = -1, time.monotonic()
-    while (code := program.process.poll()) is None:
-        now = sum((folder / name / "done").exists() for name in names)
+    while None in (codes := [program.process.poll() for program in programs]):
+        now = sum((folder / "done").exists() for folder, _, _ in todo)
+        _, name, deadline = todo[min(now, len(todo) - 1)]
         if now > done:
             done, since = now, time.monotonic()
-        elif time.monotonic() - since > deadline:
-            what = f"the scenario {names[done]!r}" if done < len(names) else "the end of the program"
+        elif time.monotonic() - since > (deadline if now else max(deadline, START)):
+            what = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
             return f"hung: {what} was not done within {deadline:.0f} s, so it was stopped"
         time.sleep(0.02)
-    return None if code == 0 else f"the program ended with exit code {code}"
+    return next((f"the program ended with exit code {code}" for code in codes if code), None)
 
 
-def _command(request: Path) -> list[str]:
-    return [sys.executable, "-m", "geartrain.testing.program", str(request)]
+def _command(requests: Path) -> list[str]:
+    return [sys.executable, "-m", "geartrain.testing.program", str(requests)]
 
 
 def need(condition: bool, reason: str) -> None:

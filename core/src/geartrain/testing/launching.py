@@ -115,17 +115,7 @@ class Launched:
 
     def processes(self) -> list[int]:
         """Living processes of this run, its first one included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    ours = f"{TOKEN}={self.token}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue
-                if ours and state not in "ZX":
-                    found.append(int(entry.name))
-        return found
+        return processes(self.token)
 
     def left_behind(self, seconds: float = 5) -> list[str]:
         """What is still there after the program ended, given some seconds to go away: processes, shared memory, temporary files.
@@ -160,6 +150,21 @@ class Launched:
             time.sleep(0.02)
         self.process.wait(5)
         self._short.unlink(missing_ok=True)
+
+
+def processes(token: str) -> list[int]:
+    """Return the living processes that have the token of a run in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                ours = f"{TOKEN}={token}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if ours and state not in "ZX":
+                found.append(int(entry.name))
+    return found
 
 
 @contextmanager

@@ -1,14 +1,17 @@
-"""The program that the conformance kit starts: ``python -m geartrain.testing.program REQUEST.json``.
+"""The program that the conformance kit starts: ``python -m geartrain.testing.program REQUESTS.json``.
 
 A program of its own and a strategy chosen by name, as a user would, because strategies start their ranks from what the user started:
-by running the same command again, on a function, or under a launcher. It runs the scenarios one after another.
+by running the same command again, on a function, or under a launcher. It runs the requests, and a request's scenarios, one after
+another.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ COMPARED = (
 
 @dataclass
 class Request:
-    """What a program is asked to do; a JSON file."""
+    """Scenarios that a program is asked to run on one strategy."""
 
     strategy: str
     options: dict[str, Any]
@@ -50,14 +53,15 @@ class Request:
     #: The optimizer of every module instead of torch's own, with its arguments: ``{"class": "package:Name", ...}``.
     optimizer: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write the file."""
-        path.write_text(json.dumps(asdict(self), indent=2))
 
-    @classmethod
-    def read(cls, path: Path) -> Request:
-        """Read the file."""
-        return cls(**json.loads(path.read_text()))
+def write(requests: Sequence[Request], path: Path) -> None:
+    """Write a program's requests to a file."""
+    path.write_text(json.dumps([asdict(request) for request in requests], indent=2))
+
+
+def read(path: Path) -> list[Request]:
+    """Read a program's requests."""
+    return [Request(**request) for request in json.loads(path.read_text())]
 
 
 class Job:
@@ -120,23 +124,27 @@ class Job:
 
 
 def main(path: str) -> None:
-    """Run the scenarios of a request."""
+    """Run the scenarios of each request."""
     from geartrain.testing.scenarios import SCENARIOS
 
     torch.set_num_threads(1)  # tiny models: several ranks' threads would only take turns
-    request = Request.read(Path(path))
-    os.environ[OPTIMIZER] = json.dumps(request.optimizer)  # ranks that are started on a function take it over too
     # Ranks that are this program run again say so in their environment, and so do second nodes; asked before the first fit sets it.
     place = detect()
     caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0
-    for name in request.scenarios:
-        job = Job(request, name)
-        try:
-            SCENARIOS[name](job)
-        except gt.UsageError as error:
-            print(f"conformance: {error}", file=sys.stderr)
-            raise SystemExit(2) from error  # as the command line exits
-        job.finish(caller)
+    for request in read(Path(path)):
+        os.environ[OPTIMIZER] = json.dumps(request.optimizer)  # ranks that are started on a function take it over too
+        for name in request.scenarios:
+            job = Job(request, name)
+            try:
+                SCENARIOS[name](job)
+            except gt.UsageError as error:
+                print(f"conformance: {error}", file=sys.stderr)
+                raise SystemExit(2) from error  # as the command line exits
+            job.finish(caller)
+            # Every run of several ranks collects garbage at its end. Without the objects of imported modules this takes a millisecond
+            # instead of 200, and a program makes dozens of runs.
+            gc.collect()
+            gc.freeze()
 
 
 if __name__ == "__main__":

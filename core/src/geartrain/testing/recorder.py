@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from geartrain import Run, hookimpl
+from geartrain.testing.launching import HAS_PROC, TOKEN, listening, processes
 from geartrain.testing.nets import notes_of
 
 #: Seconds that a rank which is late to a barrier gives the others to come out of it too early.
@@ -124,3 +125,14 @@ class Barriers:
             waited.append(here.exists())
             through.touch()
         notes_of(run)["waited"] = waited
+
+
+class Listening:
+    """Notes on rank 0, while all ranks train, on which addresses the program's processes listen."""
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        run.hooks.barrier(run=run)
+        if run.world.rank == 0 and HAS_PROC:
+            notes_of(run)["listening"] = listening(processes(os.environ[TOKEN]))
+        run.hooks.barrier(run=run)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from pathlib import Path
 
 from torch.utils.data import DataLoader
 
@@ -11,7 +11,7 @@ import geartrain as gt
 from geartrain.testing import nets
 from geartrain.testing.nets import Net, samples
 from geartrain.testing.program import Job
-from geartrain.testing.recorder import Barriers, Collectives
+from geartrain.testing.recorder import Barriers, Collectives, Listening
 
 SCENARIOS: dict[str, Callable[[Job], None]] = {}
 #: Samples of an evaluation set that no number of ranks and batches divides, and its batch size.
@@ -173,6 +173,12 @@ def barrier(job: Job) -> None:
 
 
 @scenario
+def listens(job: Job) -> None:
+    trainer, module = job.trainer(Listening()), Net()
+    trainer.fit(module, job.batches(2))
+
+
+@scenario
 def fit_validate_test(job: Job) -> None:
     trainer, module = job.trainer(max_epochs=2), Net()
     trainer.fit(module, job.batches(4), _evaluated())
@@ -211,10 +217,12 @@ class FromObject:
 
 @scenario
 def plugins(job: Job) -> None:
-    path = Path(job.folder, "conformance_plugin.py")
+    # A program may run this for several requests, and a module is loaded once.
+    name = "conformance_plugin_" + re.sub(r"\W", "_", job.folder.parent.name)
+    path = job.folder / f"{name}.py"
     if not path.exists():
         path.write_text(PLUGIN)
-    trainer = job.trainer(str(path), FromObject([1, 2]), plugin_options={"conformance_plugin": {"text": "as chosen"}})
+    trainer = job.trainer(str(path), FromObject([1, 2]), plugin_options={name: {"text": "as chosen"}})
     trainer.validate(Net(), job.batches(1))
 
 

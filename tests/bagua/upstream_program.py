@@ -1,4 +1,4 @@
-"""Upstream's net, data and optimizers, and the cases that are trained on two ranks: ``python upstream.py`` runs them all."""
+"""Upstream's net, data and optimizers, and the cases that are trained on two ranks: ``python upstream_program.py`` runs them all."""
 
 import os
 
@@ -100,7 +100,7 @@ def main() -> None:
         devices = int(os.environ.get("DEVICES", "2"))
         trainer, weights = train(BaguaStrategy(algorithm=algorithm, **options), devices, sampler, sharded, algorithm == "qadam")
         found[case] = weights
-    torch.save(found, f"upstream-{trainer.global_rank}.pt")
+    torch.save(found, f"kept-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":

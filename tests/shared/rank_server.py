@@ -1,0 +1,154 @@
+"""Run functions on several ranks: ``python rank_server.py`` reads a request a line and forks the ranks of each; see several_ranks.py.
+
+torch is imported once, in this process, which has one thread: it forks a rank in milliseconds.
+"""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch._dynamo  # which torch's optimizers import when the first one is made
+
+import geartrain.session
+import geartrain.trainer  # noqa: F401 (and all else that a rank would spend its first second on)
+
+#: Seconds between two looks at the ranks, that ranks have to end after one has failed, and that what they started has after them.
+PERIOD, PATIENCE, GRACE = 0.005, 20.0, 5.0
+#: The kernel gives no port of these to a program that asks for any.
+PORTS = range(20000, 32000)
+#: This process's exit status, if it is a rank.
+_status: int | None = None
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    gc.freeze()  # no rank copies all of this because it collects garbage
+    number = os.getpid() * 100
+    for line in sys.stdin:
+        request = json.loads(line)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        try:
+            function = getattr(importlib.import_module(request["module"]), request["function"])
+        except Exception:
+            print(json.dumps(traceback.format_exc()), flush=True)
+            continue
+        number = free_port(number + 1)
+        print(json.dumps(run(function, request, PORTS[number % len(PORTS)])), flush=True)
+
+
+def free_port(first: int) -> int:
+    """The number of the first port from this one on where nothing listens."""
+    for number in range(first, first + len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", PORTS[number % len(PORTS)]))
+            return number
+    raise RuntimeError("no port is free")
+
+
+def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> list[str]:
+    """Fork the ranks and wait for them; how each ended, and what it left behind."""
+    pids = []
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            become(rank, request, port)
+            work(function, request["arguments"], rank)
+        pids.append(pid)
+    return watch(pids, time.monotonic() + request["seconds"])
+
+
+def become(rank: int, request: dict[str, Any], port: int) -> None:
+    """Be a rank, or a node, that a user has started by hand, or one process alone; in the request's folder."""
+    os.setpgid(0, 0)
+    os.chdir(request["folder"])
+    ranks = str(request["ranks"])
+    if request["place"] == "rank":
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, NODE_RANK="0")
+    elif request["place"] == "node":
+        os.environ["NODE_RANK"] = str(rank)
+    if request["place"] != "alone":
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for name, descriptor in ((os.devnull, 0), (f"rank-{rank}.out", 1), (f"rank-{rank}.err", 2)):
+        file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    faulthandler.enable()  # SIGABRT shows where a rank is that does not end
+    sys.argv = [request["function"]]
+
+
+def work(function: Callable[..., Any], arguments: list[Any], rank: int) -> NoReturn:
+    """Call the function, keep what it returns or raises, and end as a program does that raises it."""
+    global _status
+    try:
+        _status = 1
+        torch.save(function(*arguments), f"rank-{rank}.pt")
+        _status = 0
+    except BaseException as error:
+        Path(f"rank-{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            _status = error.code or 0
+        raise
+    sys.exit()
+
+
+@atexit.register
+def end_at_once() -> None:
+    """End a rank, whose other ``atexit`` functions have run, without the destruction of all objects, which takes half a second."""
+    if _status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status)
+
+
+def watch(pids: list[int], deadline: float) -> list[str]:
+    """Wait until all ranks and what they have started have ended. End them after the deadline, and soon after one has failed, as
+    launchers do: the exit statuses, or words."""
+    ends = dict.fromkeys(pids, "")
+    while left := [pid for pid, end in ends.items() if not end]:
+        for pid in left:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                ends[pid] = str(os.waitstatus_to_exitcode(status))
+                if status:
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGABRT)
+                os.waitpid(pid, 0)
+                ends[pid] = "did not end; its output shows where it was"
+        time.sleep(PERIOD)
+    deadline = time.monotonic() + GRACE
+    while left := [pid for pid in pids if has_left(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                ends[pid] += ", and left processes behind"
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            break
+        time.sleep(PERIOD)
+    return list(ends.values())
+
+
+def has_left(pid: int) -> bool:
+    """True if a process of this rank's group lives."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, 0)
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()
