@@ -7,6 +7,8 @@ import signal
 # model takes 17 ms instead of 0.1. The programs that tests start inherit it. A value of the user's own stays.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A job in a shell's background ignores Ctrl-C, and so would every process that a test starts and interrupts.
+# A job in a shell's background ignores Ctrl-C, and one under nohup ignores a hangup; so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

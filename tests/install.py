@@ -1,20 +1,34 @@
-"""``pip install``, for tox: torch is installed once, and every environment finds it by a .pth file.
+"""``pip install``, for tox: other people's packages are installed once, and every environment finds them by a .pth file.
 
-Torch and what it brings are 900 MB, which take each environment twenty seconds to unpack and to compile. Shared they are the same files
-in the same versions. All else is an environment's own, and one environment (``accelerators``) shares nothing: a distribution that did
-not declare its need for torch would fail there.
+They are 2 GB, torch above all, which would take each environment a minute. Shared they are the same files in the same versions. The
+distributions of this repository are an environment's own. Two environments do not share: ``discovery`` has no torch, and ``wheels``
+shows each distribution only what it declares.
 
     python tests/install.py FOLDER PIP'S ARGUMENTS ...
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def requirements():
+    """Everything that is not of this repository: declared by its distributions, or needed by examples and tests."""
+    found = set()
+    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]:
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        found.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
+    for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
+        found.update(line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return sorted(line for line in found if line and not line.startswith(("geartrain", "-e")))
 
 
 def pip(*arguments):
@@ -22,13 +36,13 @@ def pip(*arguments):
 
 
 def shared(folder):
-    """The folder with the tested torch, made unless it is there."""
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    (torch,) = [line for line in constraints.splitlines() if line.startswith("torch==")]
-    place = folder / torch
+    """Return the folder with the packages, made unless it exists."""
+    wanted = requirements()
+    place = folder / hashlib.sha256("\n".join([*wanted, CONSTRAINTS.read_text(encoding="utf-8")]).encode()).hexdigest()[:12]
     if not place.exists():
-        half = folder / f".{torch}-{os.getpid()}"
-        pip("--quiet", "--constraint", ROOT / "constraints.txt", "--target", half, "torch")
+        half = folder / f".{place.name}-{os.getpid()}"
+        # A module is compiled when it is first imported: most of torch never is.
+        pip("--quiet", "--no-compile", "--constraint", CONSTRAINTS, "--target", half, *wanted)
         try:
             half.rename(place)  # whole or not at all
         except OSError:  # another environment was faster
@@ -39,8 +53,8 @@ def shared(folder):
 def main():
     folder, *arguments = sys.argv[1:]
     place = shared(Path(folder))
-    Path(sysconfig.get_path("purelib"), "shared_torch.pth").write_text(f"{place}\n", encoding="utf-8")
-    pip(*arguments)
+    Path(sysconfig.get_path("purelib"), "shared.pth").write_text(f"{place}\n", encoding="utf-8")
+    pip("--no-deps", "--no-build-isolation", *arguments)  # all that these need is in the shared folder
 
 
 if __name__ == "__main__":

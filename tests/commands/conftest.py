@@ -1,5 +1,6 @@
 """A folder with a target for each test, and the command line called in this process: torch's import costs two seconds."""
 
+import copy
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import geartrain.registry
-from geartrain.commands import main
+from geartrain.commands import exchange, main
 
 HERE = Path(__file__).parent
 
@@ -83,6 +84,18 @@ def chip(install):
     bells = dict.fromkeys(["bell", "door-bell"], "Bell")
     source = (HERE / "geartrain_chip.py").read_text()
     install("geartrain-chip", source, accelerators={"chip": "Chip"}, strategies={"scaled": "Scaled"}, plugins=bells)
+
+
+@pytest.fixture(scope="session")
+def exchanged():
+    """What the doctor's all-reduce between two processes found on this machine."""
+    return exchange.all_reduce("gloo", "cpu")
+
+
+@pytest.fixture
+def known_exchange(exchanged, monkeypatch):
+    """The doctor finds what it found before and starts no process: for tests of its other checks."""
+    monkeypatch.setattr(exchange, "all_reduce", lambda backend, device: copy.deepcopy(exchanged))
 
 
 @pytest.fixture

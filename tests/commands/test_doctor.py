@@ -68,6 +68,7 @@ def test_nothing_to_fix(command):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.usefixtures("known_exchange")
 def test_json_has_everything_and_nothing_else_is_on_stdout(doctor, install):
     source = "print('printed at import')\nclass A:\n    pass\n"
     install("geartrain-loud", source, plugins={"loud": "A"})
@@ -111,7 +112,7 @@ def test_it_leaves_nothing_and_listens_on_loopback_alone(folder):
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
 def test_it_leaves_nothing_when_it_is_ended(folder, number):
     with launched("-c", DOCTOR, folder=folder) as run:
         until(lambda: len(run.processes()) >= 3, 60, "the two processes are started")
@@ -161,7 +162,7 @@ def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypa
     ],
 )
 def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, said):
-    monkeypatch.setattr(exchange, "UNWIND", 1.0)
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5")
     torch_in_children(source)
     facts = exchange.all_reduce("gloo", "cpu")
     assert facts["error"] == said
@@ -204,6 +205,7 @@ def test_a_backend_that_torch_does_not_have_is_wrong_usage(refused, options, wor
     assert words in refused(f"doctor {options}")
 
 
+@pytest.mark.usefixtures("known_exchange")
 def test_backend_by_name(doctor):
     _, facts = doctor("--backend gloo")
     assert facts["all_reduce"]["why"] == "--backend gloo"
@@ -226,6 +228,7 @@ def test_a_file_of_the_current_folder_is_not_imported_by_the_two(doctor, write):
 # --- checks stand alone --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("known_exchange")
 def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatch, command):
     def broken(path):
         raise PermissionError("no disk for you")
@@ -242,7 +245,12 @@ def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatc
     assert shown.err == "geartrain doctor: 1 thing must be fixed\n"
 
 
-@pytest.mark.parametrize("options", [(), ("--backend", "gloo"), ("--backend", "nope")])
+_again = pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--backend", "gloo"), marks=_again), pytest.param(("--backend", "nope"), marks=_again)]
+)
 def test_without_torch_it_says_so_and_goes_on(python, write, options):
     write("doctor.py", "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
     done = python("doctor.py", "doctor", "--json", *options)
@@ -257,7 +265,9 @@ def test_without_torch_it_says_so_and_goes_on(python, write, options):
     assert "Traceback" not in shown.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--backend", "gloo"), ("--pickle", "net.py")])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=_again), pytest.param(("--backend", "gloo"), marks=_again), ("--pickle", "net.py")]
+)
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(python, write, options):
     write("broken/torch/__init__.py", "raise OSError('libcudart.so.12: cannot open shared object file')\n")
     write("doctor.py", "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
@@ -274,6 +284,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(pytho
     assert "Traceback" not in shown.stderr
 
 
+@pytest.mark.end_to_end
 def test_the_command_that_pip_makes(python, write):
     write("doctor.py", "import sys\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
     done = python("doctor.py", "doctor", "--json")

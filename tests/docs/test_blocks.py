@@ -3,36 +3,24 @@
 import contextlib
 import functools
 import os
+import queue
 import shutil
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from warm import AVAILABLE, Warm
 
 from . import blocks
-from .environment import make_environment
+from .environment import make_environment, variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Pages that import torch several times, which takes more than ten seconds.
-SLOW = {
-    "bagua.md",
-    "devices.md",
-    "doctor.md",
-    "examples.md",
-    "from-lightning.md",
-    "start.md",
-    "tune.md",
-    "write-a-plugin.md",
-    "write-a-strategy.md",
-    "write-an-accelerator.md",
-    "wandb.md",
-    "loggers.md",
-    "callbacks.md",
-    "checkpoints.md",
-}
+#: What a newcomer reads first. The other pages are marked.
+FIRST = {"README.md", "start.md"}
 #: Seconds until a page that hangs is ended.
 DEADLINE = 240
 
@@ -43,41 +31,68 @@ def _name(page):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, request):
-    """page -> (exit code, what was printed). The pages run at the same time: most of what they do is importing torch."""
+    """page -> (exit code, what was printed). Two pages run at the same time, unless pytest-xdist has other tests run beside them."""
     chosen = [item.callspec.params["page"] for item in request.session.items if getattr(item, "originalname", "") == "test_page"]
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
-        start = functools.cache(lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem)))
-        if not hasattr(request.config, "workerinput"):  # one of several pytest-xdist workers runs only what it is given
+    alone = hasattr(request.config, "workerinput")
+    with ThreadPoolExecutor(1 if alone else 2) as pool, contextlib.ExitStack() as ended:
+        runners = queue.SimpleQueue()
+        for _ in range(1 if alone else 2):
+            runners.put(Runner(tmp_path_factory.mktemp("runner")))
+        start = functools.cache(lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem), runners))
+        ended.callback(lambda: [runners.get().end() for _ in range(runners.qsize())])
+        if not alone:  # one of several pytest-xdist workers runs only what it is given
             for page in chosen:
                 start(page)
         yield lambda page: start(page).result()
 
 
-def _run(page, folder):
-    place = folder / "page"
-    shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    python, environment = make_environment(folder / "venv")
-    with subprocess.Popen(
-        [python, blocks.__file__, page, place],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        start_new_session=True,  # so that everything the page started can be ended with it
-    ) as process:
-        try:
-            printed, _ = process.communicate(timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            printed, _ = process.communicate()
-            printed = f"{page.name}: not done after {DEADLINE} s\n{printed}"
-    return process.returncode, printed
+class Runner:
+    """Runs one page after the other."""
+
+    def __init__(self, folder):
+        self._folder, self._warm = folder, None
+
+    def run(self, page, folder):
+        place = folder / "page"
+        shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        if AVAILABLE and self._warm is None:
+            self._warm = Warm(sys.executable, self._folder, variables())
+        python, environment = make_environment(folder / "venv", self._warm)
+        with subprocess.Popen(
+            [python, blocks.__file__, page, place],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            start_new_session=True,  # so that everything the page started can be ended with it
+        ) as process:
+            try:
+                printed, _ = process.communicate(timeout=DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.end()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                printed, _ = process.communicate()
+                printed = f"{page.name}: not done after {DEADLINE} s\n{printed}"
+        return process.returncode, printed
+
+    def end(self):
+        if self._warm is not None:
+            self._warm.end()
+            self._warm = None
+
+
+def _run(page, folder, runners):
+    runner = runners.get()
+    try:
+        return runner.run(page, folder)
+    finally:
+        runners.put(runner)
 
 
 @pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES], ids=_name)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=() if page.name in FIRST else pytest.mark.page) for page in PAGES], ids=_name)
 def test_page(page, run):
     code, printed = run(page)
     assert code == 0, printed

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import AVAILABLE, Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,15 +37,24 @@ class Ran:
         return [line[name] for line in lines if name in line]
 
 
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """A python that runs files, each in a process that begins with torch imported."""
+    if not AVAILABLE:
+        return sys.executable
+    folder = tmp_path_factory.mktemp("warm")
+    return Warm(sys.executable, folder, os.environ | ENVIRONMENT).script(folder / "python")
+
+
 @pytest.fixture
-def example(tmp_path_factory):
+def example(python, tmp_path_factory):
     """``example("digits", "--max-epochs", 1)`` runs examples/digits.py as a script, or ``geartrain fit`` of it with ``cli=True``;
     with ``--output`` in a new folder unless ``option`` is another one that names it."""
 
     def run(name: str, *arguments: object, cli: bool = False, option: str = "--output") -> Ran:
-        program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else [sys.executable]
+        program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else []
         output = tmp_path_factory.mktemp(name) / "run"
-        command = [*program, f"examples/{name}.py", *map(str, arguments), option, str(output)]
+        command = [python, *program, f"examples/{name}.py", *map(str, arguments), option, str(output)]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=220)
         return Ran(done.returncode, done.stdout, done.stderr, output)
 

@@ -29,6 +29,7 @@ def data(chars):
     return topics
 
 
+@pytest.mark.example
 def test_it_learns_what_looking_back_is_good_for(example, data):
     ran = example("char_lm", *SMALL, "--plugin", "throughput", "--throughput.tokens", 64, "--log-every-n-steps", 40)
     metrics = ran.metrics()
@@ -45,6 +46,7 @@ def test_it_learns_what_looking_back_is_good_for(example, data):
     assert text.count(" ") > 20  # it has learnt that there are words
 
 
+@pytest.mark.example
 def test_two_ranks_learn_too(example, data):
     ran = example("char_lm", *SMALL, "--max-steps", 120, "--strategy", "ddp", "--devices", 2, "--log-every-n-steps", 20)
     assert ran.metrics()["val_bits_per_char"] < 0.85 * entropy(data)

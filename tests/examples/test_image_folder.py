@@ -48,6 +48,7 @@ def pictures(part):
 SMALL = ["--model.classes", 4, "--data.size", 32, "--seed", 1, "--data.num_workers", 1]
 
 
+@pytest.mark.example
 @pytest.mark.parametrize(
     "strategy",
     [["--strategy", "single"], ["--strategy", "dp", "--devices", 2], ["--strategy", "ddp", "--devices", 2, "--data.batch_size", 16]],

@@ -32,6 +32,7 @@ def bound(gpt2):
     return -sum(n / counts.total() * math.log(n / counts.total()) for n in counts.values())
 
 
+@pytest.mark.example
 @STRATEGIES
 def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
     small = ["--model.width", 64, "--model.lr", 3e-3, "--max-steps", 60, "--num-sanity-val-steps", 0, "--seed", 1]
@@ -47,6 +48,7 @@ def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
         assert torch.equal(again(input_ids=tokens).logits, module.model(input_ids=tokens).logits)
 
 
+@pytest.mark.example
 @STRATEGIES
 def test_the_model_as_it_is_learns_and_is_saved(example, gpt2, bound, strategy):
     ran = example("transformers_lm", "--max-steps", 60, *strategy, option="--save")

@@ -32,7 +32,7 @@ def trained(site, tmp_path):
     def run(accelerator, *arguments, **env):
         folder = tmp_path / f"on {accelerator}"
         options = ("--accelerator", accelerator, "--max-epochs", "4", "--output", folder, *arguments)
-        done = site.run(site.python, TARGET, *options, cwd=tmp_path, **NO_GPU, **env)
+        done = site.run(site.warm_python, TARGET, *options, cwd=tmp_path, **NO_GPU, **env)
         assert done.returncode == 0, done.stderr
         return folder, done.stdout
 

@@ -128,7 +128,7 @@ for strategy in ("polite", PoliteStrategy(scale=0.25)):
     trainer.fit(module, FourBatches())
     print(module.w.tolist(), trainer.callback_metrics["grad_norm"], trainer.plan.strategy.label)
 """)
-    done = site.run(site.python, "train.py", cwd=tmp_path)
+    done = site.run(site.warm_python, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[3.0, 4.0] 2.5 polite-strategy[polite]" in done.stdout
     assert "[1.5, 2.0] 1.25 polite-strategy[polite]" in done.stdout

@@ -146,7 +146,6 @@ def place(folder):
         shutil.copy(HERE / name, folder / name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", of("script"))
 def test_block_runs(block, tmp_path):
     place(tmp_path)
@@ -157,7 +156,6 @@ def test_block_runs(block, tmp_path):
         assert words in run.out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", of("shell"))
 def test_commands_run(block, tmp_path):
     place(tmp_path)

@@ -1,0 +1,211 @@
+"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER``, for tox.
+
+Every wheel is built once, by pip. Each then gets a fresh environment that contains what it declares and nothing else: pip installs it and
+the other wheels of this repository that it asks for, and of the packages that tests/install.py has installed it finds, by links, those
+that are required directly or indirectly. There every entry point is loaded, and a fit of two steps runs with each plugin.
+A dependency that is not declared cannot be imported; a strategy on several ranks starts them.
+"""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+GROUPS = {"geartrain.accelerators": "accelerator", "geartrain.strategies": "strategy", "geartrain.plugins": "plugin"}
+#: What a plugin needs to be told.
+OPTIONS = {
+    "early_stopping": ["--early_stopping.monitor", "train_loss"],
+    "timer": ["--timer.duration", "00:01:00:00"],
+    "wandb": ["--wandb.mode", "offline"],
+}
+#: What may be unusable on this machine, and words of the one error that says so.
+UNUSABLE = {"cuda": "geartrain-cuda[cuda] cannot be used here", "mps": "geartrain-mps[mps] cannot be used here", "horovod": "not installed"}
+#: More to run with an extra of core.
+EXTRAS = {"port": ["port", "target.py"], "testing": ["conformance", "single", "--devices", "1", "-k", "metadata"]}
+TARGET = """
+import torch
+import geartrain as gt
+
+
+class Line(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(gt.DataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=4)
+
+
+if __name__ == "__main__":
+    gt.cli(Line, Data)
+"""
+LOAD = """
+import json, sys
+from importlib.metadata import distribution
+for name in sys.argv[1:]:
+    for point in distribution(name).entry_points:
+        point.load()
+from geartrain.registry import Registry
+print(json.dumps(sorted(found.name for found in Registry().candidates)))
+"""
+
+
+def call(*command, cwd=None, may_fail=False, seconds=300):
+    """Run a command; the finished process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GEARTRAIN_", "PYTHON"))}
+    command = [str(word) for word in command]
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    if done.returncode and not may_fail:
+        raise RuntimeError(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done
+
+
+# --- an environment ------------------------------------------------------------------------------------------------------
+
+
+class Packages:
+    """What is installed in the shared folder, by name."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._known = {canonicalize_name(found.metadata["Name"]): found for found in distributions(path=[str(folder)])}
+        self._owners = collections.Counter(top for found in self._known.values() for top in self._tops(found))
+
+    @staticmethod
+    def _tops(found: Distribution):
+        return {file.parts[0] for file in found.files or ()} - {"..", "bin", "__pycache__"}
+
+    def required(self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]):
+        """Names of all that a requirement comes to. ``own`` are this repository's distributions; ``seen`` grows."""
+        name = canonicalize_name(requirement.name)
+        found = own.get(name) or self._known[name]
+        for extra in ("", *requirement.extras):
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            for line in found.requires or ():
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    self.required(needed, own, seen)
+        return {name for name, _ in seen}
+
+    def link(self, name: str, there: Path):
+        """Make a package importable, and found by pip, in the folder ``there``."""
+        found = self._known[name]
+        for top in self._tops(found):
+            if self._owners[top] == 1:
+                (there / top).symlink_to(self.folder / top)
+                continue
+            for file in found.files:  # a namespace that several share
+                if file.parts[0] == top:
+                    (there / file).parent.mkdir(parents=True, exist_ok=True)
+                    (there / file).symlink_to(self.folder / file)
+
+
+def environment(folder: Path, requirement: Requirement, wheels: Path, own: dict[str, Distribution], packages: Packages):
+    """Make an environment in which pip has installed a requirement from its wheel; its folder of commands."""
+    call(sys.executable, "-m", "venv", "--without-pip", folder)
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    there = Path(sysconfig.get_path("purelib", "venv", scheme))
+    for name in packages.required(requirement, own, set()) - own.keys():
+        packages.link(name, there)
+    scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
+    # --no-index: what it declares is in the folder of wheels, or it is linked already; otherwise pip says what is missing.
+    install = ("install", "--quiet", "--no-index", "--find-links", wheels, requirement)
+    call(sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--python", scripts / "python", *install)
+    return scripts
+
+
+# --- one distribution ----------------------------------------------------------------------------------------------------
+
+
+def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, Distribution], packages: Packages):
+    """Install a distribution and try each of its plugins; the line to print."""
+    begun = time.monotonic()
+    folder.mkdir()
+    (folder / "target.py").write_text(TARGET, encoding="utf-8")
+    scripts = environment(folder / "venv", requirement, wheels, own, packages)
+    name = canonicalize_name(requirement.name)
+    installed = packages.required(requirement, own, set()) & own.keys()
+    declared = {one: list(own[one].entry_points) for one in installed}
+    expected = sorted(point.name for points in declared.values() for point in points if point.group in GROUPS)
+    found = json.loads(call(scripts / "python", "-c", LOAD, *installed, cwd=folder).stdout.splitlines()[-1])
+    assert found == expected, f"installed plugins are {found}, not {expected}"
+    names = collections.defaultdict(list)
+    for point in declared[name]:
+        names[GROUPS.get(point.group)].append(point.name)
+    if requirement.extras:
+        for extra in sorted(requirement.extras):
+            call(scripts / "geartrain", *EXTRAS[extra], cwd=folder)
+        return f"{requirement}: {', '.join(sorted(requirement.extras))}, {time.monotonic() - begun:.0f} s"
+    said = []
+    for one in names["strategy"]:
+        ranks = [] if one == "single" else ["--devices", "2"]
+        said.append(fit(scripts, folder, ["--accelerator", "cpu", "--strategy", one, *ranks], one))
+    said += [fit(scripts, folder, ["--accelerator", one], one) for one in names["accelerator"]]
+    if names["plugin"]:
+        chosen = [word for one in names["plugin"] for word in ("--plugin", one, *OPTIONS.get(one, ()))]
+        said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(names["plugin"])))
+    return f"{requirement}: {', '.join(said)}, {time.monotonic() - begun:.0f} s"
+
+
+def fit(scripts: Path, folder: Path, chosen: list[str], label: str):
+    """Train two steps; what to print. What this machine cannot use must be refused in its own words."""
+    output = folder / f"run of {label}"
+    done = call(scripts / "geartrain", "fit", "target.py", "--max-steps", "2", "--output", output, *chosen, cwd=folder, may_fail=True)
+    if label in UNUSABLE and done.returncode == 2 and UNUSABLE[label] in " ".join(done.stderr.split()):
+        return f"{label} (refused)"
+    if done.returncode:
+        raise RuntimeError(f"{label}: the fit ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == 2, summary
+    return label
+
+
+def main():
+    folder = Path(sys.argv[1])
+    wheels, sources = folder / "wheels", [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+    call(sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *sources)
+    own = {}
+    for wheel in wheels.glob("*.whl"):
+        (found,) = distributions(path=[str(wheel)])
+        own[canonicalize_name(found.metadata["Name"])] = found
+    assert len(own) == len(sources), sorted(own)
+    extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {name for name in extras if f"geartrain-{name}" not in own} == set(EXTRAS), "an extra that is not tried"
+    packages = Packages(Path(distribution("torch").locate_file("")))
+    wanted = [Requirement(name) for name in sorted(own)] + [Requirement(f"geartrain[{','.join(EXTRAS)}]")]
+    failed = False
+    with ThreadPoolExecutor(2) as pool:
+        for number, result in [(n, pool.submit(check, one, folder / str(n), wheels, own, packages)) for n, one in enumerate(wanted)]:
+            try:
+                print(result.result(), flush=True)
+            except Exception as error:
+                failed = True
+                print(f"{wanted[number]}: {error}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
