@@ -171,6 +171,7 @@ def test_a_plugin_whose_collective_is_called_on_one_rank_is_told_where():
     [
         ({"command": "train"}, "command='train' must be one of 'fit', 'validate'"),
         ({"strategy": "ddp"}, "run_plugin has a strategy of its own"),
+        ({"devices": 1}, "devices=1 would do nothing"),
         ({"plugin": object()}, "nothing marked with @hookimpl"),
         ({"plugin": "nowhere"}, "nowhere"),
         ({"max_epoch": 3}, "max_epoch"),

@@ -97,6 +97,8 @@ def run_plugin(
     """
     if command not in _STAGES:
         raise UsageError(f"command={command!r} must be one of {', '.join(map(repr, _STAGES))}.")
+    if "devices" in options:
+        raise UsageError(f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. Fix: ranks=")
     if "strategy" in options:
         raise UsageError("run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy")
     given, logged = _as_list(plugin), _Logged()
