@@ -1,7 +1,9 @@
 """After a run in other processes, its caller is as after one in its own."""
 
+import itertools
 import os
 import pickle
+import time
 from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
+import geartrain.process.launch as launching
 from geartrain.callbacks import ModelCheckpoint
+from geartrain_spawn import starter
 
 from .models import Net, loader, trainer
 
@@ -392,3 +396,26 @@ def test_the_best_checkpoint_is_known_to_the_caller(tmp_path):
     one.fit(module, loader(), loader(20))  # goes on: the workers know what is saved already
     assert len(best.best_k_models) == 2
     assert {str(path) for path in tmp_path.iterdir()} == {*best.best_k_models, best.last_model_path}
+
+
+class LateOnRank0:
+    """Makes rank 0 come to the store after rank 1."""
+
+    def __getstate__(self):
+        return {"is_late": True}
+
+    def __setstate__(self, state):
+        if os.environ.get("RANK") == "0":
+            time.sleep(1)
+
+
+def test_a_run_of_ddp_before_it_in_the_same_process(monkeypatch):
+    """Both meet through the store of the process; a rank could read there where the store of the other run was."""
+    number = 10_000
+    monkeypatch.setattr(launching, "_runs", number)
+    monkeypatch.setattr(starter, "_numbers", itertools.count(number + 1))
+    gt.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_epochs=1, enable_progress_bar=False).fit(Net(), loader())
+    assert launching._runs == number + 1
+    module = Net()
+    module.late = LateOnRank0()
+    trainer(max_epochs=1, strategy_options={"timeout": 15.0}).fit(module, loader())

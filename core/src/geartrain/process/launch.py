@@ -65,7 +65,7 @@ def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: tim
         sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
     _excepthook = sys.excepthook
     around.enter_context(_workers[0].supervised() if _workers else hear_signals())
-    around.enter_context(_connected(run, place, _runs, timeout))
+    around.enter_context(_connected(run, place, f"launched/{_runs}", timeout))
     return worker(place.local_rank)
 
 
@@ -81,13 +81,17 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
         What ``worker`` returned in this process.
     """
     run.trainer.place, run.handed_over = place, registered_names(run.module)
-    with hear_signals(), _connected(run, place, number, timeout):
+    with hear_signals(), _connected(run, place, f"joined/{number}", timeout):
         return worker(place.local_rank)
 
 
 @contextmanager
-def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Iterator[None]:
-    """Meet the other ranks; after an error let go of them."""
+def _connected(run: Run, place: Place, key: str, timeout: timedelta) -> Iterator[None]:
+    """Meet the other ranks; after an error let go of them.
+
+    Args:
+        key: names the run among all runs of the program, the same on every rank.
+    """
     guard_forks()
     adopt_temporary_folder()
     run.place = place
@@ -97,7 +101,7 @@ def _connected(run: Run, place: Place, number: int, timeout: timedelta) -> Itera
         name = rendezvous.interface(place)
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        run.store = rendezvous.run_store(place, number, timeout)
+        run.store = rendezvous.run_store(place, key, timeout)
         yield
     except BaseException as error:
         report(error)

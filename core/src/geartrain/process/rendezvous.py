@@ -78,9 +78,12 @@ def serve_program(address: str, port: int | None, timeout: timedelta) -> int:
     return int(_program[os.getpid()].port)
 
 
-def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
-    """A fresh store for the ``number``-th run of this program; ``MASTER_ADDR`` and ``MASTER_PORT`` then name it, so that
+def run_store(place: Place, key: str, timeout: timedelta) -> TCPStore:
+    """Return a fresh store for one run of this program; ``MASTER_ADDR`` and ``MASTER_PORT`` then name it, so that
     ``torch.distributed.init_process_group("gloo")`` meets there.
+
+    Args:
+        key: names the run. No other run of the program may have it: a rank could read where that one's store was.
 
     Raises:
         TrainingError: rank 0 cannot be reached, or does not come; or an earlier run has failed, which closed the connection to the store.
@@ -100,8 +103,8 @@ def run_store(place: Place, number: int, timeout: timedelta) -> TCPStore:
     store = serve(bind(_own_address(place), None), timeout) if place.rank == 0 else None
     try:
         if store is not None:
-            program.set(f"run/{number}", f"{store.host} {store.port}")
-        address, port = program.get(f"run/{number}").decode().split()
+            program.set(f"run/{key}", f"{store.host} {store.port}")
+        address, port = program.get(f"run/{key}").decode().split()
     except DistNetworkError as error:
         lost = "the connection through which ranks meet is closed, as after a run that failed"
         raise TrainingError(f"rank {place.rank} cannot begin a run: {lost} ({error}). Fix: start the program again") from error
