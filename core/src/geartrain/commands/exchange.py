@@ -260,7 +260,7 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     name = rendezvous.interface(place)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    store = rendezvous.run_store(place, 1, timeout)
+    store = rendezvous.run_store(place, "doctor", timeout)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     numbers = torch.arange(NUMBERS, dtype=torch.float32, device=device)
     seconds = []
