@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import os
 import signal
 
@@ -12,3 +13,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish(session):
+    """Leave everything that is imported by now out of later garbage collections: a product that collects after each trial or run would
+    look through half a million objects of the tests each time."""
+    gc.collect()
+    gc.freeze()

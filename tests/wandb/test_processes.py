@@ -91,7 +91,7 @@ def test_a_key_that_cannot_be_one_is_refused(monkeypatch):
     assert "geartrain-wandb[wandb]: WANDB_API_KEY invalid" in done.err
 
 
-@pytest.mark.parametrize("server", ["refuses", "is silent"])
+@pytest.mark.parametrize("server", ["refuses", pytest.param("is silent", marks=pytest.mark.matrix)])
 def test_a_server_that_does_not_answer_makes_the_run_an_offline_one(tmp_path, monkeypatch, server):
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
