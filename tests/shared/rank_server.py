@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # which torch's optimizers import when the first one is made
+from warm import count_for_test
 
 import geartrain.session
 import geartrain.trainer  # noqa: F401 (and all else that a rank would spend its first second on)
@@ -74,6 +75,7 @@ def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> lis
 def become(rank: int, request: dict[str, Any], port: int) -> None:
     """Be a rank, or a node, that a user has started by hand, or one process alone; in the request's folder."""
     os.setpgid(0, 0)
+    count_for_test()
     os.chdir(request["folder"])
     ranks = str(request["ranks"])
     if request["place"] == "rank":

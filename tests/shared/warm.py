@@ -134,6 +134,7 @@ def _keep(connection):
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(env)
+        count_for_test()
         return argv, prefix
     handle = os.pidfd_open(program)
     ready, _, _ = select.select([handle, connection], [], [])
@@ -143,6 +144,14 @@ def _keep(connection):
     with contextlib.suppress(OSError):
         connection.sendall(f"{status}\n".encode())
     os._exit(0)
+
+
+def count_for_test():
+    """Restart coverage in a fork, if tests/mutations.py measures: the variables now name the test that asked for the fork."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and "COVERAGE_PROCESS_START" in os.environ:
+        coverage.Coverage.current().stop()
+        coverage.process_startup(force=True)
 
 
 def _run(argv, prefix):

@@ -1,0 +1,641 @@
+"""Ask what the tests notice: measure which test files run which lines, then break the source in forty places, one at a time.
+
+    python tests/mutations.py list
+    python tests/mutations.py measure FOLDER PYTEST'S ARGUMENTS ...
+    python tests/mutations.py try FOLDER [--only 3,7] [--seconds 600] PYTEST'S ARGUMENTS ...
+
+``list`` checks the mutations and prints them. ``measure`` runs pytest under coverage and prints the branch coverage of core and plugins.
+``try`` runs, for each mutation, the test files that run the changed lines, until one fails. Without ``-m`` both take the markers of
+``tox -e work``.
+
+Coverage's contexts are test files. A process that a test starts takes its context from ``COVERAGE_TEST_FILE``; a process that a server of
+tests/shared forks reads the variable again. Not measured are processes that SIGKILL ends, programs without the test's environment, and
+installed wheels. This file is also the pytest plugin of these runs.
+"""
+
+import argparse
+import ast
+import configparser
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [ROOT / "core/src/geartrain", *sorted(ROOT.glob("plugins/*/src/geartrain_*"))]
+#: The test file that is running, from the repository's root, and where the plugin writes the tests that fail.
+TEST_FILE, FAILED_TESTS = "COVERAGE_TEST_FILE", "MUTATIONS_FAILED_TESTS"
+#: Folders whose test files read the results of one program: the folder is the context of what they start.
+SHARING = ("tests/bagua",)
+#: Seconds that pytest has to end after a signal, and what it has started after it.
+GRACE = 20.0
+#: One file of data a process. The C tracer: sys.monitoring does not know contexts.
+SETTINGS = """
+[run]
+core = ctrace
+branch = true
+parallel = true
+context = ${{{variable}-}}
+data_file = {folder}/processes/coverage
+patch = fork, _exit
+sigterm = true
+source_dirs =
+    {sources}
+"""
+
+
+class Mutation(NamedTuple):
+    """One realistic bug. ``old`` occurs once in the file."""
+
+    room: str
+    file: str
+    old: str
+    new: str
+    #: What a user would see.
+    why: str
+
+
+CORE, BAGUA, DDP, SPAWN = (f"{path}/src/geartrain{end}" for path, end in (
+    ("core", ""), ("plugins/bagua", "_bagua"), ("plugins/ddp", "_ddp"), ("plugins/spawn", "_spawn"),
+))  # fmt: skip
+ROOMS = ("loop", "sharding", "metrics", "checkpoint", "launch", "ddp", "spawn", "bagua")
+MUTATIONS = [
+    # --- loop ---
+    Mutation(
+        "loop",
+        f"{CORE}/loop.py",
+        "loss = loss / window",
+        "loss = loss",
+        "accumulated gradients are a sum",
+    ),
+    Mutation(
+        "loop",
+        f"{CORE}/loop.py",
+        'step_schedules(run, "step", run.step + 1)',
+        'step_schedules(run, "step", run.step)',
+        "a scheduler of every second step is one step early",
+    ),
+    Mutation(
+        "loop",
+        f"{CORE}/loop.py",
+        "if run.step % options.log_every_n_steps == 0:",
+        "if (run.step - 1) % options.log_every_n_steps == 0:",
+        "metrics are reported at other steps",
+    ),
+    Mutation(
+        "loop",
+        f"{CORE}/loop.py",
+        "        run.resumed = None\n",
+        "        resumed = None\n",
+        "the second epoch after a resume skips batches again",
+    ),
+    Mutation(
+        "loop",
+        f"{CORE}/loop.py",
+        "return done // every > (done - taken) // every",
+        "return done % every == 0",
+        "accumulation steps over a validation",
+    ),
+    # --- sharding ---
+    Mutation(
+        "sharding",
+        f"{CORE}/sharding.py",
+        "target = math.ceil(len(items) / size) * size",
+        "target = len(items) // size * size",
+        "the last samples are never trained on",
+    ),
+    Mutation(
+        "sharding",
+        f"{CORE}/sharding.py",
+        "seed = self.seed + self.epoch",
+        "seed = self.seed",
+        "each epoch has the same order",
+    ),
+    Mutation(
+        "sharding",
+        f"{CORE}/sharding.py",
+        "len(range(self.rank, total, self.size))",
+        "len(range(0, total, self.size))",
+        "a rank evaluates, or waits for, a batch too many",
+    ),
+    Mutation(
+        "sharding",
+        f"{CORE}/sharding.py",
+        'if type(batches) is BatchSampler and stage != "predict":',
+        "if type(batches) is BatchSampler:",
+        "predictions come in another order than from one process",
+    ),
+    Mutation(
+        "sharding",
+        f"{CORE}/sharding.py",
+        "return int(run.hooks.broadcast(run=run, obj=drawn, src=0))",
+        "return int(drawn)",
+        "without a seed, ranks train on the same samples and leave others out",
+    ),
+    # --- metrics ---
+    Mutation(
+        "metrics",
+        f"{CORE}/logs.py",
+        "size = 1 if batch is None else first_size(batch) or 1",
+        "size = 1",
+        "a short last batch counts as much as a full one",
+    ),
+    Mutation(
+        "metrics",
+        f"{CORE}/logs.py",
+        "                metric.last = (0.0, 0)\n",
+        "",
+        "a value of an earlier step is reported again",
+    ),
+    Mutation(
+        "metrics",
+        f"{CORE}/reductions.py",
+        "return b if b != b else max(a, b)",
+        "return max(a, b)",
+        "a NaN is lost",
+    ),
+    Mutation(
+        "metrics",
+        f"{CORE}/metric_objects.py",
+        "for metric, _ in objects.values():",
+        "for metric in (metric for metric, on_epoch in objects.values() if on_epoch):",
+        "a metric that is logged by steps alone keeps what earlier epochs gave it",
+    ),
+    Mutation(
+        "metrics",
+        f"{CORE}/syncing.py",
+        "stop = bool(header[:, 2].any())",
+        "stop = bool(header[0, 2])",
+        "only rank 0 can stop a run",
+    ),
+    # --- checkpoint ---
+    Mutation(
+        "checkpoint",
+        f"{CORE}/checkpoint.py",
+        "        run.hooks.barrier(run=run)  #",
+        "        pass  #",
+        "a rank reads a file that rank 0 still writes",
+    ),
+    Mutation(
+        "checkpoint",
+        f"{CORE}/checkpoint_file.py",
+        "weights_only=True)\n",
+        "weights_only=False)\n",
+        "loading a file runs the code in it",
+    ),
+    Mutation(
+        "checkpoint",
+        f"{CORE}/fit_state.py",
+        '"batch_idx": run.batch_idx if within else 0,',
+        '"batch_idx": run.batch_idx,',
+        "a resume after an epoch skips the next one's batches",
+    ),
+    Mutation(
+        "checkpoint",
+        f"{CORE}/resume.py",
+        'run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]',
+        'run.step, run.epoch = fit["step"], fit["epoch"]',
+        "a validation interval across epochs begins again",
+    ),
+    Mutation(
+        "checkpoint",
+        f"{CORE}/callbacks/model_checkpoint.py",
+        "if 0 < self.save_top_k <= len(ranked)",
+        "if 0 < self.save_top_k < len(ranked)",
+        "save_top_k files and one more",
+    ),
+    # --- launch ---
+    Mutation(
+        "launch",
+        f"{CORE}/process/launch.py",
+        "node * local_size + i,",
+        "i * nodes + node,",
+        "on several nodes a rank's number is another than its local rank says",
+    ),
+    Mutation(
+        "launch",
+        f"{CORE}/process/environment.py",
+        "if int(text) >= num_nodes:",
+        "if int(text) > num_nodes:",
+        "a node numbered from 1 waits for ever",
+    ),
+    Mutation(
+        "launch",
+        f"{CORE}/process/rendezvous.py",
+        'PrefixStore(f"geartrain/{attempt}", ',
+        'PrefixStore("geartrain", ',
+        "ranks that torchrun restarts look for the store of the first attempt",
+    ),
+    Mutation(
+        "launch",
+        f"{CORE}/process/failures.py",
+        "key=lambda failure: (failure.is_lost_connection, failure.when)",
+        "key=lambda failure: failure.when",
+        "the error blames a rank that only lost its connection",
+    ),
+    Mutation(
+        "launch",
+        f"{CORE}/process/workers.py",
+        "            sys.stdout.flush()\n",
+        "",
+        "the last lines of a program whose rank failed are lost",
+    ),
+    # --- ddp ---
+    Mutation(
+        "ddp",
+        f"{DDP}/strategy.py",
+        "if last or not isinstance(",
+        "if first or not isinstance(",
+        "with accumulation ranks take steps by different gradients",
+    ),
+    Mutation(
+        "ddp",
+        f"{DDP}/strategy.py",
+        "        if run.world.size > 1:\n",
+        '        if run.world.size > 1 and run.command == "fit":\n',
+        "without a seed each rank evaluates other weights",
+    ),
+    Mutation(
+        "ddp",
+        f"{DDP}/strategy.py",
+        "world_size=place.size, timeout=self.timeout)",
+        "world_size=place.size)",
+        "a run whose rank hangs ends after half an hour, whatever its timeout",
+    ),
+    Mutation(
+        "ddp",
+        f"{CORE}/parallel.py",
+        ".div_(run.world.size)",
+        "",
+        "manual optimisation steps by the sum over ranks",
+    ),
+    Mutation(
+        "ddp",
+        f"{CORE}/parallel.py",
+        "return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]",
+        "return [part[: len(tensor)] for part in table]",
+        "all_gather cuts or pads other ranks' rows",
+    ),
+    # --- spawn ---
+    Mutation(
+        "spawn",
+        f"{SPAWN}/rank.py",
+        "if job.place.local_rank == 0 else DONE",
+        "if job.place.rank == 0 else DONE",
+        "the second node gets no result",
+    ),
+    Mutation(
+        "spawn",
+        f"{SPAWN}/rank.py",
+        "        torch.set_rng_state(self.torch_random)\n",
+        "",
+        "a seed that the caller set is forgotten",
+    ),
+    Mutation(
+        "spawn",
+        f"{SPAWN}/files.py",
+        "access=mmap.ACCESS_COPY",
+        "access=mmap.ACCESS_WRITE",
+        "ranks write into each other's weights",
+    ),
+    Mutation(
+        "spawn",
+        f"{SPAWN}/pickles.py",
+        "self._storages.setdefault(obj.untyped_storage().data_ptr(), obj.untyped_storage())",
+        "obj.untyped_storage()",
+        "tensors that share memory no longer do",
+    ),
+    Mutation(
+        "spawn",
+        f"{SPAWN}/starter.py",
+        "number = verdict.left[0] if verdict.left else verdict.first.rank",
+        "number = verdict.first.rank",
+        "the error is of a rank that lost its connection, not of the one that left",
+    ),
+    # --- bagua ---
+    Mutation(
+        "bagua",
+        f"{BAGUA}/algorithms/decentralized.py",
+        "number=self.steps // self.communication_interval",
+        "number=self.steps",
+        "shift_one with an interval meets the same partners only",
+    ),
+    Mutation(
+        "bagua",
+        f"{BAGUA}/algorithms/power_sgd.py",
+        "self.error -= approximation",
+        "self.error.zero_()",
+        "no error feedback",
+    ),
+    Mutation(
+        "bagua",
+        f"{BAGUA}/qadam_optimizer.py",
+        "if number < self.warmup_steps:",
+        "if number <= self.warmup_steps:",
+        "the warm-up is a step longer",
+    ),
+    Mutation(
+        "bagua",
+        f"{BAGUA}/buckets.py",
+        "if len(grads) < len(self.views) or self.numel < len(self.flat):",
+        "if self.numel < len(self.flat):",
+        "a parameter that a step leaves out gets an earlier step's gradient",
+    ),
+    Mutation(
+        "bagua",
+        f"{BAGUA}/compression.py",
+        "(parts.mean(0) if average else parts.sum(0))",
+        "parts.mean(0)",
+        "bytegrad with average=False averages",
+    ),
+]
+
+
+# --- the list ------------------------------------------------------------------------------------------------------------
+
+
+def check():
+    """Exit with an error if the list no longer fits the source."""
+    wrong = [f"{room}: {number} mutations, not 5" for room, number in Counter(each.room for each in MUTATIONS).items() if number != 5]
+    for number, each in enumerate(MUTATIONS, 1):
+        text = (ROOT / each.file).read_text(encoding="utf-8")
+        if (times := text.count(each.old)) != 1:
+            wrong.append(f"{number}: {each.file} has {each.old.strip()!r} {times} times, not once")
+        elif ast.dump(ast.parse(text)) == ast.dump(ast.parse(text.replace(each.old, each.new))):
+            wrong.append(f"{number}: {each.file} is the same program after the change")
+    if wrong or tuple(dict.fromkeys(each.room for each in MUTATIONS)) != ROOMS:
+        sys.exit("\n".join(["tests/mutations.py does not fit the source:", *wrong]))
+
+
+def lines(mutation):
+    """Return the lines that a mutation changes, with the rest of their statement; of a compound statement its head."""
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    offset = text.index(mutation.old) + len(mutation.old) - len(mutation.old.lstrip())
+    first = text.count("\n", 0, offset) + 1
+    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno]
+    statement = max(around, key=lambda node: node.lineno)
+    body = getattr(statement, "body", None)
+    return range(statement.lineno, (body[0].lineno if body else statement.end_lineno + 1))
+
+
+def describe(number, mutation):
+    old, new = (re.sub(r"\s+", " ", text.strip()) or "nothing" for text in (mutation.old, mutation.new))
+    place = f"{mutation.file}:{lines(mutation)[0]}"
+    return f"{number:2} {mutation.room:10} {place}\n   {old}  ->  {new}\n   {mutation.why}"
+
+
+# --- measure -------------------------------------------------------------------------------------------------------------
+
+
+def measure(folder, arguments):
+    """Run pytest under coverage; print the total and keep it, with the contexts, in the folder."""
+    from coverage import Coverage
+
+    settings, failed_tests = folder / "coveragerc", folder / "failed"
+    if folder.exists() and any(folder.iterdir()) and not settings.exists():
+        sys.exit(f"{folder} has files of others. Fix: a new folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "processes").mkdir(parents=True)
+    sources = "\n    ".join(map(str, SOURCES))
+    settings.write_text(SETTINGS.format(variable=TEST_FILE, folder=folder, sources=sources), encoding="utf-8")
+    variables = {"COVERAGE_PROCESS_START": str(settings), FAILED_TESTS: str(failed_tests)}
+    status = run(pytest(*arguments), variables)
+    if status not in (0, 1):
+        sys.exit(f"pytest ended with {status}: nothing is measured")
+    whole = Coverage(data_file=folder / "coverage", config_file=settings)
+    whole.combine([str(folder / "processes")], strict=True)
+    whole.save()
+    whole.json_report(outfile=str(folder / "report.json"))
+    totals = json.loads((folder / "report.json").read_text(encoding="utf-8"))["totals"]
+    total = {
+        "percent": totals["percent_covered"],
+        "lines": [totals["covered_lines"], totals["num_statements"]],
+        "branches": [totals["covered_branches"], totals["num_branches"]],
+        "failed": read_failed(failed_tests),
+        "sources": {each.file: digest(each.file) for each in MUTATIONS},
+    }
+    (folder / "total.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
+    parts = ", ".join(f"{total[what][0]} of {total[what][1]} {what}" for what in ("lines", "branches"))
+    print(f"branch coverage of core and plugins: {total['percent']:.2f} %: {parts}")
+    if total["failed"]:
+        print(f"{len(total['failed'])} tests failed: `try` leaves them out")
+
+
+def pytest(*arguments):
+    """Return the command that runs pytest with this file as a plugin, and with the default's markers unless others are given."""
+    if not any(word.startswith("-m") for word in arguments):
+        tox = configparser.ConfigParser(interpolation=None)
+        tox.read(ROOT / "tox.ini", encoding="utf-8")
+        arguments = ("-m", tox["testenv:work"]["chosen"], *arguments)
+    return [sys.executable, "-m", "pytest", "-p", "tests.mutations", "-p", "no:cacheprovider", *arguments]
+
+
+def run(command, variables, output=None, seconds=None):
+    """Run pytest and wait for what it leaves behind. Return its exit status, or ``None`` if it took more than ``seconds``."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # it tells its own processes
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        deadline = time.monotonic() + GRACE
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def digest(file):
+    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()
+
+
+def read_failed(path):
+    return list(dict.fromkeys(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+
+
+class Measured:
+    """What ``measure`` left in a folder."""
+
+    def __init__(self, folder):
+        from coverage import CoverageData
+
+        if not (folder / "total.json").exists():
+            sys.exit(f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} ...")
+        total = json.loads((folder / "total.json").read_text(encoding="utf-8"))
+        changed = [file for file, before in total["sources"].items() if digest(file) != before]
+        if changed:
+            sys.exit(f"changed since the measurement: {', '.join(changed)}. Fix: measure again")
+        #: Tests that fail without a mutation.
+        self.failed = total["failed"]
+        data = CoverageData(basename=str(folder / "coverage"))
+        data.read()
+        self._by_line = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
+        self._size = Counter()
+        for by_line in self._by_line.values():
+            for contexts in by_line.values():
+                self._size.update({self._last(context) for context in contexts})
+
+    @staticmethod
+    def _last(context):
+        return context.rpartition("|")[2]  # coverage joins the contexts of a process and of what runs in it
+
+    def files(self, mutation):
+        """Return the test files that run what a mutation changes; first those that run the fewest lines in all."""
+        by_line = self._by_line.get(str(ROOT / mutation.file), {})
+        sizes = {}
+        for context in {self._last(context) for line in lines(mutation) for context in by_line.get(line, ())} - {""}:
+            for file in self._size if context in SHARING else [context]:
+                if file.startswith(context) and (ROOT / file).is_file():
+                    sizes[file] = min(self._size[context], sizes.get(file, self._size[context]))
+        return sorted(sizes, key=lambda file: (sizes[file], self._size[file], file))
+
+
+# --- try -----------------------------------------------------------------------------------------------------------------
+
+
+def try_all(folder, only, seconds, arguments):
+    """Try mutations; True if each was caught."""
+    if changes := git("status", "--porcelain", "--", *(str(path) for path in SOURCES)):
+        sys.exit(f"the source has changes that are not committed, which a mutation could not be told from:\n{changes}")
+    measured, results = Measured(folder), {}
+    for number, mutation in enumerate(MUTATIONS, 1):
+        if only and number not in only:
+            continue
+        print(describe(number, mutation), flush=True)
+        began, files = time.monotonic(), measured.files(mutation)
+        outcome, by = ("not run", "") if not files else attempt(folder, number, mutation, files, measured.failed, seconds, arguments)
+        took = round(time.monotonic() - began, 1)
+        results[number] = {"room": mutation.room, "outcome": outcome, "by": by, "files": files, "seconds": took}
+        said = {"caught": f"caught by {by}", "missed": f"MISSED by all that run it: {', '.join(files)}", "not run": "NO TEST runs it"}
+        print(f"   {said.get(outcome, f'{outcome}: {by}')} ({took:.0f} s)\n", flush=True)
+        (folder / "mutations.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    rooms = defaultdict(Counter)
+    for result in results.values():
+        rooms[result["room"]][result["outcome"]] += 1
+    for room, outcomes in rooms.items():
+        print(
+            f"{room:10} {outcomes['caught']} of {outcomes.total()} caught",
+            *(f"{n} {o}" for o, n in outcomes.items() if o != "caught"),
+            sep=", ",
+        )
+    return all(result["outcome"] == "caught" for result in results.values())
+
+
+def attempt(folder, number, mutation, files, failing, seconds, arguments):
+    """Run test files with a mutation in place. Return the outcome and its reason."""
+    failed_tests, log = folder / f"failed-{number}", folder / f"mutation-{number}.log"
+    failed_tests.unlink(missing_ok=True)
+    variables = {FAILED_TESTS: str(failed_tests), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = pytest("-x", "-q", *arguments, *(f"--deselect={test}" for test in failing), *files)
+    with mutated(number, mutation), log.open("wb") as output:
+        status = run(command, variables, output, seconds)
+    if failed := read_failed(failed_tests):
+        return "caught", failed[0]
+    if status in (0, 5):
+        return "missed", ""
+    return "unknown", f"no test failed in {seconds} s" if status is None else f"pytest ended with {status}, see {log}"
+
+
+@contextmanager
+def mutated(number, mutation):
+    """Change the source; put it back also after an error or a signal."""
+    path = ROOT / mutation.file
+    before, stat = path.read_bytes(), path.stat()
+    try:
+        path.write_bytes(before.replace(mutation.old.encode(), mutation.new.encode()))
+        # Python takes a .pyc for a source of the same second and size: no two mutations share a second, nor one and the original.
+        os.utime(path, (time.time() + number, time.time() + number))
+        yield
+    finally:
+        path.write_bytes(before)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def end_with_an_error(number, _frame):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # the source is put back now
+    sys.exit(128 + number)
+
+
+def git(*arguments):
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.rstrip()
+
+
+# --- the plugin ----------------------------------------------------------------------------------------------------------
+
+
+def pytest_runtest_protocol(item):
+    """Count what follows for the test's file."""
+    if "COVERAGE_PROCESS_START" not in os.environ:
+        return
+    from coverage import Coverage
+
+    file, running = item.path.relative_to(ROOT).as_posix(), Coverage.current()
+    if running.get_option("run:context") == file:
+        return
+    running.switch_context(file)
+    running.set_option("run:context", file)  # of forked processes
+    os.environ[TEST_FILE] = next((folder for folder in SHARING if file.startswith(f"{folder}/")), file)  # of programs
+    if (servers := sys.modules.get("multiprocessing.forkserver")) is not None:
+        servers._forkserver._stop()  # it has the variables of the previous test file; the next process starts a new one
+
+
+def pytest_runtest_logreport(report):
+    note(report)
+
+
+def pytest_collectreport(report):
+    note(report)
+
+
+def note(report):
+    if report.failed and (path := os.environ.get(FAILED_TESTS)):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+def main():
+    check()
+    command, *rest = sys.argv[1:] or ["list"]
+    if command == "list":
+        print(*(describe(number, each) for number, each in enumerate(MUTATIONS, 1)), sep="\n")
+        return
+    if command not in ("measure", "try") or not rest or rest[0].startswith("-"):
+        sys.exit(__doc__)
+    folder, rest = Path(rest[0]).absolute(), rest[1:]
+    for path in SOURCES:
+        spec = find_spec(path.name)
+        if spec is None or spec.origin is None or Path(spec.origin).parent != path:
+            sys.exit(f"{path.name} is not imported from {path}. Fix: pip install -e {path.parents[1]}")
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, end_with_an_error)
+    if command == "measure":
+        measure(folder, rest)
+        return
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--only", type=lambda text: {int(word) for word in text.split(",")}, help="numbers of mutations")
+    parser.add_argument("--seconds", type=float, default=600, help="deadline of a mutation")
+    options, arguments = parser.parse_known_args(rest)
+    sys.exit(not try_all(folder, options.only, options.seconds, arguments))
+
+
+if __name__ == "__main__":
+    main()
