@@ -1,0 +1,14 @@
+"""What the distributions declare to support is what `tox -e torch-oldest` installs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = ROOT / "core" / "src" / "geartrain" / "commands" / "templates"
+
+
+def test_the_oldest_torch_is_the_one_that_is_tested():
+    (tested,) = re.findall(r"^    torch==(\d+\.\d+)\.0$", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.MULTILINE)
+    files = [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml"), *TEMPLATES.glob("*/pyproject.toml")]
+    declared = {path: re.findall(r'"torch([^"]*)"', path.read_text(encoding="utf-8")) for path in files}
+    assert {bound for bounds in declared.values() for bound in bounds} == {f">={tested}"}
