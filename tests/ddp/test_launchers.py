@@ -19,7 +19,7 @@ from .cases import Net, ddp, samples
 
 HERE = Path(__file__).parent
 
-FAULT = str(HERE / "fault.py")
+FAULT, RANK_PROGRAM = str(HERE / "fault.py"), str(HERE.parent / "shared" / "rank_program.py")
 NO_FAULT = ("none", "0", "train")
 
 
@@ -67,8 +67,13 @@ class Fails(Net):
 
 
 def survive():
-    """Fail, as one of a launcher's ranks, and try again."""
+    """Call :func:`survive_and_train` as a rank whose launcher reads errors from a file."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"error-{os.environ['RANK']}.json"
+    survive_and_train()
+
+
+def survive_and_train():
+    """Fail, and try again."""
     try:
         ddp().fit(Fails("survived"), DataLoader(samples()))
     except KeyError:
@@ -87,24 +92,11 @@ def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_t
 
 @pytest.mark.end_to_end
 def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(tmp_path):
-    (tmp_path / "train.py").write_text(SURVIVES)
-    with torchrun("train.py", folder=tmp_path) as run:
+    with torchrun(RANK_PROGRAM, "tests.ddp.test_launchers", "survive_and_train", "[]", folder=tmp_path) as run:
         assert run.wait(60) != 0
     cause = run.err.partition("Root Cause")[2]
     assert CLOSED in cause
     assert "KeyError: 'survived'" not in cause.partition("traceback")[0]
-
-
-SURVIVES = f"""
-import sys
-sys.path.insert(0, {str(HERE.parents[1])!r})
-from tests.ddp.test_launchers import *
-
-try:
-    ddp().fit(Fails("survived"), DataLoader(samples()))
-except KeyError:
-    ddp().fit(Fails("too late"), DataLoader(samples()))
-"""
 
 
 @pytest.mark.end_to_end
