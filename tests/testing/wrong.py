@@ -171,7 +171,7 @@ WRONG = {
         matrix=True,
     ),
     "hides differences": Wrong(
-        "hides-differences", {"test_key_on_one_rank": "still running|no error came|does not say"}, "key_on_one_rank", deadline=5, matrix=True
+        "hides-differences", {"test_key_on_one_rank": "still running|no error|does not say"}, "key_on_one_rank", deadline=5, matrix=True
     ),
     "dies at once": Wrong(
         "dies-at-once",
