@@ -107,7 +107,7 @@ def test_a_killed_starter_takes_everything_with_it(tmp_path, seed):
         assert run.process.poll() is None, run.err
         run.process.kill()
         run.process.wait(5)
-        until(lambda: not run.processes(), 10, f"no process is left, but {run.processes()}")
+        until(lambda: not run.processes(), 30, f"no process is left, but {run.processes()}")
 
 
 # --- late ----------------------------------------------------------------------------------------------------------------

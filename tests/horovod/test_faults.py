@@ -43,7 +43,7 @@ def run(folder, kind, launcher=(), stall=60.0):
         began = time.monotonic()
         program.wait(PROMPT + (stall if stall is not None and stall < PROMPT else 0))
         assert (marks / "fault-1").exists(), program.out + program.err
-        until(lambda: not program.processes(), 10, f"no process is left, but {program.processes()}")
+        until(lambda: not program.processes(), 30, f"no process is left, but {program.processes()}")
         return Ended(program, folder, time.monotonic() - began)
     finally:
         program.kill()

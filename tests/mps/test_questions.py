@@ -126,7 +126,7 @@ def _fails(*_):
 
 def test_diagnosis_never_raises(metal, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", _fails)
-    monkeypatch.delattr(torch.backends.mps, "get_core_count")  # torch 2.6 has none
+    monkeypatch.delattr(torch.backends.mps, "get_core_count")  # older torches have none
     assert MPSAccelerator.diagnose()["devices"] == [{"index": 0, "name": "Apple M4", "memory_used_mib": 300}]
     monkeypatch.setattr(torch.backends.mps, "is_available", _fails)
     found = MPSAccelerator.diagnose()
