@@ -41,6 +41,7 @@ class Times:
         ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 12}, [12]),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 3}, [2, 3, 5, 6]),  # the step that takes the third batch takes the fourth too
         ({"accumulate_grad_batches": 2, "val_check_interval": 4}, [2, 5]),
         ({"accumulate_grad_batches": 4, "val_check_interval": 2}, [1, 2, 3, 4]),
         ({"limit_train_batches": 4, "val_check_interval": 0.5}, [2, 4, 6, 8]),
