@@ -53,6 +53,18 @@ def test_each_epoch_begins_anew_and_a_step_has_its_own_value():
     assert one.callback_metrics["total"] == 15.0
 
 
+def test_one_that_is_logged_by_steps_alone_begins_anew_too():
+    class Net(Measured):
+        def training_step(self, batch, batch_idx):
+            self.total(1.0)
+            self.log("total", self.total, on_step=True, on_epoch=False)
+            return self.loss(batch)
+
+    net = Net()
+    fit(net, max_epochs=2)
+    assert net.total.update_count == 0
+
+
 class Collected(EvalNet):
     def __init__(self):
         super().__init__()
