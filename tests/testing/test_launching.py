@@ -64,6 +64,7 @@ def test_shared_memory_of_a_killed_process_is_found_and_a_strangers_is_not(tmp_p
             until(lambda: str(mine) in run._mapped, 30, "it was seen")
             run.process.kill()
             run.process.wait(10)
+            until(lambda: not run.processes(), 30, "multiprocessing's own process has ended")
             assert run.left_behind(0.1) == [f"shared memory {mine}"]
         finally:
             mine.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -51,7 +52,7 @@ class NeverAlone(Plain):
 
 
 class StaysInItsGroup(Plain):
-    """Never leaves its process group; the next run finds it."""
+    """Never leaves its process group; the next run finds it. It goes with the program: its threads would sometimes abort that."""
 
     @hookimpl
     def setup_process_group(self, run):
@@ -61,7 +62,7 @@ class StaysInItsGroup(Plain):
 
     @hookimpl
     def teardown_process_group(self):
-        pass
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 class Leaves(Plain):
