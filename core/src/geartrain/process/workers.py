@@ -77,7 +77,7 @@ class _Logs(LogsSpecs):
             Path(path).unlink(missing_ok=True)
             envs[i][ERROR_FILE] = path
         console = dict.fromkeys(envs, "")
-        return LogsDest(dict(console), dict(console), {}, {}, errors, "", "")
+        return LogsDest(stdouts=dict(console), stderrs=dict(console), error_files=errors)
 
     @property
     def root_log_dir(self) -> str:
