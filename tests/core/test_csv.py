@@ -204,6 +204,7 @@ FULL = f"""
     import resource, sys, warnings
     sys.path.insert(0, {str(Path(__file__).parents[1])!r})
     from core.test_csv import *
+    import torch.distributed.nn.functional  # torch 2.8 writes a file when this is imported
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     class Long(EvalNet):
         def training_step(self, batch, batch_idx):

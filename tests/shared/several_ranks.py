@@ -6,6 +6,7 @@ one server. Whatever needs ranks that geartrain itself has started is a script, 
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class Rank:
     result: Any
     #: What it raised, ``"KeyError: 'text'"``; "" if nothing.
     error: str
-    #: What it wrote to its standard output, and to its standard error.
+    #: What it wrote to its standard output, without the lines of torch 2.8's gloo, and to its standard error.
     out: str
     err: str
 
@@ -136,11 +137,13 @@ def _module(function: Callable[..., Any]) -> str:
 
 def _rank(folder: Path, number: int, end: str) -> Rank:
     result, error = (folder / f"rank-{number}.{what}" for what in ("pt", "error"))
+    out, err = ((folder / f"rank-{number}.{what}").read_text(errors="replace") for what in ("out", "err"))
     return Rank(
         end,
         torch.load(result, weights_only=False) if result.exists() else None,
         error.read_text() if error.exists() else "",
-        *((folder / f"rank-{number}.{what}").read_text(errors="replace") for what in ("out", "err")),
+        re.sub(r"^\[Gloo\] Rank .*\n", "", out, flags=re.MULTILINE),
+        err,
     )
 
 
