@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.testing.launching import until
 
 from .cases import CASES, Net, ddp, one_trainer, samples, train
 
@@ -64,6 +66,28 @@ def skip():
 def test_none_as_a_loss_on_one_rank_is_an_error(tmp_path):
     _, second = failed(tmp_path, skip)
     assert "training_step returned None on rank 1" in second.error
+
+
+class Late(Net):
+    """Its rank 1 comes to the second step when rank 0 has given up."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 1:
+            until(Path("given-up").exists, 30, "rank 0 has given up")
+        return super().training_step(batch, batch_idx)
+
+
+def wait_for_a_late_rank():
+    try:
+        ddp(strategy_options={"timeout": 5}).fit(Late(), DataLoader(samples(), batch_size=4))
+    finally:
+        Path("given-up").touch()
+
+
+def test_a_rank_waits_no_longer_than_the_strategys_timeout(tmp_path):
+    first, second = failed(tmp_path, wait_for_a_late_rank)
+    assert "imed out" in first.error
+    assert "not within 30 s" not in second.error
 
 
 def train_alone():
