@@ -311,9 +311,9 @@ MUTATIONS = [
     Mutation(
         "spawn",
         f"{SPAWN}/pickles.py",
-        "self._storages.setdefault(obj.untyped_storage().data_ptr(), obj.untyped_storage())",
-        "obj.untyped_storage()",
-        "tensors that share memory no longer do",
+        "obj.storage_offset(), obj.shape",
+        "0, obj.shape",
+        "a view comes back as the beginning of its tensor",
     ),
     Mutation(
         "spawn",

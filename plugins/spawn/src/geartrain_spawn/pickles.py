@@ -31,7 +31,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: IO[bytes], buffers: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers)
-        self._storages: dict[int, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.UntypedStorage:
@@ -40,8 +39,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             memory = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
             return _storage, (pickle.PickleBuffer(memory),)
         if type(obj) is torch.Tensor and _is_plain(obj):
-            storage = self._storages.setdefault(obj.untyped_storage().data_ptr(), obj.untyped_storage())
-            return _tensor, (storage, obj.dtype, obj.storage_offset(), obj.shape, obj.stride(), obj.requires_grad)
+            # Tensors that share memory have one storage, also as a Python object: the pickler knows it when it comes again.
+            return _tensor, (obj.untyped_storage(), obj.dtype, obj.storage_offset(), obj.shape, obj.stride(), obj.requires_grad)
         if isinstance(obj, type | types.FunctionType):
             _by_value_where_needed(obj.__module__)
         return super().reducer_override(obj)
