@@ -1,0 +1,31 @@
+"""Ranks meet in a store of their own for each run."""
+
+from datetime import timedelta
+
+import pytest
+
+from geartrain import TrainingError
+from geartrain.process import rendezvous
+from geartrain.process.environment import Place
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """The store of torchrun's agent, which outlives the attempts to run a program."""
+    store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=30))
+    for name, value in {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+def test_a_restart_by_torchrun_does_not_find_the_store_of_the_attempt_before(agent, monkeypatch):
+    def begin(attempt, rank, seconds):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        monkeypatch.setattr(rendezvous, "_program", {})  # as in another process
+        place = Place("torchrun", rank, 2, rank, 2, 0, agent.host, agent.port)
+        return rendezvous.run_store(place, "launched/1", timedelta(seconds=seconds))
+
+    first = begin("0", 0, 30)
+    assert begin("0", 1, 30).port == first.port
+    with pytest.raises(TrainingError, match="rank 1 waited 1 s for rank 0 to begin this run"):
+        begin("1", 1, 1)
