@@ -321,6 +321,21 @@ def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
     assert node.have_ended()
 
 
+def test_the_last_lines_of_a_program_are_written_before_such_a_rank_fails_it(tmp_path, monkeypatch, forced):
+    class Failed:
+        def finish(self, failed):
+            raise gt.TrainingError("rank 1 failed")
+
+    at_the_end, path = [], tmp_path / "out"
+    monkeypatch.setattr(workers.atexit, "register", at_the_end.append)
+    with path.open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        workers.at_exit(Failed())
+        print("the last line")
+        at_the_end[0]()
+        assert (forced, path.read_text()) == ([1], "the last line\n")
+
+
 def test_a_program_that_failed_after_the_run_does_not_wait_for_the_others(node):
     supervisor = node.start(SLEEP)
     node.work(begin)
