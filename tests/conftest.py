@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_finish(session):
-    """Leave everything that is imported by now out of later garbage collections: a product that collects after each trial or run would
-    look through half a million objects of the tests each time."""
+    """Leave what is imported by now out of later garbage collections. geartrain collects after each trial of a tuner, for example, and
+    would look through half a million objects of the tests each time."""
     gc.collect()
     gc.freeze()

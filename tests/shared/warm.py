@@ -60,7 +60,7 @@ class Warm:
         python = str(python or self._python)
         itself, client = (shlex.join(words) for words in ([python], [python, "-IS", __file__, self._socket]))
         choose = "" if program is None else f'set -- {shlex.quote(str(program))} "$@"\n'
-        # Python itself runs what is no file, such as `python -c`, and ranks: whoever starts one tells it its process id.
+        # Python itself runs `python -c`. It runs ranks too: GEARTRAIN_STARTED_BY is the process id, which a fork would change.
         whole = f'[ -f "$1" ] && [ -z "$GEARTRAIN_STARTED_BY" ] || exec {itself} "$@"\nexec {client} "$@"\n'
         path.write_text(f"#!/bin/sh\n{choose}{whole}", encoding="utf-8")
         path.chmod(0o755)

@@ -52,7 +52,7 @@ class NeverAlone(Plain):
 
 
 class StaysInItsGroup(Plain):
-    """Never leaves its process group; the next run finds it. It goes with the program: its threads would sometimes abort that."""
+    """Never leaves its process group; the next run finds it. At exit the group is destroyed, because its threads sometimes abort."""
 
     @hookimpl
     def setup_process_group(self, run):
