@@ -146,15 +146,15 @@ MUTATIONS = [
     Mutation(
         "metrics",
         f"{CORE}/logs.py",
-        "size = 1 if batch is None else first_size(batch) or 1",
+        "size = 1 if batch is None else sizer.size(batch) or 1",
         "size = 1",
         "a short last batch counts as much as a full one",
     ),
     Mutation(
         "metrics",
         f"{CORE}/logs.py",
-        "                metric.last = (0.0, 0)\n",
-        "",
+        "            self._metrics[name].last = (0.0, 0)\n",
+        "            pass\n",
         "a value of an earlier step is reported again",
     ),
     Mutation(
@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "metrics",
         f"{CORE}/metric_objects.py",
-        "for metric, _ in objects.values():",
-        "for metric in (metric for metric, on_epoch in objects.values() if on_epoch):",
+        "[metric for metric, _ in objects.values()]",
+        "[metric for metric, on_epoch in objects.values() if on_epoch]",
         "a metric that is logged by steps alone keeps what earlier epochs gave it",
     ),
     Mutation(

@@ -55,7 +55,7 @@ def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(),
         "optimizers": [one.state_dict() for one in trainer.run.optimizers],
         "ema": ema.state_dict(),
         "scaler": scaler,
-        "metrics": dict(trainer.callback_metrics),
+        "metrics": dict(trainer.run.metrics),
         "steps": [trainer.run.step, trainer.run.epoch],
         "told": [str(one.message) for one in caught if ".ckpt" in str(one.message)],
     }

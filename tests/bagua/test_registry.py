@@ -5,11 +5,13 @@ import itertools
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+from importlib_metadata import EntryPoint
 
 import geartrain as gt
-from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer
+from geartrain_bagua import Algorithm, BaguaStrategy, QAdamOptimizer, choosing
 from geartrain_bagua.algorithms.gradient_allreduce import GradientAllReduce
 from geartrain_bagua.choosing import algorithm_class
 
@@ -224,6 +226,23 @@ def test_an_option_that_the_strategy_would_take_is_refused():
 
     with pytest.raises(gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"):
         BaguaStrategy(algorithm=Waits)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_misspelt_method_is_refused(made):
+    class Ends(Algorithm):
+        def end_steps(self): ...
+
+    with pytest.raises(gt.UsageError, match=r"algorithm Ends: its end_steps would never be called\. Did you mean 'end_step'\?"):
+        BaguaStrategy(algorithm=Ends() if made else Ends)
+
+
+def test_our_own_algorithm_wins_over_anothers_of_its_name(monkeypatch):
+    theirs = EntryPoint("ByteGrad", "acme_absent:ByteGrad", choosing.GROUP)._for(SimpleNamespace(name="acme"))
+    real = choosing.entry_points
+    monkeypatch.setattr(choosing, "entry_points", lambda **wanted: [theirs, *real(**wanted)])
+    with pytest.warns(UserWarning, match=r"algorithm 'bytegrad' is geartrain-bagua's own; not used: acme\[ByteGrad\]"):
+        assert algorithm_class("bytegrad").__module__ == "geartrain_bagua.algorithms.bytegrad"
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])

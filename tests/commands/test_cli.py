@@ -97,3 +97,32 @@ def test_a_failed_run_exits_with_1(capsys):
         gt.cli(NoGrad, argv=["--max-epochs", "1"])
     assert end.value.code == 1
     assert "needs no grad" in capsys.readouterr().err
+
+
+def test_a_script_takes_traceback_too(cli, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli("--strategy", "sngle", "--traceback")
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback (most recent call last):")
+    assert "\ngeartrain fit: there is no strategy 'sngle'" in error
+
+
+def test_defaults_are_under_config_files_and_the_command_line(folder, monkeypatch):
+    (folder / "conf.yaml").write_text("max_epochs: 3\n")
+    model, data = find_target("net.py")
+    given = {"max-epochs": 2, "enable_progress_bar": False, "seed": 5, "data": {"batch_size": 8}}
+
+    def options(*argv):
+        plan = gt.cli(model, data, argv=["explain", "--json", *argv], defaults=given).plan
+        return plan.options.max_epochs, plan.options.seed, plan.per_device_batch
+
+    assert options() == (2, 5, 8)
+    assert options("--config", "conf.yaml") == (3, 5, 8)
+    assert options("--config", "conf.yaml", "--max-epochs", "4", "--seed", "1") == (4, 1, 8)
+
+
+def test_a_default_that_is_an_object_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        gt.cli(*find_target("net.py"), argv=[], defaults={"callbacks": [object()]})
+    assert "an option is no text, number, list or mapping" in capsys.readouterr().err

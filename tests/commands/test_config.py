@@ -165,3 +165,28 @@ def test_a_file_that_cannot_be_meant_is_one_error(refused, write, text, words):
 
 def test_a_file_that_is_not_there(refused):
     assert "nope.yaml" in refused("fit net.py --config nope.yaml")
+
+
+BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", [BOMB, "data: &all\n  batch_size: *all\n"], ids=["billion", "endless"])
+def test_aliases_that_stand_for_too_much_are_refused_at_once(refused, write, text):
+    write("conf.yaml", text)
+    assert "--config conf.yaml: its aliases stand for more values than anything could use" in refused("fit net.py --config conf.yaml")
+
+
+def test_aliases_that_stand_for_little_are_read(plan, write):
+    write("conf.yaml", "max_epochs: &n 7\nlog_every_n_steps: *n\n")
+    assert plan("--config conf.yaml")["options"]["log_every_n_steps"] == 7
+
+
+def test_a_file_that_nests_too_deep(refused, write):
+    write("conf.yaml", "[" * 10_000)
+    assert "--config conf.yaml: maximum recursion" in refused("fit net.py --config conf.yaml")
+
+
+def test_a_file_that_is_not_text(refused, folder):
+    (folder / "conf.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "--config conf.yaml: " in refused("fit net.py --config conf.yaml")

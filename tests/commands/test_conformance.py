@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 
+from geartrain.commands import conformance
+
 
 @pytest.mark.parametrize(
     ("line", "words"),
@@ -14,7 +16,11 @@ import pytest
         ("single --without no_such", ["no_such", "no_sync"]),
         ("single --device 2", ["--device", "--devices"]),
         ("single --devices many", ["--devices", "many"]),
+        ("single --devices 2", ["geartrain[single] drives one device", "devices=1"]),
+        ("scaled --devices 500", ["500 processes"]),
         ("single --convergence -1", ["convergence=-1.0", "above 0"]),
+        ("single --deadline 0", ["--deadline 0", "above 0"]),
+        ("single --quik", ["--quik", "--quick", "--deadline"]),
         ("single --strategy.depth 3", ["geartrain[single]", "depth"]),
         ("scaled --strategy.scale much", ["geartrain-chip[scaled]", "scale"]),
     ],
@@ -31,7 +37,7 @@ def test_without_pytest_it_names_the_extra(refused, monkeypatch):
     assert "pip install geartrain[testing]" in refused("conformance single")
 
 
-COMMAND = ("-c", "import sys; from geartrain.commands import main; sys.exit(main())", "conformance", "single", "--devices", "1")
+COMMAND = ("-c", "import sys; from geartrain.commands import main; sys.exit(main())", "conformance", "single")
 
 
 def test_single_conforms_in_what_k_chooses(python, folder, monkeypatch):
@@ -50,6 +56,19 @@ def test_one_that_does_not_conform_exits_with_1_and_says_where_to_look(python, f
     (kept,) = folder.glob("geartrain-conformance-*")
     assert f"'single' does not conform, as pytest says above. The test and what it ran: {kept}" in done.stderr
     assert "'uneven_inputs': False" in (kept / "test_conformance.py").read_text()
+
+
+def test_deadline_and_quick_reach_the_suite(chip, monkeypatch, command):
+    ran = []
+    monkeypatch.setattr(conformance, "_run", lambda name, suite, arguments: ran.append((suite, arguments)))
+    assert command("conformance single --devices 1").code == 0
+    assert command("conformance single --devices 1 --deadline 7.5 --quick -k 'not barrier'").code == 0
+    (plain, everything), (suite, (_, chosen)) = ran
+    assert ("deadline = 60.0" in plain, everything) == (True, [])
+    assert "deadline = 7.5" in suite
+    assert chosen.endswith(" and (not barrier)")
+    for case in ("communication", "sgd", "metadata"):
+        assert case in chosen
 
 
 def test_k_that_chooses_nothing(refused):

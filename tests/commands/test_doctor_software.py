@@ -247,10 +247,13 @@ def test_plugins_that_cannot_be_imported_are_problems_with_their_fix(install, mo
     assert states["geartrain-d", "blocked"] == "blocked"
     problems = dict(found(section))
     assert len(problems) == 2
-    assert problems["plugin 'twin': geartrain-b[twin] and geartrain-c[twin] claim the same name"] == "uninstall one of them"
+    assert (
+        problems["plugin 'twin': geartrain-b[twin] and geartrain-c[twin] claim the same name"]
+        == "uninstall one, or --block geartrain-b[twin]"
+    )
     (broken,) = [what for what in problems if "broken" in what]
     assert broken.startswith("geartrain-a[broken] could not be imported")
-    assert problems[broken] == "pip install no_such_module_here"
+    assert problems[broken] == "pip install --force-reinstall geartrain-a, or --block geartrain-a[broken]"
 
 
 def test_strategies_and_plugins_may_say_what_is_wrong(install):

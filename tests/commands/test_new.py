@@ -65,6 +65,8 @@ def files(folder):
         ("accelerator cuda", ["geartrain-cuda"]),
         ("accelerator auto", ["a meaning of its own"]),
         ("plugin model", ["a meaning of its own", "my_model"]),
+        ("plugin max-epochs", ["option of geartrain's command line (--max-epochs)", "my_max-epochs"]),
+        ("plugin resume", ["option of geartrain's command line", "Fix: "]),
     ],
 )
 def test_is_refused(chip, refused, folder, line, words):
@@ -87,7 +89,7 @@ def test_nothing_is_overwritten(new, refused, folder):
     (folder / "geartrain-tandem" / "README.md").write_text("changed by its author")
     before = files(folder)
     message = refused("new strategy tandem")
-    assert "geartrain-tandem exists and is not empty; nothing was written. Fix: --output DIR" in message
+    assert "geartrain-tandem exists and is not empty; nothing was written.\nFix: --output DIR" in message
     assert files(folder) == before
 
 

@@ -60,6 +60,12 @@ def test_table(command, install):
     assert ("timer", "plugin", "available", "", "geartrain") in {line[:5] for line in lines}
 
 
+def test_a_narrow_table_leaves_nothing_out(command, install, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    install("geartrain-a-long-name", LOUD.format(name="A", reason=None), plugins={"a_plugin_with_a_long_name": "A"})
+    assert "…" not in command("plugins").out
+
+
 def test_probe_asks_each_and_survives_what_is_broken(command, install):
     install("geartrain-a", LOUD.format(name="A", reason="no such device"), accelerators={"absent": "A", "gone": "B"})
     install("geartrain-b", "import no_such_module_here\n", strategies={"broken": "B"})
@@ -87,6 +93,13 @@ def test_block_by_option_and_by_environment(rows, monkeypatch):
     found = rows("--block CPU")
     assert (found["cpu"]["state"], found["cpu"]["reason"]) == ("blocked", "by --block")
     assert (found["single"]["state"], found["single"]["reason"]) == ("blocked", "by GEARTRAIN_BLOCK")
+
+
+def test_block_by_distribution_and_name(command, plan, install):
+    install("acme", "class A: ...\n", accelerators={"cpu": "A"})
+    states = {row["distribution"]: row["state"] for row in command("plugins --json --block acme[cpu]").facts if row["name"] == "cpu"}
+    assert states == {"geartrain": "available", "acme": "blocked"}
+    assert plan("--block acme[cpu]")["passed_over"]["acme[cpu]"] == "blocked: by --block"
 
 
 @pytest.mark.parametrize(

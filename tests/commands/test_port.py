@@ -30,7 +30,8 @@ def comments(source):
 def test_ported_script_runs(name, folder, command):
     (folder / "script.py").write_text(text(name), encoding="utf-8")
     done = command("port script.py --write")
-    assert (done.code, done.out, done.err) == (0, "", "")
+    assert (done.code, done.out) == (0, "")
+    assert all(": changed: " in line for line in done.err.splitlines())
     assert "lightning" not in (folder / "script.py").read_text().partition('"""\n')[2].partition("class ")[0].lower().replace(
         "as lightningmodule", ""
     )
@@ -59,8 +60,8 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
     done = command("port script.py --write")
     assert done.code == 1
     lines = text("unportable").splitlines()
-    named = {}
-    for line in done.err.splitlines()[:-1]:
+    named, todo = {}, [line for line in done.err.splitlines() if ": changed: " not in line]
+    for line in todo[:-1]:
         place, _, what = line.partition(": ")
         named.setdefault(lines[int(place.split(":")[1]) - 1].strip(), []).append(what)
     wanted = {
@@ -74,6 +75,8 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
         "def transfer_batch_to_device(self, batch, device, dataloader_idx):": ["the same method of the module"],
         "def on_epoch_end(self, trainer, pl_module):": ["on_train_epoch_end"],
         "print(trainer.log_dir)": ["trainer.output"],
+        "print(pl_module.trainer.fit_loop.epoch_loop.batch_idx)": ["trainer.current_epoch"],
+        "pl_module.logger.log_metrics({})": ["self.log(...)"],
         "trainer = Trainer(": [
             *("gpus=args.gpus", "tpu_cores", "deepspeed", "16-true", "min_epochs"),
             *("logger=True", "overfit_batches", "ckpt_path=PATH", "invented", "**"),
@@ -86,7 +89,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
     for line, words in wanted.items():
         for word in words:
             assert any(word in what for what in named[line]), (line, word, named[line])
-    assert done.err.splitlines()[-1].startswith(f"geartrain port: {len(done.err.splitlines()) - 1} things are left")
+    assert todo[-1].startswith(f"geartrain port: {len(todo) - 1} things are left")
     after = (folder / "script.py").read_text()
     for kept in ("import pytorch_lightning as pl\n", "rank_zero_only\n", "pl.utilities.model_summary", "tpu_cores=8", "import Timer\n"):
         assert kept in after
@@ -123,6 +126,7 @@ TRAINERS = [
     ("logger=[a, b]", "plugins=[a, b]"),
     ("checkpoint_callback=c, callbacks=[]", "callbacks=[c]"),
     ("checkpoint_callback=c, callbacks=d", "callbacks=[*d, c]"),
+    ("gradient_clip_val=0, max_steps=None, deterministic=None", ""),
     ("max_epochs=1, **more", None),
 ]
 
@@ -202,8 +206,8 @@ OTHERS = {
     "from pytorch_lightning.callbacks import EMAWeightAveraging\nEMAWeightAveraging(decay=0.9, update_every_n_steps=2)": (
         "from geartrain.callbacks import EMA\nEMA(decay=0.9, every=2)"
     ),
-    "import lightning as L\nt = L.Trainer()\nt.test(ckpt_path='best')": (
-        "import geartrain as gt\nt = gt.Trainer()\nt.test(ckpt_path='best')"
+    "import lightning as L\nt = L.Trainer(callbacks=[ModelCheckpoint()])\nt.test(ckpt_path='best')": (
+        "import geartrain as gt\nt = gt.Trainer(callbacks=[ModelCheckpoint()])\nt.test(ckpt_path='best')"
     ),
     "from lightning.pytorch.callbacks import ModelCheckpoint\nModelCheckpoint('ckpt', 'x', monitor='a', enable_version_counter=True)": (
         "from geartrain.callbacks import ModelCheckpoint\nModelCheckpoint(dirpath='ckpt', filename='x', monitor='a')"
@@ -253,6 +257,7 @@ def test_names_and_calls(before):
 
 
 LEFT = {
+    "import lightning as L\nt = L.Trainer()\nt.test(ckpt_path='best')": "callbacks=[ModelCheckpoint(",
     "import lightning as L\nt = L.Trainer()\nt.fit(net, ckpt_path='hpc')": "ckpt_path=FILE",
     "import lightning as L\nclass A(L.LightningModule):\n    def training_step(self, b, i):\n        self.optimizers().toggle_model()": (
         "self.toggle_optimizer(optimizer)"
@@ -273,6 +278,188 @@ def test_what_is_left_says_what_to_write(before):
     done = port(before + "\n")
     assert [left.line for left in done.left] == [len(before.splitlines())]
     assert LEFT[before] in done.left[0].instead
+
+
+# --- what means something else -------------------------------------------------------------------------------------------
+
+CHANGED = {
+    "Trainer()": ["saves a checkpoint after each epoch (enable_checkpointing) and logs to lightning_logs (logger)", "output=DIR"],
+    "Trainer(logger=False)": ["Lightning's saves a checkpoint after each epoch (enable_checkpointing); here nothing is written"],
+    "Trainer(enable_checkpointing=False)": ["Lightning's logs to lightning_logs (logger); here nothing is written"],
+    "Trainer(default_root_dir='runs')": ["output='runs' is the folder of one run, and the next run is refused in it"],
+    "Trainer(weights_save_path=folder)": ["output=folder is the folder of one run"],
+    "Trainer(fast_dev_run=True, gpus=2)": ["ddp_spawn"],
+    "Trainer(fast_dev_run=True, max_steps=9); a.automatic_optimization = False": ["max_steps", "it counts batches", "each optimizer"],
+    "Trainer(fast_dev_run=True, track_grad_norm='inf')": ["2-norms", "grad_norm/NAME"],
+    "trainer.predict(net, return_predictions=False)": ["all outputs are collected"],
+    "a.automatic_optimization = False; print(trainer.global_step)": ["trainer.global_step", "it counts batches"],
+    "ModelCheckpoint(every_n_train_steps=9, dirpath='a'); a.automatic_optimization = False": ["every_n_train_steps", "it counts batches"],
+    "ModelCheckpoint(monitor='val_loss')": ["its files are in checkpoints, those of all runs"],
+    "CSVLogger('logs', name='net')": ["CSVLogger(save_dir=...)", "one file", "the next run is refused"],
+}
+UNCHANGED = [
+    "Trainer(enable_checkpointing=False, logger=False)",
+    "Trainer(fast_dev_run=True)",
+    "Trainer(output='runs')",
+    "Trainer(fast_dev_run=True, max_steps=9)",
+    "Trainer(fast_dev_run=True, gpus=1)",
+    "Trainer(fast_dev_run=True, gpus=2, strategy='dp')",
+    "ModelCheckpoint(dirpath='a', every_n_train_steps=9)",
+    "CSVLogger('logs', version=3)",
+]
+IMPORTS = (
+    "from lightning.pytorch import Trainer\nfrom lightning.pytorch.callbacks import ModelCheckpoint\n"
+    "from lightning.pytorch.loggers import CSVLogger\n"
+)
+
+
+def ported(call):
+    imports = [line for line in IMPORTS.splitlines() if line.rpartition(" ")[2] in call]
+    return port("\n".join([*imports, f"{call}\n"]))
+
+
+@pytest.mark.parametrize("call", CHANGED)
+def test_what_means_something_else_is_listed(call):
+    (changed,) = ported(call).changed
+    for words in CHANGED[call]:
+        assert words in f"{changed.what}: {changed.instead}"
+
+
+@pytest.mark.parametrize("call", UNCHANGED)
+def test_what_means_the_same_is_not(call):
+    assert ported(call).changed == ()
+
+
+def test_the_command_lists_it_and_that_is_no_failure(command, write):
+    write("a.py", IMPORTS.partition("\n")[0] + "\nTrainer(default_root_dir='runs')\n")
+    done = command("port a.py --write")
+    assert done.code == 0
+    assert done.err.startswith("a.py:2: changed: Trainer(default_root_dir=...): output='runs' is the folder of one run")
+
+
+SAVES = """
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = pl.Trainer(max_epochs=1, progress_bar_refresh_rate=0, callbacks=[ModelCheckpoint(monitor="loss", filename="x")]{more})
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.rand(8, 1)))
+"""
+
+
+@pytest.mark.parametrize(("more", "folder_of"), [("", "checkpoints"), (', default_root_dir="runs"', "runs/checkpoints")])
+def test_a_model_checkpoint_without_a_folder_gets_one(more, folder_of, folder, monkeypatch):
+    text = port(SAVES.replace("{more}", more)).text
+    assert ("dirpath" in text) == (not more)
+    exec(compile(text, "script.py", "exec"), {"__name__": "script"})
+    assert (folder / folder_of / "x.ckpt").exists()
+    if not more:  # and the next run has its own file
+        exec(compile(text, "script.py", "exec"), {"__name__": "script"})
+        assert len(list((folder / folder_of).glob("*.ckpt"))) == 2
+
+
+# --- LightningCLI --------------------------------------------------------------------------------------------------------
+
+CLI = "from lightning.pytorch.cli import LightningCLI\n"
+CLIS = {
+    "LightningCLI(Net)": "cli(Net)",
+    "LightningCLI(Net, Data, save_config_kwargs={'overwrite': True}, auto_configure_optimizers=False)": "cli(Net, Data)",
+    "LightningCLI(model_class=Net, datamodule_class=Data, args=['fit'])": "cli(model=Net, data=Data, argv=['fit'])",
+    "LightningCLI(Net, Data, None)": "cli(Net, Data)",
+    "LightningCLI(Net, seed_everything_default=42)": "cli(Net, defaults={'seed': 42})",
+    "LightningCLI(Net, seed_everything_default=True, trainer_defaults={})": "cli(Net)",
+    "LightningCLI(Net, trainer_defaults={'gpus': 1, 'max_epochs': 3}, seed_everything_default=1)": (
+        "cli(Net, defaults={'devices': 1, 'accelerator': 'gpu', 'max_epochs': 3, 'seed': 1})"
+    ),
+    "cli = LightningCLI(Net)\ncli.trainer.test(cli.model, test_dataloaders=x)": (
+        "cli = LightningCLI(Net)\ncli.test(cli.run.module, dataloaders=x)"  # the variable has the name of the function
+    ),
+    "a = LightningCLI(Net, Data, run=False)\na.trainer.fit(a.model, datamodule=a.datamodule)\nprint(a.datamodule)": (
+        "a = cli(Net, Data)\nprint(a.datamodule)"
+    ),
+}
+
+
+@pytest.mark.parametrize("before", CLIS)
+def test_lightning_cli_is_gt_cli(before):
+    done = port(f"{CLI}{before}\n")
+    alias = " as LightningCLI" if "LightningCLI" in CLIS[before] else ""
+    assert done.text == f"from geartrain import cli{alias}\n{CLIS[before]}\n"
+    assert not done.left
+    assert any("--max-epochs, not --trainer.max_epochs" in changed.instead for changed in done.changed)
+    again = port(done.text)
+    assert (again.text, again.left) == (done.text, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "instead"),
+    [
+        ("LightningCLI()", "gt.cli(MyModule, MyDataModule)"),
+        ("LightningCLI(Net, Data, Saves, 'a.yaml')", "name the arguments"),
+        ("LightningCLI(Net, run=False)", "runs fit at once"),
+        ("a = LightningCLI(Net, run=False)\na.model.prepare()\na.trainer.fit(a.model)", "runs fit at once"),
+        ("a = LightningCLI(Net, run=False)\nif a.model.ready:\n    pass\na.trainer.fit(a.model)", "runs fit at once"),
+        ("a = LightningCLI(Net, run=False)\na.trainer.fit(other, a.datamodule)", "runs fit at once"),
+        ("LightningCLI(Net, subclass_mode_model=True)", "the class itself"),
+        ("LightningCLI(Net, trainer_defaults={'callbacks': [Mine()]})", "--config FILE"),
+        ("LightningCLI(Net, trainer_class=Mine)", "--plugin FILE.py"),
+        ("LightningCLI(Net, parser_kwargs={'x': 1})", "--config FILE"),
+        ("class Mine(LightningCLI): ...", "arguments of their __init__"),
+        ("a = LightningCLI(Net)\nprint(a.config)", "gt.cli gives the trainer"),
+    ],
+)
+def test_what_gt_cli_has_not_is_left(before, instead):
+    done = port(f"{CLI}{before}\n")
+    (left,) = done.left
+    assert instead in left.instead
+    assert ("run=False" in done.text) == ("run=False" in before)  # refused when it runs, and does not train before the rest
+
+
+def test_a_ported_lightning_cli_runs(folder, monkeypatch, capsys):
+    script = (
+        SAVES.partition("trainer = ")[0]
+        + """
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size: int = 2):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.rand(8, 1), batch_size=self.batch_size)
+
+
+def main():
+    from pytorch_lightning.utilities.cli import LightningCLI
+
+    cli = LightningCLI(Net, Data, trainer_defaults={"max_epochs": 2, "progress_bar_refresh_rate": 0}, run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    print("steps", cli.trainer.global_step)
+
+
+main()
+"""
+    )
+    done = port(script)
+    assert not done.left
+    for arguments, steps in (([], 8), (["fit", "--data.batch_size", "4"], 4), (["--max-epochs", "1"], 4)):
+        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+        exec(compile(done.text, "script.py", "exec"), {"__name__": "script"})
+        assert capsys.readouterr().out == f"steps {steps}\n"
 
 
 def test_an_import_stays_as_long_as_something_needs_it():
@@ -360,7 +547,7 @@ def test_a_file_without_lightning_stays(command, write):
     ("line", "words"),
     [
         ("port", "Fix: geartrain port train.py"),
-        ("port a.ipynb", "a.ipynb is a notebook. Fix: jupyter nbconvert --to script a.ipynb, and port what it writes"),
+        ("port a.ipynb", "a.ipynb is a notebook.\nFix: jupyter nbconvert --to script a.ipynb, and port what it writes"),
         ("port nowhere.py", "nowhere.py cannot be read"),
         ("port net.py --wirte", "--wirte"),
         ("port net.py my_hooks.py -o b.py", "one FILE at a time"),

@@ -243,7 +243,7 @@ def test_a_file_that_is_no_checkpoint(command, name, code):
 def test_here_a_checkpoint_is_a_file(command, verb, which):
     done = command(f"{verb} net.py --checkpoint {which} --output out")
     assert done.code == 2
-    assert f"--checkpoint {which}: here it is a file. Fix: --checkpoint RUN/last.ckpt" in done.err
+    assert f"--checkpoint {which}: here it is a file.\nFix: --checkpoint RUN/last.ckpt" in done.err
 
 
 def test_the_best_checkpoint_by_the_command_line(command, folder):

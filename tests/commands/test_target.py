@@ -135,6 +135,32 @@ def test_a_file_that_fails_on_import(refused, write, text, words):
     assert all(word in error for word in ["bad.py could not be imported", *words]), error
 
 
+HELPER = """\
+def load():
+    try:
+        import no_such_module
+    except ImportError as error:
+        raise RuntimeError("no data") from error
+"""
+
+
+@pytest.mark.parametrize("target", ["bad.py", "bad", "bad:Net"])
+def test_an_error_inside_an_import_shows_the_users_lines_and_the_cause(refused, write, target):
+    write("helper.py", HELPER)
+    write("bad.py", "import helper\nhelper.load()\n")
+    error = refused(f"fit {target}")
+    assert "RuntimeError: no data, because of ModuleNotFoundError: No module named 'no_such_module'" in error
+    assert '  helper.py:5: raise RuntimeError("no data") from error\n' in error
+    assert "  helper.py:3: import no_such_module\n" in error
+    assert "importlib" not in error
+
+
+@pytest.mark.parametrize("target", ["bad.py", "bad"])
+def test_a_syntax_error_shows_its_line(refused, write, target):
+    write("bad.py", "import torch\nx = = 1\n")
+    assert "  bad.py:2: x = = 1\n" in refused(f"fit {target}")
+
+
 def test_a_file_with_the_name_of_a_loaded_module(refused, write):
     """Python would give the wrong one of the two."""
     write("deep/net.py", SUBCLASS.format("Mine"))
@@ -165,7 +191,7 @@ class Bare(gt.Module):
     ("body", "verb", "words"),
     [
         ("...", "fit", ["Bare", "training_step"]),
-        ("def train_step(self, batch, batch_idx): ...", "fit", ["training_step", "'train_step'"]),
+        ("def train_step(self, batch, batch_idx): ...", "fit", ["Bare", "train_step", "Did you mean 'training_step'"]),
         ("def training_step(self, batch): ...", "fit", ["Bare", "configure_optimizers"]),
         ("...", "validate", ["Bare", "validation_step"]),
         ("...", "test", ["Bare", "test_step"]),

@@ -25,6 +25,11 @@ OPTIONS = [
     ("--max-epoch 3", ["--max_epoch.", "'max_epochs'"]),
     ("--gpus 2", ["--gpus", "devices"]),
     ("--num-processes 2", ["--num_processes", "devices"]),
+    ("--trainer.max_epochs 3", ["--trainer.max_epochs", "no prefix", "Write: --max_epochs; in a config file"]),
+    ("--trainer.default_root_dir runs", ["no prefix", "Write: output=DIR"]),
+    ("--trainer.callbacks+ x", ["no prefix", "--plugin NAME_OR_FILE"]),
+    ("--ckpt-path last.ckpt", ["--ckpt_path", "Write: --checkpoint FILE", "--resume FILE"]),
+    ("--seed_everything 3", ["--seed_everything", "Write: --seed"]),
     ("--callbacks x", ["--callbacks", "--plugin NAME_OR_FILE"]),
     ("--modle.lr 2", ["--modle.lr"]),
     ("--model.learning-rate 2", ["--model.learning_rate"]),
@@ -55,6 +60,8 @@ OPTIONS = [
     ("--devices 0", ["devices=0", "zero"]),
     ("--devices -2", ["devices=-2"]),
     ("--devices two", ["devices='two'"]),
+    ("--devices 500", ["devices=500", "500 processes", "core(s)"]),
+    ("--devices 100000", ["devices=100000", "100000 processes", "core(s)"]),
     ("--devices 0,1", ["devices='0,1'", "number of processes"]),
     ("--devices 2 --strategy single", ["geartrain[single]", "one device"]),
     ("--devices 2", ["2 devices", "pip install geartrain-ddp"]),
@@ -120,3 +127,23 @@ def test_version(command):
     import geartrain
 
     assert command("--version").out.split() == ["geartrain", geartrain.__version__]
+
+
+# --- one panel -----------------------------------------------------------------------------------------------------------
+
+
+def test_traceback_shows_the_rest(command):
+    done = command("fit net.py --strategy sngle --traceback")
+    assert done.code == 2
+    assert done.err.startswith("Traceback (most recent call last):")
+    assert "in select" in done.err
+    assert "\ngeartrain fit: there is no strategy 'sngle'" in done.err
+
+
+def test_the_fix_is_a_line_of_its_own(refused):
+    assert refused("fit net.py --strategy ddp") == "geartrain fit: strategy 'ddp' is not installed.\nFix: pip install geartrain-ddp\n"
+
+
+def test_control_characters_of_an_argument_do_not_reach_the_terminal(refused):
+    error = refused("fit net.py --strategy 'a\x1b[31mb'")
+    assert "\x1b" not in error

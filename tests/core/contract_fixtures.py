@@ -105,10 +105,11 @@ class Dists:
         self._folder, self._monkeypatch = folder, monkeypatch
         self.names = {"geartrain"}
 
-    def add(self, distribution, source="", *, version="1.0", **groups):
+    def add(self, distribution, source="", *, version="1.0", requires=(), **groups):
         """Install a distribution with one module.
 
         Args:
+            requires: its ``Requires-Dist`` lines.
             groups: ``accelerators``, ``strategies`` or ``plugins``: entry point's name -> what follows ``module:``, or
                 the whole value where it begins with ``=``.
 
@@ -119,7 +120,8 @@ class Dists:
         home = self._folder / distribution
         info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
         lines = []
         for group in GROUPS:
             entries = groups.get(group, {})

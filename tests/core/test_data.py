@@ -1,16 +1,21 @@
 """Batches on their way to the device, and where loaders come from."""
 
+import multiprocessing
+import warnings
 from collections import OrderedDict, defaultdict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.data import DataSource, count_batches, first_size, loader_batch_size, map_tensors, move
+from geartrain.data import BatchSizer, DataSource, count_batches, first_size, loader_batch_size, map_tensors, move
+from geartrain.testing import run_plugin
 
 from .models import EvalNet, Net, Stream, fit, loader, samples, trainer
 
@@ -156,6 +161,109 @@ def test_first_size(batch, size):
     assert first_size(batch) == size
 
 
+# --- how many samples ----------------------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """A batch of graphs as torch-geometric has it: iterating over it gives its attributes, of which the first has a row a node."""
+
+    def __init__(self, nodes, told=None):
+        self.x = torch.zeros(nodes, 2)
+        if told is not None:
+            self.num_graphs = told
+
+    def __iter__(self):
+        return iter([("x", self.x)])
+
+
+def image(_=None):
+    return torch.zeros(3, 8, 8)
+
+
+def sizes(data, collate_fn=None, batch_size=4):
+    """What is said of each batch, and what is warned of."""
+    data = torch.utils.data.DataLoader(data, batch_size=batch_size, collate_fn=collate_fn) if isinstance(data, range) else data
+    sizer = BatchSizer(data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return [sizer.size(batch) for batch in data], len(caught)
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected", "warned"),
+    [
+        (lambda n: torch.zeros(len(n), 2), [4, 4, 3], 0),
+        (lambda n: (torch.zeros(9, len(n)), torch.zeros(len(n))), [4, 4, 3], 0),  # time first, then labels
+        (lambda n: [image() for _ in n], [4, 4, 3], 0),
+        (lambda n: ([image() for _ in n], torch.tensor(n)), [4, 4, 3], 0),
+        (lambda n: tuple(zip(*[(image(), {"boxes": torch.zeros(i % 3, 4)}) for i in n], strict=True)), [4, 4, 3], 0),
+        (lambda n: [(image(), i) for i in n], [4, 4, 3], 0),
+        (lambda n: {"images": [image() for _ in n]}, [4, 4, 3], 0),
+        (lambda n: [f"text {i}" for i in n], [4, 4, 3], 0),
+        (lambda n: Graphs(5 * len(n), told=len(n)), [4, 4, 3], 0),
+        (lambda n: (Graphs(5 * len(n), told=len(n)), torch.zeros(len(n))), [4, 4, 3], 0),
+        (lambda n: (torch.zeros(7), Graphs(5 * len(n), told=len(n))), [4, 4, 3], 0),
+        (lambda n: (Graphs(5 * len(n)), torch.zeros(len(n))), [4, 4, 3], 0),
+        (lambda n: Graphs(5 * len(n)), [4, 4, 4], 1),
+        (lambda n: torch.zeros(5 * len(n), 2), [4, 4, 4], 1),
+    ],
+)
+def test_size_of_a_batch(collate, expected, warned):
+    assert sizes(range(11), collate) == (expected, warned)
+
+
+def test_size_of_a_batch_of_a_dataset_smaller_than_a_batch():
+    assert sizes(range(3), lambda n: [image() for _ in n], batch_size=8) == ([3], 0)
+
+
+def test_size_of_a_batch_that_the_dataset_makes_itself():
+    assert sizes(range(2), lambda n: torch.zeros(16, 2), batch_size=1) == ([16, 16], 0)
+
+
+def test_size_of_a_batch_of_a_loader_that_does_not_know():
+    assert sizes(Stream([torch.zeros(5, 2), torch.zeros(2, 2)])) == ([5, 2], 0)
+    assert sizes(Stream([(torch.zeros(5, 2), torch.zeros(5))])) == ([5], 0)
+    assert sizes(Stream([Graphs(9, told=2)])) == ([2], 0)
+    assert sizes(Stream([(torch.zeros(5, 2), torch.zeros(2)), (torch.zeros(7, 2), torch.zeros(2))])) == ([5, 7], 1)
+
+
+def test_size_of_a_short_stream():
+    class Numbers(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.zeros(6, 2))
+
+    assert sizes(torch.utils.data.DataLoader(Numbers(), batch_size=4)) == ([4, 2], 0)
+    assert sizes(torch.utils.data.DataLoader(Numbers(), batch_size=9)) == ([6], 0)
+
+
+def test_means_over_graphs_are_weighted_by_graphs():
+    """27 graphs, of which number 0 to 8 are told right: 9/27, however many nodes they have."""
+
+    class Right(EvalNet):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_acc", torch.tensor([float(i < 9) for i in batch.numbers]).mean())
+
+    def collate(numbers):
+        batch = Graphs(sum(3 + i for i in numbers), told=len(numbers))
+        batch.numbers = numbers
+        return batch
+
+    graphs = torch.utils.data.DataLoader(range(27), batch_size=8, collate_fn=collate)
+    (metrics,) = trainer().validate(Right(), graphs)
+    assert metrics["val_acc"] == pytest.approx(9 / 27)
+
+
+def test_ambiguous_size_is_told_once():
+    class Logs(EvalNet):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+            self.log("val_acc", 1.0)
+
+    with pytest.warns(UserWarning, match=r"batch of Stream does not say.*\[2, 5\].*Fix: self.log\(\.\.\., batch_size=NUMBER\)") as caught:
+        trainer().validate(Logs(), Stream([(torch.zeros(5, 2), torch.zeros(2))] * 3))
+    assert len(caught) == 1
+
+
 # --- how many batches ----------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +343,16 @@ def test_fit_uses_loaders_of_several_origins():
     assert one.num_training_batches == 5
 
 
+class Moves:
+    """A batch that is iterable and can be moved, as one of torch-geometric is."""
+
+    def __iter__(self):
+        return iter([("x", torch.ones(2))])
+
+    def to(self, device):
+        return self
+
+
 @pytest.mark.parametrize(
     ("given", "loaders"),
     [
@@ -242,6 +360,12 @@ def test_fit_uses_loaders_of_several_origins():
         (lambda: (loader(4), loader(8)), 2),
         (lambda: [loader(4)], 1),
         (lambda: [Stream([1]), loader(8)], 2),
+        (lambda: {"a": loader(4), "b": loader(8)}, 2),
+        (lambda: {"a": loader(4)}, 1),
+        (lambda: {"a": [loader(4), loader(8)], "b": Stream([1])}, 3),
+        (lambda: [loader(4), [loader(8)]], 2),
+        (lambda: [pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(2)])], 1),
+        (lambda: [Moves(), Moves()], 1),
         (lambda: list(loader(8)), 1),
         (lambda: [torch.ones(4, 3), torch.ones(4, 3)], 1),
         (lambda: [{"x": torch.ones(4, 3)}], 1),
@@ -250,13 +374,31 @@ def test_fit_uses_loaders_of_several_origins():
         (lambda: loader(4), 1),
         (lambda: Stream(loader(4)), 1),
     ],
-    ids=["list", "tuple", "list of one", "streams", "batches", "tensors", "dicts", "arrays", "texts", "loader", "stream"],
+    ids=[
+        "list",
+        "tuple",
+        "list of one",
+        "streams",
+        "dict",
+        "dict of one",
+        "nested dict",
+        "nested list",
+        "packed",
+        "moving",
+        "batches",
+        "tensors",
+        "dicts",
+        "arrays",
+        "texts",
+        "loader",
+        "stream",
+    ],
 )
 def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
     data = given()
     found = DataSource({"validate": data}).loaders("validate", gt.Module())
     assert len(found) == loaders
-    assert (found == [data]) == (data is found[0])
+    assert all(isinstance(one, torch.utils.data.DataLoader | Stream) for one in found) or found[0] is data
     assert DataSource({"train": list(loader(8))}).loaders("train", gt.Module()) != []
 
 
@@ -264,6 +406,89 @@ def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
 def test_what_cannot_be_iterated_is_refused(stage):
     with pytest.raises(UsageError, match=f"loader to {stage} is 3"):
         DataSource({stage: 3}).loaders(stage, gt.Module())
+
+
+class Frame:
+    """Iterable as a data frame of pandas is: by the names of its columns."""
+
+    itertuples = None
+
+    def __iter__(self):
+        return iter(["a", "b"])
+
+    def __repr__(self):
+        return "a b\n" * 60
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("ab", "'ab', which is none"),
+        (b"ab", "which is none"),
+        (Frame(), "a Frame, which is none"),
+        ({}, "dict to .* holds nothing in place of loaders"),
+        ({"a": torch.ones(2)}, "dict to .* holds Tensor in place of loaders"),
+        ({"a": loader(), "b": "text"}, "holds str in place of loaders"),
+        ([loader(), None], "list to .* holds NoneType in place of loaders"),
+        ([loader(), torch.ones(2)], "holds Tensor in place of loaders"),
+    ],
+)
+def test_what_holds_no_loaders_is_refused_before_anything_starts(command, data, words):
+    one = trainer(plugins=[type("Launches", (), {"launch": hookimpl(wrapper=True)(lambda self: (yield 1 / 0))})()])
+    with pytest.raises(UsageError, match=f"{words}.*Fix:"):
+        getattr(one, command)(EvalNet(), data)
+
+
+@pytest.mark.parametrize("data", [{"a": loader()}, {"a": loader(), "b": loader()}, [loader(), loader()], [loader(), {"a": loader()}]])
+def test_several_loaders_to_train_on_are_refused(data):
+    with pytest.raises(UsageError, match=r"training takes one loader\. Fix: a DataLoader of torch.utils.data.ConcatDataset"):
+        fit(EvalNet(), data)
+
+    class Data(gt.DataModule):
+        def train_dataloader(self):
+            return data
+
+    with pytest.raises(UsageError, match="training takes one loader"):
+        trainer().fit(Net(), Data())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loader_whose_length_is_not_implemented_has_none(ranks):
+    class Unknown(Stream):
+        def __len__(self):
+            raise NotImplementedError
+
+    results = run_plugin(ranks=ranks, data=Unknown(loader()), val_data=Unknown(loader()), module=EvalNet())
+    assert [result.trainer.global_step for result in results] == [6] * ranks
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_dict_of_loaders_is_evaluated_as_their_list(command):
+    net, loaders = EvalNet(), {"b": loader(8), "a": loader(12, 3)}
+    metrics = getattr(trainer(), command)(net, loaders)
+    assert metrics == getattr(trainer(), command)(net, list(loaders.values()))
+    assert [list(one) for one in metrics] == [[f"{'val' if command == 'validate' else 'test'}_loss/dataloader_idx_{i}"] for i in range(2)]
+
+
+def test_a_dict_of_loaders_is_predicted_loader_by_loader():
+    found = trainer().predict(EvalNet(), {"b": loader(8), "a": loader(12, 3)})
+    assert [[len(batch) for batch in one] for one in found] == [[4, 4], [3, 3, 3, 3]]
+
+
+def test_a_dict_of_loaders_validates_in_fit():
+    net = EvalNet()
+    fit(net, val={"a": loader(4), "b": loader(8)})
+    assert net.seen == [("validate", 0, 0), ("validate", 0, 1), ("validate", 1, 1)]
+
+
+def test_a_val_dataloader_that_forgets_return_is_told():
+    class Forgets(EvalNet):
+        def val_dataloader(self):
+            loader()
+
+    with pytest.warns(UserWarning, match="Forgets.val_dataloader returned None, so there is nothing to validate"):
+        fit(Forgets())
 
 
 def test_a_list_of_batches_trains_as_its_loader_does():
@@ -311,6 +536,13 @@ def test_each_batch_is_transferred_once_in_evaluation(command):
     assert net.calls == [*once(1), *once(2), *once(3, idx=1)]
 
 
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+def test_a_transfer_hook_that_forgets_return_is_named(hook):
+    net = type("Forgets", (Net,), {hook: lambda self, batch, *_: None})()
+    with pytest.raises(TrainingError, match=f"Forgets: {hook} made None of a batch. Fix: return the batch"):
+        fit(net)
+
+
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
 def test_one_transfer_hook_alone(hook):
     class One(Net):
@@ -346,7 +578,7 @@ def test_training_takes_one_loader():
     one = trainer()
     one.fit(Net(), [loader(8)])
     assert one.global_step == 2
-    with pytest.raises(UsageError, match=r"2 loaders.*training takes one"):
+    with pytest.raises(UsageError, match=r"2 loaders.*training takes one loader"):
         one.fit(Net(), [loader(8), loader(8)])
 
 
@@ -354,3 +586,35 @@ def test_training_takes_one_loader():
 def test_a_limit_of_zero_leaves_nothing_to_do(command, option):
     with pytest.raises(UsageError, match=f"{option}=0"):
         getattr(trainer(**{option: 0}), command)(EvalNet(), loader())
+
+
+class Fails(EvalNet):
+    """Raises in the middle of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyError("the user's own")
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+@pytest.mark.parametrize("module", [EvalNet, Fails])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loader_workers_end_with_the_run_and_start_again_in_the_next(command, module, persistent):
+    loader = DataLoader(samples(16), batch_size=2, num_workers=1, persistent_workers=persistent)
+    for _ in range(2):
+        with pytest.raises(KeyError) if module is Fails else nullcontext() as error:  # a traceback refers to the frames of the run
+            getattr(trainer(), command)(module(), loader)
+        assert multiprocessing.active_children() == [], error
+
+
+def test_loader_workers_end_with_a_session():
+    with gt.Session() as session:
+        loader = session.setup_dataloaders(DataLoader(samples(8), batch_size=2, num_workers=1, persistent_workers=True))
+        assert len(list(loader)) == 4
+    assert multiprocessing.active_children() == []

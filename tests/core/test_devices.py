@@ -26,7 +26,8 @@ INDEXED = {
         (value, ACCEPTED)
         for value in (-2, "-2", True, False, None, 1.5, "1.5", ["0"], [-1], [True], [None], "cuda:0", "abc", "1,,2", ",", {0}, {0: 1})
     ],
-    "more than any machine has": [(value, ACCEPTED) for value in (65_537, "65537", "1" * 12)],
+    "more than any machine has": [(value, ("asked for", "[0, 1, 2, 3]")) for value in (65_537, "65537", "1" * 12)],
+    "no number": [("1" * 400, ACCEPTED)],
     "device's name": [("cuda:0", ('"0,"',)), ("mps:3", ('"3,"',))],
 }
 CPU = {
@@ -41,7 +42,7 @@ CPU = {
     "rubbish": [
         (value, ("number of processes", '"auto"')) for value in (-2, "-2", True, False, None, 1.5, "1.5", "cuda:0", "abc", "1,,2", {0})
     ],
-    "more than any machine has": [(value, ("number of processes",)) for value in (65_537, "65537")],
+    "far more than cores": [(value, ("processes on a machine of", "core(s)", "Fix: devices=")) for value in (65, 500, "100000", "1" * 12)],
 }
 
 

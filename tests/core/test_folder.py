@@ -7,13 +7,14 @@ import os
 import pickle
 import sys
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import geartrain as gt
-from geartrain import GeartrainError, Session, TrainingError, UsageError, hookimpl
+from geartrain import GeartrainError, Session, TrainingError, UsageError, hookimpl, whole_files
 from geartrain.folder_lock import fcntl, locked
 
 from .models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
@@ -36,6 +37,26 @@ class Logs(EvalNet):
 
 
 # --- what is in it -------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
+    class Makes(Logs):
+        batch_size = 5
+
+        def train_dataloader(self):
+            return loader(batch_size=self.batch_size)
+
+    class Data(gt.DataModule):
+        batch_size = 12  # of two loaders together
+
+        def train_dataloader(self):
+            return loader(batch_size=6)
+
+    for number, (module, data, size) in enumerate([(Makes(), None, 5), (Logs(), Data(), 6)]):
+        one = trainer(output=tmp_path / str(number), accumulate_grad_batches=2)
+        one.fit(module, datamodule=data)
+        assert read(tmp_path / str(number) / "plan.json")["batch_size"] == {"per_device": size, "global": 2 * size}
+        assert one.plan.global_batch == 2 * size
 
 
 def test_a_run_leaves_plan_metrics_summary_and_checkpoint(tmp_path):
@@ -323,6 +344,17 @@ def test_the_summary_of_an_earlier_run_stays_if_a_later_one_never_starts(tmp_pat
     with pytest.raises(UsageError):
         one.fit(Net(), loader(), ckpt_path=tmp_path / "none.ckpt")
     assert read(tmp_path / "run" / "summary.json")["status"] == "done"
+
+
+def test_a_folder_that_has_become_read_only_is_named(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    one = fit(Net(), output=tmp_path / "run")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(whole_files, "_File", refuse)
+    with pytest.raises(TrainingError, match=r"run/plan\.json could not be written: Read-only file system\. Fix: another output"):
+        one.fit(Net(), loader())
 
 
 def test_the_summary_of_a_run_whose_plugin_fails_to_end_it(tmp_path):

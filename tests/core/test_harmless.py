@@ -226,6 +226,25 @@ def test_an_interrupt_in_a_wrapper_passes(where):
         fit(plugins=[Around(where, KeyboardInterrupt)])
 
 
+def test_a_wrapper_that_loses_the_owners_result_gives_it_on_and_is_left_out():
+    class Forgets:
+        harmless, calls = True, 0
+
+        @hookimpl(wrapper=True)
+        def forward(self):
+            self.calls += 1
+            yield
+
+        @hookimpl(wrapper=True)
+        def on_epoch_start(self):
+            yield
+
+    forgets = Forgets()
+    with pytest.warns(UserWarning, match=r"Forgets: forward raised RuntimeError: the wrapper made None of the owner's Tensor"):
+        one = fit(plugins=[forgets])
+    assert (one.global_step, forgets.calls) == (6, 1)
+
+
 def test_events_and_wrappers_are_left_out_together():
     class Both(Around):
         @hookimpl

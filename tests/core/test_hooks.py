@@ -4,8 +4,9 @@ from types import ModuleType
 
 import pytest
 
-from geartrain import UsageError, hookimpl, hookspec
+from geartrain import TrainingError, UsageError, hookimpl, hookspec
 from geartrain.hooks import Hooks, fire
+from geartrain.plan import PlanRequest
 
 from .contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
 
@@ -38,8 +39,14 @@ def test_hook_that_nobody_implements_has_no_owner():
 
 
 def test_owner_that_returns_none_is_not_asked_around():
-    hooks = hooks_of(strategy(owns(None)), accelerator(owns("chip")))
-    assert gather(hooks) is None
+    hooks = hooks_of(strategy(owns(None, "forward")), accelerator(owns("chip", "forward")))
+    assert hooks.forward(run=ALONE, method="predict_step", args=()) is None
+
+
+def test_owner_that_returns_none_where_a_value_is_needed_is_named():
+    hooks = hooks_of(strategy(owns(None, "setup_process_group")))
+    with pytest.raises(TrainingError, match=r"geartrain-strat\[strat\]: .*'setup_process_group' returned None. Fix: return World"):
+        hooks.setup_process_group(run=None)
 
 
 def test_part_passed_over_in_one_hook_still_answers_its_others():
@@ -109,6 +116,61 @@ def test_wrapper_sees_and_changes_the_owners_result():
     assert gather(hooks) == 42
     assert hooks.owner("all_gather").kind == "strategy"
     assert [c.name for c in hooks.wrappers("all_gather")] == ["Doubles"]
+
+
+class Forgets:
+    @hookimpl(wrapper=True)
+    def forward(self):
+        yield
+
+
+class Adds:
+    @hookimpl(wrapper=True)
+    def forward(self):
+        return (yield) + 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_wrapper_that_loses_the_owners_value_is_named_before_another_trips_over_it(frozen):
+    hooks = hooks_of(strategy(owns(1, "forward")), part(Forgets(), distribution="acme"), part(Adds(), distribution="other"))
+    if frozen:
+        hooks.freeze()
+    with pytest.raises(TrainingError, match=r"acme\[Forgets\]: its wrapper of the hook 'forward' made None of the owner's int\. Fix: .*"):
+        hooks.forward(run=ALONE, method="training_step", args=())
+
+
+def test_wrapper_may_hand_on_that_there_is_no_value():
+    hooks = hooks_of(strategy(owns(None, "forward")), Forgets())
+    assert hooks.forward(run=ALONE, method="validation_step", args=()) is None
+
+
+def test_wrapper_that_loses_the_layout_is_an_error_of_usage():
+    class Plugin:
+        @hookimpl(wrapper=True)
+        def plan_processes(self):
+            yield
+
+    with pytest.raises(UsageError, match=r"Plugin: .*'plan_processes' made None of the owner's Layout"):
+        hooks_of(Plugin()).plan_processes(request=PlanRequest("cpu", (0,), 1))
+
+
+def test_wrapper_that_loses_what_every_implementation_gave_is_named():
+    class Plugin:
+        @hookimpl(wrapper=True)
+        def device_stats(self):
+            yield
+
+    with pytest.raises(TrainingError, match=r"Plugin: .*'device_stats' made None of the owner's list"):
+        fire(hooks_of(Plugin(), owns({"load": 1.0}, "device_stats")).device_stats, run=None)
+
+
+def test_wrapper_of_an_event_need_not_return_what_nobody_reads():
+    class Plugin:
+        @hookimpl(wrapper=True)
+        def on_run_start(self):
+            yield
+
+    assert fire(hooks_of(Plugin()).on_run_start, run=None) == []
 
 
 def test_last_plugin_wraps_outermost():

@@ -28,6 +28,13 @@ def test_unknown_hook_gets_the_nearest_name():
     refused(on_step_ends, "'on_step_end'")
 
 
+def test_unknown_hook_may_be_of_a_plugin_that_is_not_chosen():
+    @hookimpl
+    def reduce_bucket(self, run, bucket): ...
+
+    refused(reduce_bucket, "hook of another plugin or strategy", "choose that one too")
+
+
 def test_unknown_hook_that_is_optional_is_let_be():
     class Plugin:
         @hookimpl(optionalhook=True)
@@ -96,6 +103,22 @@ def test_generator_that_is_not_marked_as_a_wrapper(name):
         yield
 
     refused(function, "@hookimpl(wrapper=True)", f"def {name}(self, run):", name=name)
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_async_hookimpl(wrapper):
+    @hookimpl(wrapper=wrapper)
+    async def on_step_end(self): ...
+
+    refused(on_step_end, "'async def'", "nothing would await it")
+
+
+def test_async_wrapper_that_yields():
+    @hookimpl(wrapper=True)
+    async def forward(self):
+        yield
+
+    refused(forward, "'async def'", "nothing would await it")
 
 
 def test_wrapper_that_does_not_yield():
@@ -172,3 +195,24 @@ def test_same_plugin_twice(plugin):
 def test_two_plugins_of_one_class_are_two_plugins():
     hooks = hooks_of(strategy(owns(1)), Doubles(), Doubles())
     assert gather(hooks) == 4
+
+
+def test_replaces_as_a_string_is_refused():
+    class Plugin:
+        replaces = "optimizer_step"
+
+        @hookimpl
+        def optimizer_step(self, run, optimizer, closure): ...
+
+    with pytest.raises(
+        UsageError, match=r"acme\[Plugin\]: its replaces = 'optimizer_step' is a string. Fix: replaces = \{'optimizer_step'\}"
+    ):
+        hooks_of(part(Plugin(), distribution="acme"))
+
+
+def test_forgotten_self():
+    @hookimpl
+    def on_step_end(run): ...
+
+    refused(on_step_end, "no 'self'", "would get the plugin as 'run'", "def on_step_end(self, run, ...)")
+    hooks_of(type("Plugin", (), {"on_step_end": staticmethod(on_step_end)})())

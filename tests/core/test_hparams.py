@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+from argparse import Namespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import hookimpl, hparams
+from geartrain.hparams import HyperParameters
 
 from .models import EvalNet, Net, fit, loader, trainer
 
@@ -54,8 +56,91 @@ def test_an_unknown_name_is_an_error():
             super().__init__()
             self.save_hyperparameters("rl")
 
-    with pytest.raises(ValueError, match="Wrong was not made with an argument 'rl', but with lr"):
+    with pytest.raises(ValueError, match=r"Wrong was not made with an argument 'rl', but with lr\. Fix: one of these; "):
         Wrong()
+
+
+@pytest.mark.parametrize("given", [{"lr": 0.5, "act": nn.Tanh}, Namespace(lr=0.5, act=nn.Tanh), HyperParameters(lr=0.5, act=nn.Tanh)])
+def test_a_dict_or_a_namespace_is_kept_in_place_of_arguments(given):
+    class Takes(gt.Module):
+        def __init__(self, config, ignore=()):
+            super().__init__()
+            self.save_hyperparameters(config, ignore=ignore)
+
+    assert Takes(given).hparams == {"lr": 0.5, "act": nn.Tanh}
+    assert Takes(given, ignore=["act"]).hparams == {"lr": 0.5}
+    assert Takes({}).hparams == {}
+    for wrong in (3, ["lr"], None):
+        with pytest.raises(
+            ValueError, match=rf"Takes.save_hyperparameters was given {type(wrong).__name__}. Fix: names of arguments, or one"
+        ):
+            Takes(wrong)
+
+
+def test_a_second_call_adds_to_the_first():
+    class Parent(gt.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    class Child(Parent):
+        def __init__(self, width=3, depth=2):
+            super().__init__({"lr": 0.1, "width": 1})
+            self.save_hyperparameters("width")
+            self.save_hyperparameters({"more": "m"})
+
+    assert Child().hparams == {"lr": 0.1, "width": 3, "more": "m"}
+    assert pickle.loads(pickle.dumps(Made(3))).hparams == Made(3).hparams
+
+
+class Parent(gt.Module):
+    def __init__(self, hidden=3, *, lr=0.1, act=nn.ReLU, **more):
+        super().__init__()
+
+
+class Saving(Parent):
+    def __init__(self, width=8, **kwargs):
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+
+
+class Passing(Parent):
+    def __init__(self, width=8, **kwargs):
+        super().__init__(hidden=2 * width, **kwargs)
+
+
+class Closed(Parent):
+    def __init__(self, width=8):
+        super().__init__(hidden=2 * width)
+
+
+def test_defaults_of_parents_are_among_what_a_child_takes_by_kwargs():
+    assert Saving().hparams == {"width": 8, "hidden": 3, "lr": 0.1, "act": nn.ReLU}
+    assert Saving(lr=0.5, extra=1).hparams == {"width": 8, "hidden": 3, "lr": 0.5, "act": nn.ReLU, "extra": 1}
+    assert Passing(4).hparams == {"width": 4, "hidden": 8, "lr": 0.1}  # as it was passed on
+    assert Closed(4).hparams == {"width": 4}
+
+    class Grandchild(Passing):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    assert Grandchild(2).hparams == {"args": (2,), "width": 2, "hidden": 4, "lr": 0.1}
+
+    class Data(gt.DataModule):
+        def __init__(self, batch_size=4):
+            super().__init__()
+
+    class Mine(Data):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+
+    assert Mine().hparams == {"batch_size": 4}
+
+
+def test_an_attribute_that_is_set_is_an_item():
+    module = Made(3)
+    module.hparams.lr = 0.7
+    assert module.hparams["lr"] == module.hparams.lr == 0.7
 
 
 def test_wrong_arguments_are_the_constructors_own_error():

@@ -115,6 +115,42 @@ def test_installed_class_is_found_and_no_other_imported(dists):
     assert dir(geartrain.strategies) == ["Broken", "DDPStrategy", "SingleDeviceStrategy"]
 
 
+@pytest.mark.parametrize("others", [("acme",), ("acme", "zeta")])
+def test_class_of_our_distribution_wins_over_others_of_its_name(dists, others):
+    modules = [dists.add(name, "class DDPStrategy: ...", strategies={f"{name}_ddp": "DDPStrategy"}) for name in others]
+    ours = dists.strategy("ddp", cls="DDPStrategy")
+    with pytest.warns(UserWarning, match=r"geartrain\.strategies\.DDPStrategy is geartrain-ddp's\..*acme \(fake_acme:DDPStrategy\)"):
+        found = geartrain.strategies.DDPStrategy
+    assert found is sys.modules[ours].DDPStrategy
+    assert not set(modules) & set(sys.modules)
+
+
+def test_class_of_core_wins_over_others_of_its_name(dists):
+    dists.add("acme", "class CPUAccelerator: ...", accelerators={"acme": "CPUAccelerator"})
+    with pytest.warns(UserWarning, match=r"CPUAccelerator is geartrain's"):
+        assert geartrain.accelerators.CPUAccelerator is CPUAccelerator
+
+
+def test_class_of_our_name_alone_is_not_taken_for_ours(dists):
+    module = dists.add("acme", "class DDPStrategy: ...", strategies={"acme": "DDPStrategy"})
+    with pytest.raises(ImportError, match=r"Another distribution has one: acme \(fake_acme:DDPStrategy\). Fix: pip install geartrain-ddp$"):
+        _ = geartrain.strategies.DDPStrategy
+    assert module not in sys.modules
+
+
+def test_helper_is_of_our_distribution(dists):
+    dists.add("geartrain-cuda", CUDA, accelerators={"cuda": "CUDAAccelerator"})
+    dists.add("acme", CUDA.replace("[0, 1]", "[7]"), accelerators={"cuda": "Other"})  # found first
+    assert geartrain.accelerators.find_usable_cuda_devices() == [0, 1]
+
+
+def test_class_that_two_distributions_have_is_refused(dists):
+    for name in ("acme", "zeta"):
+        dists.add(name, "class Gossip: ...", strategies={name: "Gossip", f"{name}_alias": "Gossip"})
+    with pytest.raises(ImportError, match=r"several distributions have one: .*fake_acme:Gossip.*Fix: import it from its own module"):
+        _ = geartrain.strategies.Gossip
+
+
 def test_strategy_that_geartrain_never_heard_of_is_found(dists):
     module = dists.strategy("gossip", cls="GossipStrategy")
     assert importlib.import_module("geartrain.strategies").GossipStrategy is sys.modules[module].GossipStrategy

@@ -12,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+import geartrain.logs
 from geartrain import Run, TrainingError, World, hookimpl
+from geartrain.callbacks import Callback, ModelCheckpoint
 from geartrain.logs import Logs
 
 from .models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
@@ -47,6 +49,37 @@ class Everywhere(Net):
         self.log("val_epoch", 8.0)
 
 
+class Reads(Callback):
+    """Reads metrics in the hooks of an epoch's end, as callbacks written for Lightning do."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.read.append(trainer.callback_metrics["loss"].item())
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.read.append(trainer.callback_metrics["val_loss"].item())
+
+
+def test_the_hooks_of_an_epochs_end_read_its_metrics():
+    class EachEpoch(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", self.trainer.current_epoch + batch_idx / 2, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 10 * self.trainer.current_epoch + batch_idx / 2)
+
+        def on_validation_epoch_end(self):
+            assert self.trainer.callback_metrics["val_loss"] == 10 * self.trainer.current_epoch + 1.25
+
+    reads, lines = Reads(), Loggers()
+    fit(EachEpoch(), loader(), loader(), max_epochs=2, callbacks=[reads], plugins=[lines])
+    assert reads.read == [1.25, 1.25, 11.25, 2.25]
+    assert [metrics for _, metrics in lines.lines] == [{"val_loss": 1.25}, {"loss": 1.25}, {"val_loss": 11.25}, {"loss": 2.25}]
+
+
 def test_defaults_of_on_step_and_on_epoch():
     """Steps log their newest value in training; everything else logs an epoch's mean."""
     lines = Loggers()
@@ -62,7 +95,6 @@ def test_defaults_of_on_step_and_on_epoch():
     [
         ({}, {"x": 5.0}),
         ({"on_step": True}, {"x": 5.0}),
-        ({"on_step": False}, {}),
         ({"on_epoch": True}, {"x": 2.5, "x_step": 5.0, "x_epoch": 2.5}),
         ({"on_step": False, "on_epoch": True}, {"x": 2.5}),
     ],
@@ -156,6 +188,18 @@ def test_a_given_batch_size_differs_by_call():
     assert fit(net, sizes(4, 4)).callback_metrics["x"] == pytest.approx(3 / 4)
 
 
+def test_a_batch_size_that_torch_counted_is_a_number():
+    net = Logging(lambda self, batch, i: self.log("x", float(i), on_step=False, on_epoch=True, batch_size=torch.tensor((1, 3)[i])))
+    value = fit(net, limit_train_batches=2).run.metrics["x"]
+    assert (type(value), value) == (float, 3 / 4)
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, "4", torch.tensor(2.5), torch.tensor([1, 2])])
+def test_a_batch_size_that_is_no_count_is_refused(size):
+    with pytest.raises(TrainingError, match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix: batch_size="):
+        fit(Logging(lambda self, batch, i: self.log("x", 1.0, batch_size=size)))
+
+
 def test_validation_means_are_weighted_too():
     net = Logging(validate=lambda self, batch, batch_idx: self.log("x", float(batch_idx)))
     assert trainer().validate(net, sizes(1, 3)) == [{"x": pytest.approx(3 / 4)}]
@@ -198,6 +242,8 @@ def test_logger_and_prog_bar():
         (("x", torch.tensor(1j)), {}, "not complex"),
         (("", 1.0), {}, "non-empty string"),
         ((3, 1.0), {}, "non-empty string"),
+        (("\x1b[31mloss", 1.0), {}, r"'\\x1b\[31mloss' has a control character. Fix: take it out"),
+        (("a\nb", 1.0), {}, "has a control character"),
         (("x", 1.0), {"reduce_fx": "avarage"}, "unknown reduction"),
         (("x", 1.0), {"reduce_fx": "mena"}, "Did you mean 'mean'"),
         (("x", 1.0), {"reduce_fx": 3}, "unknown reduction.*mean"),
@@ -293,6 +339,73 @@ def test_no_tensor_is_read_between_flushes(far, monkeypatch):
         fit(Logging(train), batches, plugins=[Count()], log_every_n_steps=4, gradient_clip_val=1.0)
     assert far.steps == [4, 8, 10]  # one read a flush, of all metrics together
     assert set(reads) == {4, 8, 10}
+
+
+@pytest.mark.parametrize("options", [{"on_step": False, "on_epoch": False}, {"on_step": False}])
+def test_a_value_that_would_be_reported_never_is_refused(options):
+    net = Logging(lambda self, batch, batch_idx: self.log("x", 1.0, **options))
+    with pytest.raises(TrainingError, match=r"self.log\('x'\) would be reported never.*Fix: on_step=True"):
+        fit(net)
+    with pytest.raises(TrainingError, match="would be reported never"):
+        fit(Logging(validate=lambda self, *_: self.log("x", 1.0, on_epoch=False)), val=loader(4))
+
+
+def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_path, monkeypatch):
+    """a is monitored at steps 3 and 6, b by nobody, and the last flush reads both."""
+
+    class Count:
+        @hookimpl
+        def on_step_end(self, run):
+            far.now[0] = run.step
+
+    def train(self, batch, batch_idx):
+        self.log("a", far(torch.tensor(float(-batch_idx))))
+        self.log("b", far(torch.tensor(1.0)))
+
+    reads, own = [], geartrain.logs._read
+    monkeypatch.setattr(geartrain.logs, "_read", lambda tensors: reads.append((far.now[0], len(tensors))) or own(tensors))
+    monitor = ModelCheckpoint("a", every_n_train_steps=3, mode="max", dirpath=tmp_path)  # step 6 is no better, and not saved
+    fit(Logging(train), list(loader(28)), plugins=[Count(), monitor])
+    # A checkpoint keeps all that was logged.
+    assert [one for one in reads if one[1]] == [(3, 1), (3, 1), (6, 1), (7, 2)]
+    assert monitor.best_model_score == -2.0
+
+
+def test_who_asks_for_the_newest_metrics_gets_those_of_the_step():
+    class Asks:
+        def __init__(self):
+            self.seen = []
+
+        @hookimpl
+        def on_step_end(self, run):
+            told = run.trainer.callback_metrics["loss"]
+            assert (told.shape, told.device.type) == ((), "cpu")
+            self.seen.append((run.step, told.item(), run.metrics["loss_step"], "epochs" in run.metrics))
+
+    def train(self, batch, batch_idx):
+        self.log("loss", torch.tensor(float(batch_idx)), on_epoch=True)
+        self.log("epochs", 1.0, on_step=False, on_epoch=True)
+
+    asks, lines = Asks(), Loggers()
+    one = fit(Logging(train), plugins=[asks, lines], log_every_n_steps=4)
+    assert asks.seen == [(step, step - 1.0, step - 1.0, False) for step in range(1, 7)]
+    assert lines.lines[:2] == [(4, {"loss_step": 3.0}), (6, {"loss_step": 5.0})]  # asking reports nothing
+    assert one.callback_metrics["loss"].item() == one.logged_metrics["loss_epoch"].item() == 2.5
+
+
+def test_while_it_validates_the_newest_value_of_a_name_is_the_validations():
+    seen = []
+
+    class Asks:
+        @hookimpl
+        def on_validation_end(self, run):
+            seen.append((run.metrics["both"], run.metrics["train"]))
+
+    def train(self, batch, batch_idx):
+        self.log_dict({"both": float(batch_idx), "train": float(batch_idx)})
+
+    fit(Logging(train, lambda self, *_: self.log("both", 9.0)), val=loader(4), plugins=[Asks()], val_check_interval=2)
+    assert seen == [(9.0, 1.0), (9.0, 3.0), (9.0, 5.0)]
 
 
 @pytest.mark.parametrize("on", [torch.Tensor, Far])

@@ -2,15 +2,19 @@
 
 import copy
 import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
 
 from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import Callback
+from geartrain.testing import run_plugin
 
 from .models import (
     SGD,
+    EvalNet,
     Net,
     Noting,
     Own,
@@ -193,6 +197,48 @@ def test_a_window_of_none_losses_steps_nothing():
     fit(net, plugins=[recorder], accumulate_grad_batches=2)
     assert_equal(net, before)
     assert not {"backward", "reduce_gradients", "clip_gradients", "optimizer_step 0"} & set(recorder.calls)
+
+
+def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
+    class Forgets:
+        @hookimpl(wrapper=True)
+        def forward(self, run):
+            yield
+
+    with pytest.raises(TrainingError, match="Forgets: its wrapper of the hook 'forward' made None of the owner's Tensor"):
+        fit(plugins=[Forgets()])
+
+
+def test_an_iterator_that_an_earlier_epoch_has_read_to_its_end_is_said_so():
+    with pytest.raises(TrainingError, match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a list"):
+        trainer(max_epochs=2).fit(Net(), iter(list(loader())))
+
+
+def told(net, **options):
+    """What one fit warns of a first epoch that trained nothing."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(net, **options)
+    return [str(warning.message) for warning in caught if "trained anything" in str(warning.message)]
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_epochs": None, "max_steps": 3}, {"accumulate_grad_batches": 4}])
+def test_a_first_epoch_of_none_losses_is_told_once(options):
+    (message,) = told(Returning(lambda loss, _: None), **options)
+    assert "every training_step returned None, or" in message
+
+
+def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_told():
+    net = Net()
+    net.make_optimizer = lambda _: SGD([torch.nn.Parameter(torch.zeros(2))])
+    (message,) = told(net)
+    assert "only parameters that no optimizer steps. Fix: give configure_optimizers the parameters" in message
+
+
+@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.0), torch.optim.LBFGS])
+@pytest.mark.parametrize("skipped", [(), range(1, 6), range(5)])
+def test_a_first_epoch_with_one_step_that_trained_is_none_to_tell_of(optimizer, skipped):
+    assert not told(Returning(lambda loss, batch_idx: None if batch_idx in skipped else loss, optimizer=optimizer))
 
 
 def test_a_dict_with_the_loss_trains_as_the_loss_does():
@@ -397,6 +443,66 @@ def test_on_train_batch_end_comes_after_the_optimizer_step():
             assert differ(self, self.before)
 
     fit(Watching())
+
+
+class Leaves(EvalNet):
+    """Leaves out the rest of an epoch from one batch on."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.epochs = at, []
+        self.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == self.at else None
+        self.on_train_epoch_end = lambda: self.epochs.append((self.trainer.run.batch_idx, self.global_step))
+
+
+@pytest.mark.parametrize(("at", "accumulate", "expected"), [(0, 1, [(0, 0), (0, 0)]), (2, 1, [(2, 2), (2, 4)]), (3, 2, [(2, 1), (2, 2)])])
+@pytest.mark.parametrize("callbacks", [[], [type("Watches", (Callback,), {"on_train_batch_start": lambda *_: None})()]])
+def test_minus_one_of_on_train_batch_start_leaves_out_the_rest_of_the_epoch(at, accumulate, expected, callbacks):
+    net, wraps = Leaves(at), Recorder()
+    fit(net, val=loader(4), max_epochs=2, accumulate_grad_batches=accumulate, callbacks=callbacks, plugins=[wraps])
+    assert net.epochs == expected
+    assert [stage for stage, *_ in net.seen] == ["validate", "validate"]
+
+
+def test_so_it_does_in_manual_optimisation():
+    net = Leaves(2)
+    net.automatic_optimization = False
+    net.training_step = lambda batch, batch_idx: net.manual_backward(net.loss(batch)) or net.optimizers().step()
+    fit(net)
+    assert net.epochs == [(2, 2)]
+
+
+def test_on_one_of_several_ranks_it_is_an_error():
+    class Odd(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if self.global_rank == 1 and batch_idx == 1 else None
+
+        def train_dataloader(self):
+            return loader()
+
+    results = run_plugin(ranks=2, module=Odd(), check=False)
+    assert any("returned -1 on rank 1" in str(result.error) for result in results)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_outputs_of_on_train_batch_end_have_no_graph(manual):
+    kept = []
+
+    class Keeps(Net):
+        automatic_optimization = not manual
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            if manual:
+                self.manual_backward(loss)
+            return {"loss": loss, "more": [loss * 2]}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            kept.append(outputs)
+
+    fit(Keeps(), **({} if manual else {"accumulate_grad_batches": 2}))
+    assert len(kept) == 6
+    assert not any(tensor.requires_grad for outputs in kept for tensor in (outputs["loss"], *outputs["more"]))
 
 
 # --- hooks and counters in the loop --------------------------------------------------------------------------------------

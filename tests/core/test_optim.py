@@ -45,6 +45,7 @@ FORMS = {
     "two lists": (lambda n: ([n.first, n.second], [n.halve, n.third]), (1 / 4, 1 / 9)),
     "list of two lists": (lambda n: [[n.first], [n.halve]], (1 / 4, 1)),
     "two lists, one scheduler": (lambda n: ([n.first, n.second], [n.third]), (1, 1 / 9)),
+    "a dict with the other's scheduler": (lambda n: ({"optimizer": n.first, "lr_scheduler": n.third}, {"optimizer": n.second}), (1, 1 / 9)),
     "two lists, no scheduler": (lambda n: ([n.first], []), (1, 1)),
     "two lists with a dict": (lambda n: ([n.first], [{"scheduler": n.halve, "interval": "epoch"}]), (1 / 4, 1)),
     "dict": (lambda n: {"optimizer": n.first}, (1, 1)),
@@ -97,6 +98,34 @@ def test_forms(what, rates):
 def test_wrong_forms(what, words):
     with pytest.raises(UsageError, match=words):
         fit(Configured(what))
+
+
+class Wraps(torch.optim.SGD):
+    """As SAM does: it steps the groups of another optimizer."""
+
+    def __init__(self, inner):
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], lr=1.0)
+        self.param_groups = inner.param_groups
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda n: ([n.first], [n.third]),
+        lambda n: ([n.first], [n.halve, {"scheduler": n.third, "interval": "step"}]),
+        lambda n: {"optimizer": n.first, "lr_scheduler": n.third},
+        lambda n: ([n.second], [plateau(n, monitor="val_loss")]),
+    ],
+)
+def test_a_scheduler_of_an_optimizer_that_is_not_returned_is_refused(what):
+    with pytest.raises(UsageError, match=r"is of SGD, which was not returned.*Fix: return that optimizer"):
+        fit(Configured(what))
+
+
+def test_a_scheduler_of_an_optimizer_whose_groups_are_stepped_is_not():
+    net = Configured(lambda n: ([Wraps(n.first)], [n.halve]))
+    fit(net)
+    assert net.rates[0] == 0.5
 
 
 def test_none_steps_nothing_and_warns():
@@ -309,9 +338,59 @@ def test_plateau_whose_metric_is_missing_is_an_error_that_names_it():
         fit(net, val=loader())
 
 
-def test_plateau_that_is_not_strict_waits_for_its_metric():
-    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="nothing", strict=False)})
-    fit(net, val=loader(), max_epochs=3)
+@pytest.mark.parametrize(("frequency", "rate"), [(1, 0.5**3), (3, 1)])
+@pytest.mark.parametrize("flush", [1, 50])
+def test_plateau_by_steps_judges_the_step(flush, frequency, rate):
+    class Trains(Configured):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", [5.0, 6.0, 4.0, 5.0, 6.0, 3.0][batch_idx])
+            return super().training_step(batch, batch_idx)
+
+    judges = {"monitor": "loss", "interval": "step", "frequency": frequency}
+    net = Trains(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, **judges)})
+    fit(net, log_every_n_steps=flush)
+    assert net.rates[0] == rate
+
+
+@pytest.mark.parametrize("interval", [2, 1.0])
+def test_plateau_by_steps_judges_each_validation_once(interval):
+    """It is due after each step; validations come after every second one, or after each epoch."""
+    epochs = 1 if interval == 2 else 3
+    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", interval="step")})
+    net.validation_step = lambda batch, batch_idx: net.log("val", 1.0)
+    fit(net, val=loader(), val_check_interval=interval, max_epochs=epochs)
+    assert net.rates[0] == 0.5**2  # 1, and twice no better
+
+
+def test_plateau_judges_each_value_once():
+    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", strict=False)})
+    net.validation_step = lambda batch, batch_idx: net.log("val", 1.0)
+    with pytest.warns(UserWarning, match="monitors 'val', which was not logged"):  # in the first epoch
+        fit(net, val=loader(), check_val_every_n_epoch=2, max_epochs=6)
+    assert net.rates[0] == 0.5**2
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5, 4])
+def test_schedulers_of_epochs_step_before_the_validation_that_ends_one(interval):
+    seen = []
+    net = Configured(lambda n: ([n.first], [n.halve]))
+    net.on_validation_start = lambda: seen.append((net.global_step, net.rates[0]))
+    fit(net, val=loader(), val_check_interval=interval, max_epochs=2)
+    assert (
+        seen
+        == {
+            1.0: [(6, 1 / 2), (12, 1 / 4)],
+            0.5: [(3, 1), (6, 1 / 2), (9, 1 / 2), (12, 1 / 4)],
+            4: [(4, 1), (10, 1 / 2)],
+        }[interval]
+    )
+    assert net.rates[0] == 1 / 4
+
+
+def test_plateau_that_is_not_strict_waits_for_its_metric_and_says_so():
+    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val_los", strict=False)})
+    with pytest.warns(UserWarning, match=r"'val_los', which was not logged. Did you mean 'val_loss'"):
+        fit(net, val=loader(), max_epochs=3)
     assert net.rates[0] == 1
 
 

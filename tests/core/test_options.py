@@ -13,7 +13,7 @@ LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "lim
 
 
 def options(**given):
-    return gt.Trainer(accelerator="cpu", devices=1, strategy="single", enable_progress_bar=False, **given).plan.options
+    return gt.Trainer(**{"accelerator": "cpu", "devices": 1, "strategy": "single", "enable_progress_bar": False, **given}).plan.options
 
 
 def refused(*words, **given):
@@ -153,6 +153,18 @@ def test_sanity_check_is_limited_by_its_own_steps():
 )
 def test_lightnings_old_names_are_answered_with_the_new_one(old, new):
     refused(repr(old), new, **{old: 1})
+
+
+def test_a_strategy_that_was_an_accelerator_is_in_the_answer():
+    assert "strategy='dp'" in refused("'gpus'", "devices=", gpus=2, accelerator="dp")
+    assert "strategy='ddp' with accelerator='cpu'" in refused("'num_processes'", "devices=", num_processes=2, accelerator="ddp_cpu")
+    assert "accelerator='cpu'" not in refused("'gpus'", "devices=", gpus=2, accelerator="cpu")
+
+
+def test_each_unknown_argument_is_answered():
+    message = refused("'gpus'", "devices=", gpus=2, distributed_backend="dp", max_epoch=1)
+    assert "'distributed_backend'. Write: strategy=" in message
+    assert "'max_epoch'. Did you mean 'max_epochs'?" in message
 
 
 def test_no_argument_is_called_renamed():

@@ -50,6 +50,15 @@ def test_the_other_commands():
     assert torch.allclose(torch.cat(one.predict(net, loader())), net(x), atol=1e-6)
 
 
+def test_the_model_of_the_last_run_takes_another_loss():
+    net, one = model(), trainer()
+    one.fit(net, loader(), loss=functional.mse_loss, optimizer=SGD)
+    x, y = samples().tensors
+    with torch.no_grad():
+        expected = float(functional.l1_loss(net(x), y))
+    assert one.validate(dataloaders=loader(), loss=functional.l1_loss) == [{"val_loss": pytest.approx(expected)}]
+
+
 def test_checkpoints_have_the_models_own_names(tmp_path):
     net = model()
     trainer(output=tmp_path / "run").fit(net, loader(), loss=functional.mse_loss, optimizer=SGD)
@@ -125,6 +134,7 @@ def test_what_the_model_and_the_loss_get(batch, inputs, target):
     [
         ({"loss": functional.mse_loss}, r"Sequential is a plain nn.Module, and optimizer=None.*Fix: optimizer=torch.optim.AdamW"),
         ({"loss": "mse", "optimizer": SGD}, "loss='mse' is no function"),
+        ({"loss": nn.MSELoss, "optimizer": SGD}, r"loss=MSELoss is a class\. Fix: loss=MSELoss\(\)"),
         ({"loss": functional.mse_loss, "optimizer": SGD(nn.Linear(1, 1).parameters())}, "steps parameters that Sequential does not have"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from geartrain import Layout, UsageError, hookimpl
 from geartrain.builtin.cpu import CPUAccelerator
 from geartrain.plan import complete
 
+from .contract_fixtures import accelerator_source, strategy_source
 from .contract_fixtures import dists as dists
-from .contract_fixtures import strategy_source
 
 pytestmark = pytest.mark.usefixtures("dists")
 
@@ -249,6 +250,60 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
         assert words in by_name[name]
     tied = any("comes first by name" in reason for reason in by_name.values())
     assert ("the first by name" in made.accelerator.reason) == tied
+
+
+def raises(line):
+    """The source of an accelerator of high priority whose ``__init__`` raises."""
+    return accelerator_source(priority=99).replace("self.pinned = pinned", line)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import absent_driver", "ModuleNotFoundError: No module named 'absent_driver'. Fix: another version of geartrain-npu"),
+        (raises("raise OSError('no such device')"), "its __init__ raised OSError: no such device. Fix: "),
+        (raises("raise SystemExit(3)"), "SystemExit: 3"),
+    ],
+)
+def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
+    dists.add("geartrain-npu", source, accelerators={"npu": "Chip"})
+    with pytest.warns(UserWarning, match="is not used") as caught:
+        made = plan()
+    assert made.accelerator.label == "geartrain[cpu]"
+    (message,) = [str(one.message) for one in caught if "geartrain-npu[npu] is not used: " in str(one.message)]
+    assert words in message
+    assert "--block geartrain-npu[npu]" in message
+    assert made.passed_over["geartrain-npu[npu]"].startswith("failed: ")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(block=["geartrain-npu[npu]"]).accelerator.label == "geartrain[cpu]"
+
+
+def test_broken_accelerator_that_was_chosen_ends_the_run_with_its_label(dists):
+    dists.add("geartrain-npu", raises("raise OSError('no such device')"), accelerators={"npu": "Chip"})
+    for options in ({"accelerator": "npu"}, {"accelerator": "auto", "accelerator_options": {"pinned": True}}):
+        with pytest.raises(OSError, match="no such device") as caught:
+            plan(**options)
+        assert caught.value.__notes__ == ["raised while geartrain-npu[npu] was created"]
+
+
+def test_second_claim_of_a_name_of_ours_changes_nothing_and_is_warned_of(dists):
+    for distribution in ("geartrain-ddp", "acme"):
+        dists.add(
+            distribution, strategy_source(), accelerators={"cpu": "Chip"} if distribution == "acme" else {}, strategies={"ddp": "Strategy"}
+        )
+    with pytest.warns(UserWarning, match="is not used") as caught:
+        made = plan(devices=2)
+    assert (made.accelerator.label, made.strategy.label) == ("geartrain[cpu]", "geartrain-ddp[ddp]")
+    said = " ".join(str(one.message) for one in caught)
+    for word in (
+        "acme[cpu] is not used: the name is geartrain[cpu]'s; uninstall acme",
+        "acme[ddp] is not used: the name is geartrain-ddp[ddp]'s",
+    ):
+        assert word in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(devices=2, block=["acme[cpu]", "acme[ddp]"])
 
 
 SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}

@@ -165,6 +165,7 @@ def test_the_line_and_the_table_of_an_evaluation(plain, command, metric, capsys)
     getattr(trainer(enable_progress_bar=True), command)(EvalNet(), loader())
     printed = capsys.readouterr()
     assert metric in printed.out if metric else printed.out == ""
+    assert "0 steps" not in printed.out
     (line,) = printed.err.splitlines()
     assert line.startswith(f"{command}: 6 batches, ")
     assert "batches/s" in line
@@ -174,7 +175,7 @@ def test_the_line_and_the_table_of_an_evaluation(plain, command, metric, capsys)
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_bar_of_an_evaluation(terminal, clock, command, capsys):
-    """It counts what is done, not what is begun; of several loaders it says which."""
+    """The bar counts finished batches, and names the loader if there are several."""
 
     class Slow(EvalNet):
         def forward(self, x):

@@ -1,8 +1,18 @@
 """``reduce_fx`` as a function of the user's own: it gets every value of the epoch."""
 
+import pytest
 import torch
 
 from .models import Logging, fit
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("avg", 2.5), ("AVG", 2.5), ("Mean", 2.5), ("SUM", 15.0), ("Min", 0.0), ("MAX", 5.0)])
+def test_names_in_any_case_and_avg_as_in_lightning(reduce_fx, expected):
+    def train(self, batch, batch_idx):
+        self.log("x", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+        self.log("mixed", 1.0, on_step=False, on_epoch=True, reduce_fx=reduce_fx if batch_idx else reduce_fx.lower())
+
+    assert fit(Logging(train)).callback_metrics["x"] == expected
 
 
 def test_a_function_gets_every_value_of_the_epoch():

@@ -1,4 +1,4 @@
-"""What is installed, what a name chooses, and what a broken or blocked plugin does to the others."""
+"""Installed plugins: their states, which one a name selects, and how a broken or blocked one affects the others."""
 
 import json
 import shutil
@@ -181,6 +181,43 @@ def test_two_distributions_that_claim_one_name_are_both_named(dists):
     assert not set(modules) & set(sys.modules)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("accelerator", "cpu"), ("strategy", "single"), ("strategy", "ddp"), ("plugin", "csv")])
+def test_names_of_core_and_of_our_distributions_win(dists, kind, name):
+    group = {"accelerator": "accelerators", "strategy": "strategies", "plugin": "plugins"}[kind]
+    if name == "ddp":
+        dists.strategy("ddp")
+    module = dists.add("acme", "1 / 0", **{group: {name.upper(): "X"}})
+    registry = Registry()
+    owner = KNOWN.get((kind, name), "geartrain")
+    assert registry.select(kind, name).choice.label == f"{owner}[{name}]"
+    theirs = found(registry, name.upper())
+    assert (theirs.state, theirs.reason) == (
+        "failed",
+        f"the name is {owner}[{name}]'s; uninstall acme, or --block acme[{name.upper()}]",
+    )
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize("by", ["--block", "GEARTRAIN_BLOCK"])
+def test_one_of_two_distributions_with_a_name_is_blocked(dists, monkeypatch, by):
+    for name in ("acme", "zeta"):
+        dists.add(name, "class G: ...", strategies={"gossip": "G"})
+    monkeypatch.setenv("GEARTRAIN_BLOCK", "Acme[gossip]" if by == "GEARTRAIN_BLOCK" else "")
+    registry = Registry(["Acme[gossip]"] if by == "--block" else [])
+    assert registry.select("strategy", "gossip").choice.label == "zeta[gossip]"
+    assert [c.state for c in registry.candidates if c.name == "gossip"] == ["blocked", "selected"]
+
+
+def test_a_strangers_name_counts_if_ours_is_blocked(dists):
+    dists.add("acme", "class C: ...", accelerators={"cpu": "C"})
+    assert Registry(["geartrain[cpu]"]).select("accelerator", "cpu").choice.label == "acme[cpu]"
+
+
+def test_blocking_the_wrong_distribution_is_an_error(dists):
+    with pytest.raises(UsageError, match=r"--block acme\[cpu\]: nothing installed has that name"):
+        Registry(["acme[cpu]"])
+
+
 def test_one_name_in_two_kinds_is_no_conflict(dists):
     dists.add("acme-xla", "class A: ...\nclass S: ...", accelerators={"xla": "A"}, strategies={"xla": "S"})
     registry = Registry()
@@ -193,7 +230,8 @@ def test_one_name_in_two_kinds_is_no_conflict(dists):
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "X", ("RuntimeError", "no driver")),
     "exits": ("import sys\nsys.exit('go away')", "X", ("SystemExit", "go away")),
-    "lacks a module": ("import acme_absent", "X", ("ModuleNotFoundError", "pip install acme_absent")),
+    "lacks a module": ("import acme_absent", "X", ("ModuleNotFoundError", "pip install --force-reinstall acme-broken")),
+    "names a missing module": ("", "=absent_part:X", ("ModuleNotFoundError", "pip install --force-reinstall acme-broken")),
     "lacks the class": ("", "X", ("AttributeError", "X")),
     "has a function": ("def X(): ...", "X", ("not a class",)),
     "names a module": ("", "={module}", ("not a class",)),
@@ -220,6 +258,21 @@ def test_failed_import_keeps_its_cause(dists):
     with pytest.raises(UsageError) as caught:
         Registry().select("strategy", "broken")
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("line", ["geartrain>=9", "Geartrain[testing] >=9,<10"])
+def test_distribution_for_another_geartrain_is_refused_before_its_import(dists, line):
+    module = dists.add("acme", "class G: ...", strategies={"gossip": "G"}, requires=["numpy", line, 'geartrain>=99; extra == "dev"'])
+    message = refused(
+        "strategy", "gossip", "acme[gossip]: it requires geartrain", f"geartrain {geartrain.__version__} is installed", "Fix: "
+    )
+    assert "99" not in message
+    assert module not in sys.modules
+
+
+def test_distribution_for_this_geartrain_is_loaded(dists):
+    dists.add("acme", "class G: ...", strategies={"gossip": "G"}, requires=["geartrain>=0.1,<99", "not a requirement!", "torch"])
+    assert Registry().select("strategy", "gossip").choice.label == "acme[gossip]"
 
 
 def test_keyboard_interrupt_while_importing_is_no_broken_plugin(dists):
@@ -329,5 +382,25 @@ def test_error_of_the_plugins_own_init_comes_as_it_is():
         def __init__(self):
             raise TypeError("mine")
 
-    with pytest.raises(TypeError, match="mine"):
+    with pytest.raises(TypeError, match="mine") as caught:
         make(Fails, "acme[fails]", {})
+    assert caught.value.__notes__ == ["raised while acme[fails] was created"]
+
+
+def test_init_that_exits_names_the_plugin():
+    class Exits:
+        def __init__(self):
+            sys.exit(0)
+
+    with pytest.raises(UsageError, match=r"acme\[exits\]: its __init__ raised SystemExit: 0\. Fix: "):
+        make(Exits, "acme[exits]", {})
+
+
+def test_an_error_that_names_the_plugin_itself_is_not_its_own_cause():
+    class Refuses:
+        def __init__(self):
+            raise UsageError("acme[refuses]: no")
+
+    with pytest.raises(UsageError, match=r"^acme\[refuses\]: no$") as raised:
+        make(Refuses, "acme[refuses]", {})
+    assert raised.value.__cause__ is None

@@ -28,10 +28,10 @@ Adam = partial(torch.optim.Adam, lr=0.02)
 class Random(gt.Module):
     """Draws from every generator: dropout, a shuffled loader, noise of NumPy and of Python."""
 
-    def __init__(self, scheduler=None, interval="step"):
+    def __init__(self, scheduler=None, interval="step", monitor=None):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
-        self.scheduler, self.interval = scheduler, interval
+        self.scheduler, self.interval, self.monitor = scheduler, interval, monitor
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -49,10 +49,11 @@ class Random(gt.Module):
         optimizer = Adam(self.parameters())
         if self.scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": self.interval}}
+        scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval, "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def train(folder, epochs=3, path=None, module=Random, train=None, plugins=(), steps=True, **options):
+def train(folder, epochs=3, path=None, module=Random, train=None, val=None, plugins=(), steps=True, **options):
     """One fit into a folder, with a checkpoint every third step; the trainer and what was logged."""
     lines = Loggers()
     every = [ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=3, save_top_k=-1)] if steps else []
@@ -60,7 +61,7 @@ def train(folder, epochs=3, path=None, module=Random, train=None, plugins=(), st
     one = trainer(output=folder / "run", max_epochs=epochs, plugins=[lines, *every, *plugins], **options)
     module = module if isinstance(module, nn.Module) else module()  # made after the trainer, which seeds
     train = DataLoader(samples(28), batch_size=4, shuffle=True) if train is None else train
-    one.fit(module, train, DataLoader(samples(9), batch_size=4), ckpt_path=path)
+    one.fit(module, train, DataLoader(samples(9), batch_size=4) if val is None else val, ckpt_path=path)
     return one, lines.lines
 
 
@@ -92,7 +93,11 @@ def step_file(folder, step):
 
 StepLR = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7)
 OneCycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40)
+Plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.9, patience=0)
 CASES = {
+    "plateau by step": ({"scheduler": Plateau, "monitor": "loss"}, {"log_every_n_steps": 50}),
+    "plateau by step after validations": ({"scheduler": Plateau, "monitor": "val_loss"}, {"val_check_interval": 2}),
+    "plateau by epoch": ({"scheduler": Plateau, "interval": "epoch", "monitor": "val_loss"}, {}),
     "schedule by step": ({"scheduler": StepLR}, {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}),
     "one cycle": ({"scheduler": OneCycle}, {"gradient_clip_val": 0.001, "val_check_interval": 2}),
     "schedule by epoch": ({"scheduler": StepLR, "interval": "epoch"}, {"check_val_every_n_epoch": 2}),
@@ -113,10 +118,34 @@ def test_the_rest_is_what_it_would_have_been(tmp_path, case):
     for path in ("last", files[0], files[-1]):  # after the first epoch, within it, and within or at the end of the last
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(99)
-        rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*settings stand")
+            rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
         assert_same_end(rest, whole)
         assert_rest(more, lines)
         assert torch.equal(torch.get_rng_state(), after)
+
+
+Cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "other", "words"),
+    [
+        (None, None, "Adam's lr 0.02 and not 0.5"),
+        (StepLR, StepLR, "Adam's lr 0.02 and not 0.5"),
+        (partial(Cosine, T_max=7), partial(Cosine, T_max=21), "CosineAnnealingLR's T_max 7 and not 21"),
+    ],
+)
+def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, other, words):
+    class Changed(Random):
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.5 if scheduler is other else 0.02)
+            return [optimizer], [] if other is None else [{"scheduler": other(optimizer), "interval": "step"}]
+
+    train(tmp_path, epochs=1, module=partial(Random, scheduler), steps=False)
+    with pytest.warns(UserWarning, match=f"last.ckpt has {words}: the checkpoint's settings stand"):
+        train(tmp_path, epochs=2, module=partial(Changed, other), path="last", steps=False)
 
 
 def test_without_a_seed(tmp_path):
@@ -137,6 +166,25 @@ def test_without_the_random_state_it_would_be_another_run(tmp_path):
     assert differ(other.run.module, whole.run.module)
 
 
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_persistent_workers_draw_their_seed_once(tmp_path, sanity):
+    """A loader draws it from the generator that dropout and the order of a shuffled loader draw from, where its workers start."""
+
+    def fit(name, path=None):
+        data = DataLoader(samples(28), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+        val = DataLoader(samples(9), batch_size=4, num_workers=1, persistent_workers=True)
+        options = {"train": data, "val": val, "num_sanity_val_steps": sanity, "val_check_interval": 4}
+        return train(tmp_path / name, epochs=2, path=path, **options)
+
+    whole, lines = fit("whole")
+    after = torch.get_rng_state()
+    for step in (3, 6, 9):  # before the first validation; after it; in the second epoch
+        rest, more = fit(str(step), path=step_file(tmp_path / "whole", step))
+        assert_same_end(rest, whole)
+        assert_rest(more, lines)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_a_loaders_own_generator_goes_on(tmp_path):
     def own():
         return DataLoader(samples(28), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(8))
@@ -151,9 +199,12 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
     def after_validation():
         return ModelCheckpoint("val_loss", dirpath=tmp_path / "of", filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
 
-    for interval in (1.0, 3):  # at an epoch's end, and within
-        folder = tmp_path / str(interval)
-        options = {"val_check_interval": interval, "steps": False, "epochs": 2}
+    schedules = {"loss": Plateau, "val_loss": Plateau, None: StepLR}
+    # At an epoch's end, within, and at both.
+    for interval, monitor in ((1.0, None), (1.0, "val_loss"), (1.0, "loss"), (3, None), (3, "val_loss"), (7, None), (0.5, "loss")):
+        folder = tmp_path / f"{interval} {monitor}"
+        own = partial(Random, schedules[monitor], "step" if monitor == "loss" else "epoch", monitor)
+        options = {"val_check_interval": interval, "steps": False, "epochs": 2, "module": own}
         keeps = after_validation()
         keeps.dirpath = folder / "of"
         whole, lines = train(folder / "whole", plugins=[keeps], **options)
@@ -173,7 +224,8 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
 def test_callbacks_go_on(tmp_path):
     def callbacks():
         best = ModelCheckpoint("val_loss", save_top_k=2, filename="{epoch}", save_last=True)
-        return [EMA(0.8), EarlyStopping("val_loss", patience=30), best]
+        by_steps = ModelCheckpoint("val_loss", save_top_k=-1, every_n_train_steps=5, filename="by_steps-{step}")
+        return [EMA(0.8), EarlyStopping("val_loss", patience=30), best, by_steps]
 
     whole_own, rest_own = callbacks(), callbacks()
     whole, _ = train(tmp_path / "whole", epochs=4, plugins=whole_own)
@@ -186,11 +238,15 @@ def test_callbacks_go_on(tmp_path):
     assert theirs == whole_own[2].best_k_models
     files = [sorted(path.name for path in (tmp_path / name / "run" / "checkpoints").iterdir()) for name in ("whole", "first")]
     assert files[0] == files[1]
-    for step in (3, 9):
+    assert [path.rpartition("/")[2] for path in whole_own[3].best_k_models] == [f"by_steps-step={step}.ckpt" for step in (7, 14, 21, 28)]
+    for step in (3, 6, 9):
         again = callbacks()
         rest, _ = train(tmp_path / str(step), epochs=4, path=step_file(tmp_path / "whole", step), plugins=again)
         assert_same_end(rest, whole)
         assert again[0].updates == 28
+        # After step 6 the look at step 5 is still to come: it finds its value after the validation of step 7.
+        later = [path for path in whole_own[3].best_k_models if int(path.rpartition("=")[2].removesuffix(".ckpt")) > step]
+        assert [path.rpartition("/")[2] for path in again[3].best_k_models] == [path.rpartition("/")[2] for path in later]
 
 
 def test_averaged_weights_go_on_from_the_trained_ones(tmp_path):

@@ -737,6 +737,8 @@ def test_the_folder_has_what_was_logged(tmp_path):
         session.log("late", 3, step=70, sync_dist=True)
         with pytest.raises(TrainingError, match="a metric is one number"):
             session.log("wrong", torch.ones(2))
+        with pytest.raises(TrainingError, match="has a control character"):
+            session.log("\x1b[2J", 1)
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line.get("loss"), line.get("bad"), line.get("late"), line.get("early")) for line in written] == [
         (0, None, None, None, 1.0),
@@ -906,3 +908,9 @@ def test_16_mixed_refuses_what_passes_its_scaler_by():
             optimizer.step()
         with pytest.raises(UsageError, match="weight is float16, but weights stay in float32"):
             session.setup(nn.Linear(3, 1).half())
+
+
+@pytest.mark.parametrize("data", [{"a": [torch.ones(2)]}, "ab", 3])
+def test_what_is_no_loader_is_refused(data):
+    with make() as session, pytest.raises(UsageError, match=rf"setup_dataloaders\({type(data).__name__}\) is no loader.*Fix: a DataLoader"):
+        session.setup_dataloaders(data)

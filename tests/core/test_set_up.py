@@ -1,8 +1,10 @@
 """What each process sets up, in the contract's order, and what becomes of what the owners return."""
 
+import pytest
 import torch
 from torch import nn
 
+import geartrain as gt
 from geartrain import Layout, World, hookimpl
 
 from .models import EvalNet, loader, trainer
@@ -113,3 +115,36 @@ def test_by_default_model_optimizer_and_loader_are_the_users_own():
     assert one.run.loaders["train"] == [batches]
     assert one.run.model.module is net
     assert one.run.world == World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
+
+
+class _Launches(Strategy):
+    """``launch`` as a strategy's author may get it wrong."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    @hookimpl
+    def launch(self, worker):
+        if self.calls:
+            worker(0)
+
+
+def test_a_launch_that_never_calls_its_worker_is_an_error():
+    with pytest.raises(gt.TrainingError, match=r"launch of _Launches returned, and fit has not run.*Fix: call worker"):
+        trainer(strategy=_Launches(calls=False)).fit(EvalNet(), loader(), loader())
+
+
+def test_a_launch_that_forgets_the_result_of_its_worker_is_an_error():
+    with pytest.raises(gt.TrainingError, match=r"launch of _Launches returned None. Fix: return what worker"):
+        trainer(strategy=_Launches(calls=True)).validate(EvalNet(), loader())
+
+
+def test_a_world_of_another_type_is_an_error():
+    class Tuple(Strategy):
+        @hookimpl
+        def setup_process_group(self):
+            return (0, 1, 0, 1, 0)
+
+    with pytest.raises(gt.TrainingError, match=r"Tuple: setup_process_group returned \(0, 1, 0, 1, 0\). Fix: return geartrain.World"):
+        trainer(strategy=Tuple()).fit(EvalNet(), loader(), loader())

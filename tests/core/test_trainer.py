@@ -9,6 +9,7 @@ import torch
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import Callback
 
 from .models import EvalNet, Loggers, Net, Pretend, assert_equal, differ, fit, loader, trainer, weights
 
@@ -30,6 +31,10 @@ def test_attributes_after_fit():
     assert (one.global_step, one.current_epoch, one.num_training_batches) == (12, 2, 6)
     assert one.callback_metrics == one.logged_metrics
     assert set(one.callback_metrics) == {"val_loss"}
+    for metrics in (one.callback_metrics, one.logged_metrics):
+        value = metrics["val_loss"].item()  # as a tensor has it
+        assert type(value) is float
+        assert value == metrics["val_loss"] == one.run.metrics["val_loss"]
     assert one.run.command == "fit"
 
 
@@ -75,6 +80,26 @@ def test_outside_a_run():
     with pytest.raises(RuntimeError, match="not attached to a Trainer"):
         _ = net.trainer
     assert Net().to("meta").device == torch.device("meta")
+
+
+def test_a_module_without_a_trainer_has_none():
+    net = Net()
+    assert not hasattr(net, "trainer")
+    assert getattr(net, "trainer", None) is None
+    fit(net)
+    assert hasattr(net, "trainer")
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'layer'"):
+        _ = net.layer
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("how", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3))], ids=["script", "trace"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_module_can_be_compiled_by_torch_jit(how, trained):
+    net = EvalNet()
+    if trained:
+        fit(net, val=loader())
+    assert torch.equal(how(net)(torch.ones(2, 3)), net(torch.ones(2, 3)))
 
 
 def test_inside_and_after_a_run():
@@ -227,7 +252,7 @@ def never(method):
     ("module", "words"),
     [
         (NoStep(), "NoStep has no training_step"),
-        (Misspelt(), "Did you mean 'trainingstep'"),
+        (Misspelt(), "Did you mean 'training_step'"),
         (NoOptimizers(), "NoOptimizers has no configure_optimizers"),
         (torch.nn.Linear(1, 1), r"Linear is a plain nn.Module, and optimizer=None"),
         (None, "NoneType is not a geartrain.Module"),
@@ -569,3 +594,118 @@ def test_what_is_tested_after_fit_says_at_which_step():
     assert (one.global_step, one.current_epoch) == (4, 2)
     one.fit(net, loader(8))
     assert one.global_step == 4  # a fit counts from 0
+
+
+# --- methods that cannot be called ---------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_none_is_no_step():
+    class Nothing(EvalNet):
+        validation_step = None
+        training_step_end = None
+
+    with pytest.warns(UserWarning, match="Nothing has no validation_step: its DataLoader of TensorDataset is not used"):
+        fit(Nothing(), val=loader())
+    with pytest.raises(UsageError, match="Nothing has no validation_step, which validate needs"):
+        trainer().validate(Nothing(), loader())
+
+
+@pytest.mark.parametrize("name", ["on_train_start", "configure_optimizers", "setup", "transfer_batch_to_device"])
+@pytest.mark.parametrize("thing", [None, 3])
+def test_another_method_that_is_none_is_refused(name, thing):
+    with pytest.raises(UsageError, match=f"Mine.{name} is {thing} and no method. Fix:|Mine has no configure_optimizers"):
+        fit(type("Mine", (Net,), {name: thing})())
+
+
+def test_one_of_a_datamodule_that_is_none_is_refused():
+    with pytest.raises(UsageError, match=r"Data\.setup is None and no method. Fix:"):
+        trainer().fit(Net(), type("Data", (gt.DataModule,), {"setup": None})())
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "words"),
+    [
+        ("training_step", lambda self, batch, batch_idx, optimizer_idx: None, "takes 'optimizer_idx'.*automatic_optimization = False"),
+        ("training_step", lambda self, batch, batch_idx, hiddens: None, "takes 'hiddens'.*splitting the sequence"),
+        ("training_step", lambda self, dataloader_iter: None, "takes 'dataloader_iter'.*Fix: a batch: def training_step"),
+        ("training_step", lambda self, batch, batch_idx, more: None, r"takes \(batch, batch_idx, more\) and is called with"),
+        ("training_step", lambda self, batch, *, batch_idx: None, r"Fix: def training_step\(self, batch, batch_idx\)"),
+        ("validation_step", lambda self, a, b, c, d: None, r"called with \(batch, batch_idx, dataloader_idx\)"),
+        ("on_train_epoch_end", lambda self, outputs: None, r"takes \(outputs\) and is called with \(\)"),
+        ("on_train_batch_start", lambda self, batch, batch_idx, dataloader_idx: None, r"called with \(batch, batch_idx\)"),
+        ("on_train_batch_end", lambda self, outputs: None, r"called with \(outputs, batch, batch_idx\)"),
+        ("transfer_batch_to_device", lambda self, batch, device: None, r"called with \(batch, device, dataloader_idx\)"),
+    ],
+)
+def test_a_method_that_takes_other_arguments_is_refused(name, method, words):
+    mine = type("Mine", (Net,), {name: method})
+    for module in (mine, mine()):
+        with pytest.raises(UsageError, match=f"Mine.{name} .*{words}"):
+            trainer().check(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("training_step", lambda self, *arguments: self.loss(arguments[0])),
+        ("training_step", lambda self, batch, batch_idx, optimizer_idx=0: self.loss(batch)),
+        ("training_step", lambda self, batch, **more: self.loss(batch)),
+        ("on_train_batch_start", lambda self, *arguments: None),
+        ("on_train_batch_end", lambda self, outputs, batch, batch_idx, unused=0: None),
+        ("on_validation_batch_end", lambda self, outputs, batch, batch_idx: None),
+        ("on_fit_start", staticmethod(lambda: None)),
+    ],
+)
+def test_a_method_that_can_be_called_is_taken(name, method):
+    assert fit(type("Mine", (EvalNet,), {name: method})(), val=loader()).global_step == 6
+
+
+@pytest.mark.parametrize("name", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"])
+def test_a_method_that_needs_the_loaders_number_needs_several_loaders(name):
+    arguments = "outputs, batch, batch_idx" if name.endswith("end") else "batch, batch_idx"
+    needs = type("Mine", (EvalNet,), {name: eval(f"lambda self, {arguments}, dataloader_idx: None")})
+    without = type("Mine", (EvalNet,), {name: eval(f"lambda self, {arguments}: None")})
+    trainer().validate(needs(), [loader(), loader()])
+    trainer().validate(without(), loader())
+    with pytest.raises(
+        TrainingError, match=f"Mine.{name} takes dataloader_idx, and there is one loader to validate. Fix: dataloader_idx=0"
+    ):
+        trainer().validate(needs(), loader())
+    if name != "validation_step":
+        with pytest.raises(TrainingError, match=f"Mine.{name} takes no dataloader_idx, and there are 2 loaders to validate. Fix:"):
+            trainer().validate(without(), [loader(), loader()])
+
+
+# --- methods whose call runs nothing -------------------------------------------------------------------------------------
+
+
+async def waits(*arguments): ...
+
+
+def yields(*arguments):
+    yield
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step", "on_train_start", "configure_optimizers", "setup"])
+@pytest.mark.parametrize(("method", "words"), [(waits, "is 'async def'"), (yields, "yields, so calling it would run nothing")])
+def test_a_method_whose_call_runs_nothing_is_refused(name, method, words):
+    with pytest.raises(UsageError, match=rf"Mine\.{name} {words}.*Fix:"):
+        fit(type("Mine", (Net,), {name: method})())
+
+
+@pytest.mark.parametrize("method", [waits, yields])
+def test_so_is_one_of_a_datamodule_or_a_callback(method):
+    with pytest.raises(UsageError, match=r"Data\.prepare_data"):
+        trainer().fit(Net(), type("Data", (gt.DataModule,), {"prepare_data": method})())
+    with pytest.raises(UsageError, match=r"Mine\.on_train_start"):
+        trainer(callbacks=[type("Mine", (Callback,), {"on_train_start": method})()])
+
+
+def test_loaders_may_be_generators():
+    class Generates(Net):
+        def train_dataloader(self):
+            yield from loader()
+
+    one = trainer()
+    one.fit(Generates())
+    assert one.global_step == 6

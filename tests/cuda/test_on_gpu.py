@@ -71,7 +71,7 @@ def test_a_training_gives_the_cpus_result(options):
     expected, on_cpu = train("cpu")
     for found, right in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.cpu(), right, rtol=1e-4, atol=1e-5)
-    assert trainer.callback_metrics["val_loss"] == pytest.approx(on_cpu.callback_metrics["val_loss"], rel=1e-4)
+    assert trainer.run.metrics["val_loss"] == pytest.approx(on_cpu.run.metrics["val_loss"], rel=1e-4)
 
 
 def run_alone(code, *arguments, **environ):

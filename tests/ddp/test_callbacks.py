@@ -147,7 +147,7 @@ def guard_and_average():
     found["validated"] = watches.seen
     trainer = ddp(callbacks=[ranks := Ranks()], plugins=[Norms(), Throughput()])
     trainer.fit(Net(), DataLoader(samples(16), batch_size=2))
-    found["callback"], found["metrics"] = ranks.seen, dict(trainer.callback_metrics)
+    found["callback"], found["metrics"] = ranks.seen, dict(trainer.run.metrics)
     return found
 
 

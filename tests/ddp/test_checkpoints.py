@@ -69,7 +69,7 @@ def save_and_read():
     found["max"] = other.state_dict()
     within = ModelCheckpoint("val_loss", dirpath="within", filename="{step}", save_top_k=-1)
     trainer = fit(Net(), within, val_check_interval=2, epochs=1)
-    found["within"], found["val_loss"] = within.state_dict(), trainer.callback_metrics["val_loss"]
+    found["within"], found["val_loss"] = within.state_dict(), trainer.run.metrics["val_loss"]
     by_steps = ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
     fit(Net(), by_steps, epochs=1)
     found["steps"] = by_steps.state_dict()

@@ -92,7 +92,7 @@ def gather_and_log():
     found["test"] = trainer.test(module, seven)[0]
     logging = ddp()
     logging.fit(Logs(), DataLoader(samples(6), batch_size=1))
-    found["logged"] = dict(logging.callback_metrics)
+    found["logged"] = dict(logging.run.metrics)
     for metrics in (1, 300):
         counts = Counts()
         ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))

@@ -97,7 +97,7 @@ def train(module, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(samples(), batch_size=4))
-    return weights(module), module.values, dict(trainer.callback_metrics), [str(one.message) for one in caught]
+    return weights(module), module.values, dict(trainer.run.metrics), [str(one.message) for one in caught]
 
 
 def train_plainly_overflowing_and_past():

@@ -37,7 +37,7 @@ def measure(make=ddp):
     for n in (7, 1):
         net, trainer = Measured(), make()
         trainer.validate(net, one(n))
-        found[n] = dict(trainer.callback_metrics)
+        found[n] = dict(trainer.run.metrics)
         assert net.mse.update_count == 0
     return found
 

@@ -47,7 +47,7 @@ def train_and_overflow():
     net, moves = Overflows(), Moves()
     trainer = ddp(precision="16-mixed", plugins=[moves])
     trainer.fit(net, DataLoader(samples(), batch_size=4))
-    skipped = trainer.callback_metrics["skipped_steps"]
+    skipped = trainer.run.metrics["skipped_steps"]
     return {"found": found, "moved": moves.moved, "skipped": skipped, "schedule": net.schedule.last_epoch}
 
 

@@ -59,7 +59,7 @@ def go(folder, epochs, path=None, **options):
         "weights": weights(module),
         "optimizer": trainer.run.optimizers[0].state_dict(),
         "scheduler": trainer.run.schedulers[0].scheduler.state_dict(),
-        "metrics": dict(trainer.callback_metrics),
+        "metrics": dict(trainer.run.metrics),
         "counters": [trainer.run.step, trainer.run.epoch, trainer.run.batch_idx, trainer.run.batches_seen],
         "random": torch.get_rng_state(),
         "seen": keeps.seen,

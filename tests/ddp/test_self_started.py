@@ -53,7 +53,7 @@ def fit_validate_and_test():
     found["buffers"] = {key: value.clone() for key, value in module.named_buffers()}
     found["buffers in validation"] = list(module.seen)
     found["after one"] = weights(module)
-    found["fit's own validation"] = trainer.callback_metrics["val_loss"]
+    found["fit's own validation"] = trainer.run.metrics["val_loss"]
     found["validated"] = trainer.validate(module, val)
     found["tested"] = trainer.test(module, val)
     trainer.fit(module, DataLoader(samples(), batch_size=4), val)

@@ -119,7 +119,7 @@ def test_backend_that_cannot_be_is_refused_before_anything_starts(capsys, backen
         gt.cli(Net, argv=["fit", *options])
     assert ended.value.code == 2
     printed = capsys.readouterr().err
-    assert f"process_group_backend='{backend}' cannot be used on cpu. Fix: gloo" in printed
+    assert f"process_group_backend='{backend}' cannot be used on cpu.\nFix: gloo" in printed
     assert "Traceback" not in printed
 
 

@@ -116,6 +116,36 @@ def test_what_stands_for_a_property_can_be_evaluated():
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
 
 
+STAGES = ("training", "validating", "testing", "predicting", "evaluating", "sanity_checking")
+
+
+def test_what_stands_for_a_stage_is_true_in_the_stages_that_it_is_in_lightning():
+    """In a validation inside fit, Lightning's trainer.validating is True."""
+    seen = {}
+
+    class Looks(Net):
+        def _look(self, *arguments):
+            stage = self.trainer.run.stage
+            seen[self.trainer.run.command, stage] = {name for name in STAGES if eval(names.OF_TRAINER[name], {"trainer": self.trainer})}
+            return super().training_step(*arguments) if stage == "train" else None
+
+        training_step = validation_step = test_step = predict_step = _look
+
+    trainer = gt.Trainer(accelerator="cpu", enable_progress_bar=False, max_epochs=1)
+    data, net = [torch.ones(2, 4)], Looks()
+    trainer.fit(net, data, data)
+    for command in ("validate", "test", "predict"):
+        getattr(trainer, command)(net, data)
+    assert seen == {
+        ("fit", "sanity_check"): {"sanity_checking", "evaluating"},
+        ("fit", "train"): {"training"},
+        ("fit", "validate"): {"validating", "evaluating"},
+        ("validate", "validate"): {"validating", "evaluating"},
+        ("test", "test"): {"testing", "evaluating"},
+        ("predict", "predict"): {"predicting"},
+    }
+
+
 def test_weights_that_are_saved_as_the_page_says_are_read(tmp_path):
     assert [text for found, _, text, _ in section("Trainer's properties") if found == ["save_checkpoint"]] == [
         '`torch.save({"model": model.state_dict()}, FILE)`, which `ckpt_path=FILE` reads'

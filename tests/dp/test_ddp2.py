@@ -88,7 +88,7 @@ def be_a_node():
     val = DataLoader(samples(15), batch_size=4)  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other
     trainer = one_trainer(devices=4, **nodes)
     trainer.fit(module, DataLoader(samples(), batch_size=4), val)
-    found["fit's own validation"] = dict(trainer.callback_metrics)
+    found["fit's own validation"] = dict(trainer.run.metrics)
     found["validated"] = trainer.validate(module, val)[0]
     found["parts"], found["rows"] = module.parts, module.rows
     found["predictions"] = len(trainer.predict(module, val))
@@ -97,11 +97,11 @@ def be_a_node():
     module, curve = Contrastive(), Curve("loss_step")
     trainer = one_trainer(devices=2, plugins=[curve], **nodes)
     trainer.fit(module, DataLoader(samples(), batch_size=6), DataLoader(samples(20), batch_size=5))
-    found["contrastive"] = (curve.values, weights(module), dict(trainer.callback_metrics))
+    found["contrastive"] = (curve.values, weights(module), dict(trainer.run.metrics))
 
     trainer = one_trainer(devices=2, **nodes)
     trainer.fit(Measured(), DataLoader(samples(), batch_size=3), DataLoader(samples(25), batch_size=3))
-    found["measured"] = dict(trainer.callback_metrics)
+    found["measured"] = dict(trainer.run.metrics)
     try:
         one_trainer(devices=2, **nodes).fit(OnStep(), DataLoader(samples(), batch_size=4))
     except gt.TrainingError as error:
@@ -191,7 +191,7 @@ def test_metrics_of_an_epoch_are_of_all_parts_on_all_nodes(nodes):
     trainer = one_trainer(strategy="single")
     trainer.fit(Measured(), DataLoader(samples(), batch_size=6), DataLoader(samples(25), batch_size=6))
     # A step's value is of the node's own batch.
-    whole = {name: value for name, value in trainer.callback_metrics.items() if name + "_step" not in trainer.callback_metrics}
+    whole = {name: value for name, value in trainer.run.metrics.items() if name + "_step" not in trainer.callback_metrics}
     whole = {name: value for name, value in whole.items() if not name.endswith(("_step", "loss"))}
     assert {"fit_mse_epoch", "fit_each/f1_epoch", "val_accuracy_epoch", "val_pearson", "val_rank", "val_updated/f1"} <= set(whole)
     for node in nodes:

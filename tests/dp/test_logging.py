@@ -36,7 +36,7 @@ def logged(strategy, devices, batch_size=7):
     curve = Curve(*(f"{name}_step" for name in NAMES))
     trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve])
     trainer.fit(Logging(), DataLoader(samples(), batch_size=batch_size))
-    return curve.values, trainer.callback_metrics
+    return curve.values, trainer.run.metrics
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
@@ -63,7 +63,7 @@ def validated(given, n=5, batch_size=5, devices=2, **options):
     module.given = given
     trainer = dp(devices, **options)
     trainer.validate(module, DataLoader(samples(n), batch_size=batch_size))
-    return trainer.callback_metrics
+    return trainer.run.metrics
 
 
 def test_a_given_batch_size_is_the_parts():
@@ -86,6 +86,11 @@ def test_a_value_that_one_part_logs_weighs_that_parts_samples():
             module.log("v", 6.0)
 
     assert validated(given)["v"] == 6.0
+
+
+@pytest.mark.parametrize(("reduce_fx", "expected"), [("SUM", 5.0), ("Max", 3.0), ("avg", 2.6)])
+def test_reductions_in_any_case(reduce_fx, expected):
+    assert validated(lambda module, x: module.log("v", float(len(x)), reduce_fx=reduce_fx))["v"] == pytest.approx(expected)
 
 
 def test_nan_wins():
@@ -117,7 +122,7 @@ def test_a_method_kept_in_init_logs_for_its_part_too():
 
     trainer = dp()
     trainer.validate(Keeping(), DataLoader(samples(5), batch_size=5))
-    assert trainer.callback_metrics == pytest.approx({"n": 5, "mean": (3 * 3 + 2 * 2) / 5})
+    assert trainer.run.metrics == pytest.approx({"n": 5, "mean": (3 * 3 + 2 * 2) / 5})
 
 
 @pytest.mark.parametrize(
@@ -156,4 +161,4 @@ def test_several_loaders_keep_their_metrics_apart():
 
     trainer = dp()
     trainer.validate(Two(), [DataLoader(samples(5), batch_size=5), DataLoader(samples(4), batch_size=4)])
-    assert trainer.callback_metrics == {"n/dataloader_idx_0": 5, "n/dataloader_idx_1": 6}
+    assert trainer.run.metrics == {"n/dataloader_idx_0": 5, "n/dataloader_idx_1": 6}

@@ -26,7 +26,7 @@ def measured(strategy, devices, batch_size):
     trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve], max_epochs=2, num_sanity_val_steps=1)
     data = DataLoader(samples(), batch_size=batch_size), DataLoader(samples(25), batch_size=batch_size)
     trainer.fit(module, *data)
-    return module, curve.values, trainer.callback_metrics
+    return module, curve.values, trainer.run.metrics
 
 
 # 3 samples on 2 devices are 2 and 1; of 48 in batches of 7 the last has 6, of 25 the last 4 or 1, which is one part.
@@ -84,7 +84,7 @@ def test_the_value_that_forward_returns_is_the_parts_and_is_logged_as_a_number()
 
     module, trainer = Returned(), dp(2)
     trainer.validate(module, DataLoader(samples(25), batch_size=3))
-    assert (trainer.callback_metrics["samples"], module.whole) == (25, 25)
+    assert (trainer.run.metrics["samples"], module.whole) == (25, 25)
 
 
 class Wrong(Net):

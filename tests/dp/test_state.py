@@ -104,7 +104,7 @@ def test_batch_norm_evaluates_as_on_one_device():
     trainer.validate(module, data)
     other = dp(3)
     assert warned(other, "validate", module, data) == []
-    assert other.callback_metrics == pytest.approx(trainer.callback_metrics, rel=1e-5)
+    assert other.run.metrics == pytest.approx(trainer.run.metrics, rel=1e-5)
 
 
 @pytest.mark.parametrize(

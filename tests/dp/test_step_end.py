@@ -12,7 +12,7 @@ def contrastive(strategy, devices, batch_size=7):
     module, curve = Contrastive(), Curve("loss_step")
     trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve], max_epochs=2)
     trainer.fit(module, DataLoader(samples(), batch_size=batch_size), DataLoader(samples(20), batch_size=8))
-    fitted = trainer.callback_metrics
+    fitted = trainer.run.metrics
     tested = trainer.test(module, DataLoader(samples(20), batch_size=8))
     return {**fitted, **tested[0]}, curve.values, weights(module)
 
@@ -36,7 +36,7 @@ def train_on_a_rank():
     module = Contrastive()
     trainer = one_trainer(strategy="ddp", devices=2)
     trainer.fit(module, DataLoader(samples(), batch_size=4), DataLoader(samples(20), batch_size=5))
-    return {"metrics": dict(trainer.callback_metrics), "weights": weights(module)}
+    return {"metrics": dict(trainer.run.metrics), "weights": weights(module)}
 
 
 def test_ddp_gives_a_list_of_one(tmp_path):

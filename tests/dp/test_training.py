@@ -47,9 +47,9 @@ def test_fit_validate_test_and_fit_again():
         module, trainer = Net(), one_trainer(strategy=strategy, devices=devices)
         train_loader, val = DataLoader(samples(), batch_size=7), DataLoader(samples(23), batch_size=5)
         trainer.fit(module, train_loader, val)
-        results = [dict(trainer.callback_metrics), *trainer.validate(module, val), *trainer.test(module, val)]
+        results = [dict(trainer.run.metrics), *trainer.validate(module, val), *trainer.test(module, val)]
         trainer.fit(module, train_loader, val)
-        found[strategy] = [*results, dict(trainer.callback_metrics)]
+        found[strategy] = [*results, dict(trainer.run.metrics)]
         assert trainer.global_step == 7
     for mine, theirs in zip(found["single"], found["dp"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-5)
@@ -217,7 +217,7 @@ def test_two_cuda_devices_train_as_one_does():
         module = OnDevice("adam")
         trainer = one_trainer(accelerator=Cuda(), strategy=strategy, devices=devices)
         trainer.fit(module, DataLoader(samples(), batch_size=5), DataLoader(samples(23), batch_size=5))
-        trained.append(({key: value.cpu() for key, value in weights(module).items()}, dict(trainer.callback_metrics)))
+        trained.append(({key: value.cpu() for key, value in weights(module).items()}, dict(trainer.run.metrics)))
     (expected, metrics), (theirs, their_metrics) = trained
     assert their_metrics == pytest.approx(metrics, rel=1e-3)
     for key, value in expected.items():

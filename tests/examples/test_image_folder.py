@@ -158,7 +158,8 @@ def test_a_class_without_images(example, tmp_path):
 
 def test_more_classes_than_the_model_has(example, tmp_path):
     errors = refused(example, folder(tmp_path / "three", a=2, b=2, c=2))
-    assert "the folder has 3 classes, the model 2. Fix: --model.classes 3" in errors
+    assert "the folder has 3 classes, the model 2.\n" in errors
+    assert "\nFix: --model.classes 3\n" in errors
 
 
 def test_a_file_that_is_no_image(example, tmp_path):

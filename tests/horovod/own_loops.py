@@ -37,7 +37,7 @@ def trainer(own=None, **more):
 def fit(module, own=None, **more):
     one = trainer(own, **more)
     one.fit(module, DataLoader(samples(), 4))
-    return {"step": one.global_step, "metrics": dict(one.callback_metrics), **{k: v.clone() for k, v in module.state_dict().items()}}
+    return {"step": one.global_step, "metrics": dict(one.run.metrics), **{k: v.clone() for k, v in module.state_dict().items()}}
 
 
 def session(name, **own):

@@ -101,7 +101,7 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.run.optimizers],
         "schedulers": [one.scheduler.state_dict() for one in trainer.run.schedulers],
-        "metrics": dict(trainer.callback_metrics),
+        "metrics": dict(trainer.run.metrics),
         "step": trainer.global_step,
         "rates": rates.seen,
         "told": told,

@@ -1,4 +1,4 @@
-"""The recipe as a command: what it tells the build, what it keeps, and what it says. pip is real; the Horovod that it builds has no C++."""
+"""The command that builds Horovod: its settings for the build, the wheel it keeps, its messages. pip is real; the Horovod has no C++."""
 
 import json
 import os
@@ -201,13 +201,52 @@ def test_mpi_and_nccl(recipe):
     assert recipe(nccl=True, tools=["nvcc"]).variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
 
 
-def test_what_mpi_and_nccl_need(recipe):
+def test_what_mpi_and_nccl_need(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("geartrain_horovod.install._CUDA", str(tmp_path / "cuda"))
     with pytest.raises(InstallError, match=r"no mpicxx\. Fix: apt-get install openmpi-bin libopenmpi-dev"):
         recipe(mpi=True)
     with pytest.raises(InstallError, match=r"no nvcc\. Fix: "):
         recipe(nccl=True)
     with pytest.raises(InstallError, match=r"older than 3\.13"):
         recipe(cmake="3.5.0")
+
+
+@pytest.fixture
+def cuda_torch(tmp_path, monkeypatch):
+    """torch as ``pip install torch`` gives it, and no CUDA toolkit."""
+    folder = tmp_path / "site" / "torch"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "version.py").write_text(
+        "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    )
+    monkeypatch.setattr(installed, "_folder", lambda name: folder)
+    monkeypatch.setattr("geartrain_horovod.install._CUDA", str(tmp_path / "cuda"))
+
+
+@pytest.mark.usefixtures("cuda_torch")
+def test_a_cuda_build_of_torch_without_the_toolkit_is_refused_before_the_build(recipe, tmp_path):
+    told = (
+        r"torch 2\.13\.0\+cu130 is built for CUDA 13\.0, and .* needs the CUDA toolkit: there is no nvcc\. "
+        r"Fix: pip install --force-reinstall torch==2\.13\.0 --index-url https://download\.pytorch\.org/whl/cpu .* HOROVOD_CUDA_HOME$"
+    )
+    with pytest.raises(InstallError, match=told):
+        recipe()
+    assert recipe(tools=["nvcc"]).torch == "2.13.0+cu130"
+    (tmp_path / "nvcc").unlink()
+    for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", None):
+        home = tmp_path / (variable or "cuda")
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "nvcc").write_text("#!/bin/sh\n")
+        (home / "bin" / "nvcc").chmod(0o755)
+        recipe(**({} if variable is None else {variable: str(home)}))
+
+
+def test_a_build_of_torch_for_the_cpu_needs_no_toolkit(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n")
+    monkeypatch.setattr(installed, "_folder", lambda name: tmp_path)
+    assert installed.torch_version() == "2.13.0+cpu"
+    assert installed.torch_cuda() is None
 
 
 def test_what_is_set_already_stands(recipe):

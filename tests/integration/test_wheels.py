@@ -126,7 +126,7 @@ for strategy in ("polite", PoliteStrategy(scale=0.25)):
     trainer = gt.Trainer(strategy=strategy, plugins=["gradient_norm"], max_epochs=1, enable_progress_bar=False)
     module = Downhill()
     trainer.fit(module, FourBatches())
-    print(module.w.tolist(), trainer.callback_metrics["grad_norm"], trainer.plan.strategy.label)
+    print(module.w.tolist(), trainer.callback_metrics["grad_norm"].item(), trainer.plan.strategy.label)
 """)
     done = site.run(site.warm_python, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
-"""The training script that the shell blocks run; every rank writes down which one it is."""
+"""The training script that the shell blocks run; every rank writes down which one it is, and its trained weights."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import geartrain as gt
 class Net(completion.Classifier):
     def on_train_end(self):
         run = self.trainer.run
-        Path(os.environ["HERE"], f"rank-{run.world.rank}").write_text(f"rank {run.world.rank} of {run.world.size}\n")
+        weights = json.dumps(self.layer.weight.flatten().tolist())
+        Path(os.environ["HERE"], f"rank-{run.world.rank}").write_text(f"rank {run.world.rank} of {run.world.size}\n{weights}\n")
 
 
 class Data(gt.DataModule):

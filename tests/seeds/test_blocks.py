@@ -1,5 +1,6 @@
 """Every code block of the three documents that geartrain began with runs with geartrain; ``blocks.md`` has them and says how."""
 
+import json
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from geartrain.porting import port
 from geartrain.testing.launching import Launched, free_port, launched
 
 from ..cuda.fake_pynvml import FakeGPU, FakeNVML
+from . import completion
 
 HERE = Path(__file__).parent
 GUIDE = (HERE.parents[1] / "docs" / "from-lightning.md").read_text(encoding="utf-8")
@@ -70,31 +73,44 @@ class Net(gt.Module):
     def configure_optimizers(self): ...
 
 
+@dataclass(frozen=True)
+class Planned:
+    plan: gt.Plan
+    strategy: object
+    #: What the block has defined.
+    namespace: dict
+
+
 @pytest.fixture
 def plan(monkeypatch):
-    """Run a block; the plan of each Trainer and Fabric in it, on eight CUDA devices that are assumed. NVML is that of such a machine."""
-    plans = []
+    """Run a block; the plan of each Trainer and Fabric in it, on eight CUDA devices that are assumed. NVML is that of such a machine, on
+    which others use GPUs 0 and 3."""
+    namespace, plans = {}, []
+
+    def note(plan, made):
+        (strategy,) = (part.plugin for part in made._parts if part.choice.kind == "strategy")
+        plans.append(Planned(plan, strategy, namespace))
+        return made
 
     def trainer(**options):
         made = gt.Trainer(**options, assume={"cuda": 8})
-        plans.append(made.check(Net, batch_size=7))
-        return made
+        return note(made.check(Net, batch_size=7), made)
 
     def fabric(**options):
         made = gt.Session(**options, assume={"cuda": 8})
-        plans.append(made.plan)
-        return made
+        return note(made.plan, made)
 
     def run(block):
-        namespace = {"Trainer": trainer, "torch": torch}
+        namespace.update(Trainer=trainer, torch=torch)
         code = re.sub(r"\bgt\.Trainer\(", "Trainer(", port(block.text).text)
         exec(compile(code, block.name, "exec"), namespace)
         return plans
 
     from geartrain_cuda import agree
 
+    gpus = [FakeGPU(f"GPU-{letter * 8}-0000", processes=[(4242, 2**30)] if letter in "ad" else []) for letter in "abcdefgh"]
     monkeypatch.setattr(gt, "Fabric", fabric, raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(*(FakeGPU(f"GPU-{letter * 8}-0000") for letter in "abcdefgh")))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(*gpus))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(agree, "_calls", 0)
@@ -105,19 +121,47 @@ def plan(monkeypatch):
         os.environ[agree.RECORD] = record
 
 
-def described(plan, expected):
-    """A plan in the words of ``expected``, as far as that goes."""
+def described(planned, expected):
+    """Everything that a block asked for and that is not the default, in the words of ``expected``."""
+    plan, strategy = planned.plan, planned.strategy
     # What "auto" takes depends on whether there is a script to run again; under pytest there is none.
-    strategy = "auto" if plan.strategy.name in ("ddp", "ddp_spawn") and " auto" in expected else plan.strategy.name
-    words = [plan.accelerator.name, str(len(plan.devices)), strategy]
-    more = {
-        "nodes": plan.num_nodes,
-        "precision": plan.precision.name,
-        "epochs": plan.options.max_epochs,
-        "global": plan.as_dict()["batch_size"]["global"],
-    }
-    words += [f"{name}={more[name]}" for name in (word.partition("=")[0] for word in expected.split()[3:])]
+    name = "auto" if plan.strategy.name in ("ddp", "ddp_spawn") and " auto" in expected else plan.strategy.name
+    facts = {"nodes": plan.num_nodes, "precision": plan.precision.name, "epochs": plan.options.max_epochs}
+    usual = {"nodes": (1,), "precision": ("32-true",), "epochs": (1000, -1)}  # a Fabric has no end
+    words = [plan.accelerator.name, indices(plan.devices), name, *(f"{key}={facts[key]}" for key in facts if facts[key] not in usual[key])]
+    if "global=" in expected:
+        words.append(f"global={plan.as_dict()['batch_size']['global']}")
+    if hasattr(strategy, "init_dist_connection"):
+        words.append(f"backend={backend(planned)}")
+    words += changed(strategy)
+    if hasattr(strategy, "algorithm"):
+        words += [f"algorithm={type(strategy.algorithm).__name__}", *changed(strategy.algorithm)]
+    if "model" in planned.namespace:
+        optimizer = planned.namespace["model"].configure_optimizers()
+        words += [f"optimizer={type(optimizer).__name__}", f"lr={optimizer.defaults['lr']}", f"warmup_steps={optimizer.warmup_steps}"]
     return " ".join(words)
+
+
+def indices(devices):
+    first, last = devices[0], devices[-1]
+    return f"{first}-{last}" if len(devices) > 2 and devices == tuple(range(first, last + 1)) else ",".join(map(str, devices))
+
+
+def changed(thing):
+    """Attributes that are not as its class makes them without options, but for one that follows from the algorithm."""
+    usual = vars(type(thing)())
+    told = {name: value for name, value in vars(thing).items() if name[0] != "_" and isinstance(value, str | int | float)}
+    return [f"{name}={value}" for name, value in told.items() if value != usual[name] and name != "same_on_all_ranks"]
+
+
+def backend(planned):
+    """The backend with which the strategy would make its process group."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "init_process_group", lambda backend, **options: asked.append(backend))
+        planned.strategy.init_dist_connection(SimpleNamespace(plan=planned.plan, place=SimpleNamespace(rank=0, size=8), store=None))
+    (found,) = asked
+    return found
 
 
 @pytest.mark.parametrize("block", of("plan"))
@@ -176,7 +220,20 @@ def test_commands_run(block, tmp_path):
     printed = run.out + "".join(path.read_text() for path in tmp_path.glob("rank-*"))
     for words in block.expected:
         assert words in printed
-    assert len(list(tmp_path.glob("rank-*"))) == sum(words.startswith("rank") for words in block.expected)
+    ranks = [words for words in block.expected if words.startswith("rank")]
+    told = [json.loads(path.read_text().splitlines()[1]) for path in tmp_path.glob("rank-*")]
+    assert len(told) == len(ranks)
+    for weights in told:
+        assert weights == pytest.approx(weights_of_one_process(len(ranks)), abs=1e-6)
+
+
+def weights_of_one_process(ranks):
+    """What training comes to on batches that are those of all ranks together."""
+    model = completion.Classifier()
+    before = model.layer.weight.clone()
+    completion.trainer(max_epochs=1).fit(model, completion.data(batch_size=8 * ranks))
+    assert not torch.allclose(model.layer.weight, before, atol=1e-3)
+    return model.layer.weight.flatten().tolist()
 
 
 # --- the guide -----------------------------------------------------------------------------------------------------------

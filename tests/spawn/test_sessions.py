@@ -63,7 +63,7 @@ module = Net()
 before = module.net.weight.detach().clone()
 trainer.fit(module)
 trainer.fit(module)
-print("steps", trainer.global_step, "moved", bool((module.net.weight != before).all()), "loss", trainer.callback_metrics["loss"] < 0.1)
+print("steps", trainer.global_step, "moved", bool((module.net.weight != before).all()), "loss", trainer.run.metrics["loss"] < 0.1)
 """
 #: The `geartrain` command.
 GEARTRAIN = "import sys; from geartrain.commands import main; sys.exit(main())"
@@ -326,3 +326,10 @@ def test_a_killed_starter_takes_everything_with_it(tmp_path, method):
 def _environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return {**kept, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+
+
+def test_the_forkserver_ends_without_undoing_its_imports(tmp_path):
+    """Otherwise it outlives the program: by seconds where torch has many libraries."""
+    text = "import atexit; atexit.register(print, 'undone'); import geartrain_spawn.preload"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=STARTED, check=True)
+    assert done.stdout == ""

@@ -32,7 +32,7 @@ def fitted(request):
     seen = {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "losses": list(module.losses),
-        "metrics": dict(one.callback_metrics),
+        "metrics": dict(one.run.metrics),
         "counters": (one.global_step, one.current_epoch, one.world_size, one.global_rank, one.num_training_batches),
     }
     one.fit(module, loader(), loader(20))
@@ -78,7 +78,7 @@ def test_optimizer_and_schedule(fitted):
 def test_evaluation_after_fit(fitted):
     module, one, _ = fitted
     (validated,) = one.validate(module, loader(20))
-    assert validated["val_loss"] == pytest.approx(one.callback_metrics["val_loss"])
+    assert validated["val_loss"] == pytest.approx(one.callback_metrics["val_loss"].item())
     assert one.test(module, loader(21)) == [{"samples": 21.0}]
     assert one.global_step == 12
 

@@ -3,9 +3,9 @@
 All algorithms of as many ranks share a program. Failures are gradient_allreduce's here; tests/bagua/test_faults.py has them for each
 algorithm.
 
-The bounds hold off what diverges or drifts, and bytegrad's a rank that steps from its own gradients; where each rank has weights of its
-own they cannot tell whether anything is averaged: ranks that train alone learn as well here. That is for tests/bagua, which compares
-weights with references.
+The bounds hold off what diverges or drifts, and bytegrad's a rank that steps from its own gradients. If each rank has weights of its own,
+the bounds cannot tell whether anything is averaged, because ranks that train alone learn as well here. test_communication tells that
+something is, and tests/bagua, which compares weights with references, that it is the right thing.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from geartrain.testing import StrategyConformance
 
 pytestmark = pytest.mark.timeout(600)
 
-#: What the default runs: what differs between algorithms in what ranks come to.
-OWN = r"equals_one_process\[(sgd|accumulation)\]|identical|apart|buffers|no_sync"
+#: The default's cases: those whose results differ between algorithms.
+OWN = r"equals_one_process\[(sgd|accumulation)\]|identical|communication|apart|buffers|no_sync"
 #: Programs of their own, in which nothing is an algorithm's.
 FAILING = r"error_in|signal|key_on_one_rank"
 #: QAdam refuses clipping, more than one optimizer, and any other optimizer than its own. Its steps are as large however wide a layer is,

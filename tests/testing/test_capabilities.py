@@ -20,9 +20,9 @@ def test_unknown_name_is_an_error_with_whose_and_the_nearest():
         Capabilities.of({"nosync": False}, "mine[mine]")
 
 
-@pytest.mark.parametrize("bound", [0, -0.5])
-def test_convergence_must_be_above_0(bound):
-    with pytest.raises(UsageError, match="convergence"):
+@pytest.mark.parametrize("bound", [0, -0.5, 0.51, float("inf"), float("nan")])
+def test_convergence_is_bounded(bound):
+    with pytest.raises(UsageError, match=r"convergence=.* above 0 and at most 0\.5"):
         Capabilities(convergence=bound)
 
 

@@ -149,7 +149,7 @@ sys.exit(main())
     )
     done = python("train.py", "fit", DOWNHILL, "--plugin", "wandb", "--wandb.mode", "offline", "--output", "out")
     assert done.returncode == 2, done.stderr
-    assert "geartrain-wandb[wandb]: the package wandb is not installed. Fix: pip install wandb" in done.stderr
+    assert "geartrain-wandb[wandb]: the package wandb is not installed.\nFix: pip install wandb" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

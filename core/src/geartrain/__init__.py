@@ -6,10 +6,12 @@ completing a command line or reading the version never pays for it.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from geartrain import _start  # noqa: F401 (reads where the program started, before it changes its folder)
+from geartrain import panel as _panel
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError
 from geartrain.hookspecs import hookimpl, hookspec
@@ -70,6 +72,8 @@ __all__ = [
     "hookspec",
     "seed_everything",
 ]
+
+sys.excepthook = _panel.excepthook
 
 
 def __getattr__(name: str) -> Any:

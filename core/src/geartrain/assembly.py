@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from geartrain.builtin.precision import ScaledPrecision, precision_plugin
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
+from geartrain.names import warn_of_others
 from geartrain.options import Options
 from geartrain.parts import Choice, Part, state_of
+from geartrain.paths import user_path
 from geartrain.plan import Plan, make_plan
 from geartrain.process.environment import Place, starts_rank_0
-from geartrain.registry import Registry, file_plugin, is_file, make
+from geartrain.registry import KNOWN, Registry, file_plugin, is_file, make
 
 #: What manual optimisation is called among the parts.
 _MANUAL = "manual_optimisation"
@@ -63,8 +66,13 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
     scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
     dtype = choose_precision(asked.precision, __version__)
-    parts = (*core_parts(options, dtype, asked.output, starts_rank_0(place, num_nodes)), chip, scheme, *extra)
+    output = None if asked.output is None else user_path(asked.output, "output")
+    parts = (*core_parts(options, dtype, output, starts_rank_0(place, num_nodes)), chip, scheme, *extra)
     hooks = Hooks(parts)
+    if starts_rank_0(place, num_nodes):
+        _warn_of_failed(registry, asked, (chip, scheme, *extra))
+        for part in (chip, scheme, *extra):
+            warn_of_others(part.plugin, part.choice.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
     plan = make_plan(
         hooks,
         {"accelerator": chip, "strategy": scheme},
@@ -74,10 +82,23 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
         precision=dtype,
         passed_over=passed | also_passed,
         options=options,
-        output=Path(asked.output) if asked.output is not None and not options.fast_dev_run else None,
+        output=None if options.fast_dev_run else output,
         assumed=chip.choice.name in asked.assume,
     )
     return parts, hooks, plan
+
+
+def _warn_of_failed(registry: Registry, asked: Asked, parts: Sequence[Part]) -> None:
+    """Warn about plugins that ``"auto"`` would have considered, and about those whose name another distribution's has."""
+    names = {(part.choice.kind, part.choice.name.lower()) for part in parts}
+    if str(asked.accelerator).lower() in ("auto", "gpu"):
+        names |= {("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")}
+    if str(asked.strategy).lower() == "auto":
+        names |= {key for key in KNOWN if key[0] == "strategy"}
+    for candidate in registry.candidates:
+        if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
+            fix = "" if candidate.contested else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
+            warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
 
 
 def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
@@ -89,12 +110,12 @@ def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes:
     return devices, place.nodes if num_nodes == 1 else num_nodes
 
 
-def core_parts(options: Options, precision: Choice, output: str | Path | None, first: bool) -> list[Part]:
+def core_parts(options: Options, precision: Choice, output: Path | None, first: bool) -> list[Part]:
     """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
 
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
-        parts.append(_core_part("folder", RunFolder(Path(output), first), f"output={str(output)!r}"))
+        parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
     computes = precision_plugin(precision.name)
     if computes is not None:
         parts.append(Part(precision, computes))

@@ -16,6 +16,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.fit_state import fit_state
 from geartrain.module import overridden
 from geartrain.parts import Part
+from geartrain.paths import user_path
 from geartrain.process.environment import detect
 from geartrain.resume import load_fit, refuse
 from geartrain.run import Run
@@ -123,7 +124,13 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
     """
     if given is None or (resumes and given == "auto"):
         return None if given is None else newest_last(hooks, output)
-    path = _best(hooks.parts) if given == "best" else _last(hooks, output, resumes) if given == "last" else Path(given)
+    path = (
+        _best(hooks.parts)
+        if given == "best"
+        else _last(hooks, output, resumes)
+        if given == "last"
+        else user_path(given, "ckpt_path or checkpoint")
+    )
     if path.is_file():
         return path
     if path.is_dir():

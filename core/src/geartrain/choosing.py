@@ -73,25 +73,33 @@ def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any],
         if name == "gpu" and candidate.name.lower() not in _GPUS:
             continue
         # The only place where plugins that were not named are imported: they must be asked.
-        cls = registry.load(candidate) if candidate.name in assume else registry.probe(candidate)
+        assumed = candidate.name in assume and candidate.state == "available"
+        cls = registry.load(candidate) if assumed else registry.probe(candidate)
         if cls is None:
             passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
         else:
             usable.append((_priority(cls, candidate), candidate))
     passed |= _not_installed(registry)
-    if not usable:
-        why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
-        raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
     usable.sort(key=lambda pair: (-pair[0], pair[1].name))
-    priority, best = usable[0]
-    why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
-    equal = [c.name for p, c in usable[1:] if p == priority]
-    if equal:
-        why += f", which {', '.join(equal)} has too: the first by name"
-    for p, c in usable[1:]:
-        lower = f"is lower than {best.name}'s {priority}" if p < priority else f"is {best.name}'s too, which comes first by name"
-        passed[c.label] = f"available, but its priority {p} {lower}"
-    return registry.select("accelerator", best.name, options, why), passed
+    for i, (priority, best) in enumerate(usable):
+        why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
+        rest = usable[i + 1 :]
+        equal = [c.name for p, c in rest if p == priority]
+        if equal:
+            why += f", which {', '.join(equal)} has too: the first by name"
+        try:
+            part = registry.select("accelerator", best.name, options, why)
+        except Exception:
+            if options or not rest:  # the user's options may be the reason
+                raise
+            passed[best.label] = f"failed: {best.reason}"
+            continue
+        for p, c in rest:
+            lower = f"is lower than {best.name}'s {priority}" if p < priority else f"is {best.name}'s too, which comes first by name"
+            passed[c.label] = f"available, but its priority {p} {lower}"
+        return part, passed
+    why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
+    raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
 
 
 def _priority(cls: Any, candidate: Candidate) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 from geartrain.errors import UsageError
 
-#: More devices or processes on one node than any machine has: a slip of the keyboard.
-_MOST = 65_536
+#: Processes on one node that are always allowed, however few cores it has; more are allowed up to so many for each core.
+_PROCESSES, _PROCESSES_A_CORE = 64, 4
 
 _FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "auto"'
 _COUNT_FORMS = 'a number of processes (2, "2") or "auto"'
@@ -22,8 +22,8 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
         devices: an int, a string, a list, tuple or range of indices, or ``"auto"``.
         accelerator: its name, for errors.
         available: how many devices this node has; they are numbered from 0.
-        indexed: whether devices have indices of their own. The cpu has not: there a number is a number of processes, with no
-            upper bound, and ``"auto"`` is 1.
+        indexed: whether devices have indices of their own. The cpu has not: there a number is a number of processes, which may be
+            more than ``available``, and ``"auto"`` is 1.
 
     Returns:
         Distinct indices in the order given, at least one.
@@ -50,7 +50,7 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
 def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> Any:
     if text == "auto":
         return text
-    if re.fullmatch(r"[+-]?\d{1,9}", text, re.ASCII):
+    if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII):
         return int(text)
     if text == "":
         return []
@@ -62,9 +62,15 @@ def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> A
 def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
     if count == 0:
         raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}")
-    if count < -1 or count > _MOST:
+    if count < -1:
         raise _malformed(devices, accelerator, indexed)
     if not indexed:
+        most = max(_PROCESSES, _PROCESSES_A_CORE * available)
+        if count > most:
+            raise UsageError(
+                f"devices={devices!r} asks for {count} processes on a machine of {available} core(s), which starts {most} at most. "
+                f"Fix: devices={available}, the number of cores, or fewer"
+            )
         return list(range(count))
     if available == 0:
         raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")

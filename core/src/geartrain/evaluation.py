@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.data import map_tensors
+from geartrain.data import close_batches, map_tensors
 from geartrain.hooks import fire
 from geartrain.metric_objects import standing_in
 from geartrain.predictions import from_all_ranks
@@ -47,6 +47,8 @@ def evaluate(run: Run, stage: str) -> Any:
             if stage == "predict" and run.world.size > 1:
                 outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
+            if any(getattr(run.on, name, None) is not None for name in (f"{prefix}_epoch_end", f"on_{prefix}_epoch_end")):
+                run.logs.refresh_epoch()
             _own(run, f"{prefix}_epoch_end", collected)
             _own(run, f"on_{prefix}_epoch_end")
             metrics = run.logs.end_epoch()
@@ -80,18 +82,21 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
     turns = while_any_has(run, batches, limit) if run.unsure[loaders] else repeated(batches, limit, rounds)
-    for batch_idx, (batch, again) in enumerate(turns):
-        run.batch, run.repeating = batch, again
-        with _thrown_away(run) if run.repeating else nullcontext():
-            if starts is not None:
-                starts(batch, batch_idx, *more)
-            output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
-            if ends is not None:
-                ends(output, batch, batch_idx, *more)
-        if keeps and not run.repeating:
-            outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
-        if (batch_idx + 1) % options.log_every_n_steps == 0:
-            run.logs.fold()
+    try:
+        for batch_idx, (batch, again) in enumerate(turns):
+            run.batch, run.repeating = batch, again
+            with _thrown_away(run) if run.repeating else nullcontext():
+                if starts is not None:
+                    starts(batch, batch_idx, *more)
+                output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+                if ends is not None:
+                    ends(output, batch, batch_idx, *more)
+            if keeps and not run.repeating:
+                outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
+            if (batch_idx + 1) % options.log_every_n_steps == 0:
+                run.logs.fold()
+    finally:
+        close_batches(batches, loader)
     run.batch, run.repeating = None, False
     return outputs
 

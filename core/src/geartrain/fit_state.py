@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from geartrain import metric_objects
 from geartrain.data import map_tensors, not_plain
@@ -62,8 +63,8 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
         "parts": own,
         "random": random,
         "began": None if began is None else began.random,
-        "metrics": dict(run.metrics),
-        "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar)},
+        "metrics": dict(run.reported),
+        "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar), "when": dict(run.logs.when)},
         "logs": run.logs.state_dict() if within else None,
         "metric_objects": map_tensors(metric_objects.states(run.module), _to_cpu) if within else {},
     }
@@ -75,7 +76,7 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
         "validated": within and run.stage == "validate",
         "batches_seen": run.batches_seen if began is None else began.batches_seen,
         "optimizers": [{**_named(optimizer), "parameters": parameter_names(run, optimizer)} for optimizer in run.optimizers],
-        "schedulers": [_named(schedule.scheduler) for schedule in run.schedulers],
+        "schedulers": [{**_named(schedule.scheduler), "progress": schedule.progress()} for schedule in run.schedulers],
         "parts": shared,
         "seeds": {stage: [order_seeds(loader) for loader in loaders] for stage, loaders in run.loaders.items()},
         "ranks": _from_all_ranks(run, mine),
@@ -164,17 +165,25 @@ def _from_all_ranks(run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
+def _loaders(run: Run) -> list[Any]:
+    return [loader for stage in ("train", "validate") for loader in run.loaders.get(stage, ())]
+
+
 def random_now(run: Run) -> dict[str, Any]:
-    """Where this rank's random generators stand: the global ones and those of loaders."""
-    loaders = [loader for stage in ("train", "validate") for loader in run.loaders.get(stage, ())]
+    """Where this rank's random generators stand: the global ones and those of loaders; and whose persistent workers have started."""
+    loaders = _loaders(run)
     own = [generator.get_state() for loader in loaders for generator in generators(loader)]
-    return {**random_state(run.device, every=run.plan.layout.devices_per_process > 1), "loaders": own}
+    started = [isinstance(loader, DataLoader) and loader._iterator is not None for loader in loaders]
+    return {**random_state(run.device, every=run.plan.layout.devices_per_process > 1), "loaders": own, "workers": started}
 
 
 def set_random(run: Run, state: dict[str, Any]) -> None:
     """Let all generators go on from what :func:`random_now` gave."""
+    loaders = _loaders(run)
+    for loader, started in zip(loaders, state.get("workers", ()), strict=False):
+        if started and isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
+            iter(loader)  # starts them, for which torch draws a seed: now, and not after the generators have been set
     set_random_state(run.device, state)
-    loaders = [loader for stage in ("train", "validate") for loader in run.loaders.get(stage, ())]
     own = [generator for loader in loaders for generator in generators(loader)]
     if len(own) != len(state["loaders"]):
         warnings.warn(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from geartrain.errors import UsageError
 from geartrain.parts import Part
 
 #: Called even after another hookimpl failed, so that what is open can be closed.
@@ -18,7 +19,8 @@ _LAST = ("on_run_end", "on_exception")
 def guarded(part: Part, hooks: Mapping[str, str | None], wrappers: Container[str]) -> types.SimpleNamespace:
     """What is registered in a harmless plugin's place: the same hookimpls, whose errors are warnings.
 
-    After the first error none is called again in this run but those that close what is open.
+    After the first error none is called again in this run but those that close what is open. A ``UsageError`` of ``on_run_start``
+    ends the run.
 
     Args:
         hooks: the attribute of each hookimpl -> its hook, or ``None`` where it is to stay as it is.
@@ -27,6 +29,8 @@ def guarded(part: Part, hooks: Mapping[str, str | None], wrappers: Container[str
     failed: list[Exception] = []
 
     def fail(hook: str, error: Exception) -> None:
+        if hook == "on_run_start" and isinstance(error, UsageError):  # it refuses what it is to watch, before training starts
+            raise error
         if not failed:
             warnings.warn(f"{part.choice.label}: {hook} raised {type(error).__name__}: {error}. The run goes on without it.", stacklevel=3)
         failed.append(error)
@@ -57,7 +61,7 @@ def _guard(function: Callable[..., Any], fail: Callable[[Exception], None], out:
 
 
 def _guard_wrapper(function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]) -> Callable[..., Any]:
-    """A wrapper without which the hook comes to what it comes to otherwise: its owner's result, or its owner's error."""
+    """Guard a wrapper: if it fails, warn, leave it out, and return its owner's result or raise its owner's error."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Generator[None, Any, Any]:
@@ -71,7 +75,10 @@ def _guard_wrapper(function: Callable[..., Any], fail: Callable[[Exception], Non
         try:
             around.send(result)
         except StopIteration as end:
-            return end.value
+            if end.value is not None or result is None:
+                return end.value
+            if not isinstance(result, list):  # nobody reads the list of an event's results
+                fail(RuntimeError(f"the wrapper made None of the owner's {type(result).__name__}"))
         except Exception as error:
             fail(error)
         else:

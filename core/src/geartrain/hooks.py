@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -12,8 +12,9 @@ import pluggy
 from pluggy import HookCaller, HookImpl
 
 from geartrain import hookspecs
-from geartrain.errors import UsageError, nearest
+from geartrain.errors import GeartrainError, TrainingError, UsageError, nearest
 from geartrain.harmless import guarded
+from geartrain.names import refuse_misspelt_of_plugin
 from geartrain.parts import Choice, Part
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -25,7 +26,7 @@ _OWNERS = ("strategy", "accelerator", "precision", "core", "default")
 
 def fire(caller: Callable[..., Any] | None, **arguments: Any) -> list[Any]:
     """Call an all-hook that may be frozen to ``None``. For events; the loop writes its ``None`` check out."""
-    return [] if caller is None else list(caller(**arguments))
+    return [] if caller is None else list(caller(**arguments) or ())  # a wrapper of an event may return nothing
 
 
 class _Manager(pluggy.PluginManager):
@@ -38,6 +39,51 @@ class _Manager(pluggy.PluginManager):
         self.watchers = 0
         #: (plugin's id, attribute) of plain hookimpls that another owner was preferred to.
         self.passed_over: set[tuple[int, str]] = set()
+        #: Hook -> how to wrap it, for each hook with a result: no wrapper may lose it.
+        self.wrapper_forms: dict[str, str] = {}
+        #: Hook -> what its owner must return, for each single hook that cannot do without it.
+        self.required: dict[str, str] = {}
+        self._inner_hookexec = self._call  # type: ignore[assignment]  # pluggy calls it by position
+
+    def _call(self, hook: str, impls: Sequence[HookImpl], arguments: Mapping[str, object], firstresult: bool) -> Any:
+        """Call what pluggy calls, in its order and with its treatment of errors. Also refuse a wrapper that loses the result."""
+        results: list[Any] = []
+        error: BaseException | None = None
+        around: list[tuple[HookImpl, Any]] = []
+        try:
+            for impl in reversed(impls):
+                answer: Any = impl.function(*[arguments[name] for name in impl.argnames])
+                if impl.wrapper:
+                    if next(answer, _NEVER) is _NEVER:
+                        raise RuntimeError(f"{impl.plugin_name}: its wrapper of the hook {hook!r} did not yield")
+                    around.append((impl, answer))
+                elif answer is not None:
+                    results.append(answer)
+                    if firstresult:
+                        break
+        except BaseException as raised:
+            error = raised
+        result: Any = (results[0] if results else None) if firstresult else results
+        if result is None and error is None and hook in self.required:
+            error = _lost(hook, f"{impls[0].plugin_name}: its hookimpl {hook!r} returned None", f"return {self.required[hook]}")
+        for impl, generator in reversed(around):
+            before, failed = result, error
+            try:
+                generator.send(result) if failed is None else generator.throw(failed)
+                error = RuntimeError(f"{impl.plugin_name}: its wrapper of the hook {hook!r} yielded twice")
+                generator.close()
+            except StopIteration as end:
+                result, error = end.value, None
+                if result is None and before is not None and failed is None and hook in self.wrapper_forms:
+                    what = f"{impl.plugin_name}: its wrapper of the hook {hook!r} made None of the owner's {type(before).__name__}"
+                    error = _lost(hook, what, self.wrapper_forms[hook])
+            except BaseException as raised:
+                # A generator cannot raise StopIteration: Python puts a RuntimeError around it.
+                only_around = isinstance(failed, StopIteration) and isinstance(raised, RuntimeError) and raised.__cause__ is failed
+                error = failed if only_around else raised
+        if error is not None:
+            raise error
+        return result
 
     def _refuse_late(self, what: str) -> None:
         if self.frozen:
@@ -75,6 +121,14 @@ class _Manager(pluggy.PluginManager):
         return stop
 
 
+#: What a generator that never yields gives in place of its yield.
+_NEVER = object()
+
+
+def _lost(hook: str, what: str, fix: str) -> GeartrainError:
+    return (UsageError if hook == "plan_processes" else TrainingError)(f"{what}. Fix: {fix}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Impl:
     """One marked attribute of a plugin."""
@@ -104,6 +158,11 @@ class Hooks:
         self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
         self._impls = {id(part): self._check_part(part) for part in self._parts}
         self._owner_of = self._settle_owners()
+        for hook, caller in self._specs.items():
+            if (returns := self._returns(hook)) != "None":
+                self._manager.wrapper_forms[hook] = _wrapper_form(caller)
+            if hook in self._owner_of and returns and "None" not in returns and returns != "Any":
+                self._manager.required[hook] = returns
         self._choice_of: dict[int, Choice] = {}
         for part in self._parts:
             self._register(part)
@@ -131,6 +190,11 @@ class Hooks:
     def is_single(self, hook: str) -> bool:
         spec = self._specs[hook].spec
         return bool(spec and spec.opts["firstresult"])
+
+    def _returns(self, hook: str) -> str:
+        """The annotation of a hook's result; ``"None"`` for an event."""
+        spec = self._specs[hook].spec
+        return str(inspect.get_annotations(spec.function).get("return", "")) if spec else ""
 
     # --- checks ----------------------------------------------------------------------------------------------------------
 
@@ -162,6 +226,8 @@ class Hooks:
                     "has a hook's name but no @hookimpl, so it would never be called",
                     "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
                 )
+        if not part.choice.is_core:
+            refuse_misspelt_of_plugin(part.plugin, part.choice.kind, part.choice.label, self._specs)
         for hook in sorted(_replaces(part)):
             if hook not in {impl.hook for impl in impls}:
                 _wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
@@ -176,19 +242,25 @@ class Hooks:
         if hook not in self._specs:
             if opts["optionalhook"]:
                 return
-            _wrong(part, name, "implements no known hook", nearest(hook, self._specs))
+            brought = "If it is a hook of another plugin or strategy (reduce_bucket is ddp's), choose that one too"
+            _wrong(part, name, "implements no known hook", f"{nearest(hook, self._specs)} {brought}")
         if opts["tryfirst"] or opts["trylast"]:
             _wrong(part, name, "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out")
         if opts["hookwrapper"]:
             _wrong(part, name, "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield")
         function = getattr(part.plugin, name)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            _wrong(part, name, "is 'async def', and nothing would await it", "write 'def'; asyncio.run(...) inside it runs a coroutine")
         if opts["wrapper"] and not inspect.isgeneratorfunction(function):
             _wrong(part, name, "is marked wrapper=True but does not yield", _wrapper_form(self._specs[hook]))
+        if inspect.isgeneratorfunction(function) and not opts["wrapper"] and "Iterator" not in self._returns(hook):
+            _wrong(part, name, "yields but is not marked as a wrapper", _wrapper_form(self._specs[hook]))
         spec = self._specs[hook].spec
         assert spec is not None
-        returns = str(inspect.get_annotations(spec.function).get("return", ""))
-        if inspect.isgeneratorfunction(function) and not opts["wrapper"] and "Iterator" not in returns:
-            _wrong(part, name, "yields but is not marked as a wrapper", _wrapper_form(self._specs[hook]))
+        if inspect.ismethod(function) and function.__self__ is part.plugin:
+            first = next(iter(inspect.signature(function.__func__).parameters), None)
+            if first in spec.argnames:
+                _wrong(part, name, f"has no 'self', and would get the plugin as {first!r}", f"def {name}(self, {first}, ...)")
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 _wrong(part, name, f"takes {parameter.name!r} by keyword only, which pluggy never passes", "take out the '*'")
@@ -381,7 +453,10 @@ def _looks_meant(plugin: Any, name: str) -> bool:
 
 
 def _replaces(part: Part) -> frozenset[str]:
-    return frozenset(getattr(part.plugin, "replaces", ()))
+    named = getattr(part.plugin, "replaces", ())
+    if isinstance(named, str):  # a set of its letters otherwise
+        raise UsageError(f"{part.choice.label}: its replaces = {named!r} is a string. Fix: replaces = {{{named!r}}}, a set of hooks")
+    return frozenset(named)
 
 
 def _wrapper_form(caller: HookCaller) -> str:

@@ -5,6 +5,7 @@ A plugin is any object with methods marked ``@hookimpl``. There are two kinds of
 ``@single``
     Exactly one **owner** answers: the strategy if it implements the hook, else the accelerator, else core's precision or
     clipping, else ``builtin/defaults.py``. A plugin *wraps* it (``@hookimpl(wrapper=True)``), or says ``replaces = {"hook"}`` on its class.
+    A wrapper that makes ``None`` of the owner's result ends the run.
 ``@every``
     Every implementation is called, last registered first: ``Trainer(plugins=[...])``, chosen plugins in the reverse of the
     order given, the strategy, the accelerator, core.

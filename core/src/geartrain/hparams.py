@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from types import FrameType
 from typing import Any, Self
 
 #: An object's id -> every argument of its ``__init__``, as long as it lives; not in the object, where all of them would have to pickle.
@@ -22,6 +25,9 @@ class HyperParameters(dict[str, Any]):
             return self[name]
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(
@@ -41,6 +47,15 @@ class MadeWith:
         vars(made)["_hparams"] = HyperParameters({name: value for name, value in arguments.items() if _is_plain(value)})
         return made
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        inherited = _inherited(self, inspect.currentframe())
+        made_with = _MADE_WITH.get(id(self), {})
+        for name in inherited.keys() - made_with.keys():
+            made_with[name] = inherited[name]
+            if _is_plain(inherited[name]) and "_hparams" in vars(self):
+                self.hparams.setdefault(name, inherited[name])
+        super().__init__(*args, **kwargs)
+
     @property
     def hparams(self) -> HyperParameters:
         """What it was made with, defaults included: numbers, strings, and lists and dicts of them; after :meth:`save_hyperparameters`
@@ -48,23 +63,53 @@ class MadeWith:
         found: HyperParameters = vars(self).get("_hparams", HyperParameters())
         return found
 
-    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = ()) -> None:
-        """Keep arguments of any kind in :attr:`hparams`, objects too; called in ``__init__``, as in Lightning.
+    def save_hyperparameters(self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Iterable[str] = ()) -> None:
+        """Keep arguments of any kind in :attr:`hparams`, objects too; called in ``__init__``, as in Lightning. A second call, as in a
+        subclass, adds to what the first one kept.
 
         Args:
-            names: the arguments to keep; all, where none is named.
-            ignore: arguments to leave out.
+            names: the arguments to keep, or one dict or ``argparse.Namespace`` to keep in their place; default: all arguments.
+            ignore: names to leave out.
 
         Raises:
-            ValueError: there is no such argument.
+            ValueError: there is no such argument; or something else than names, a dict or a namespace is given.
         """
         arguments = _MADE_WITH.get(id(self), dict(self.hparams))
+        called = type(self).__name__
+        if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
+            arguments, names = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0]), ()
         left_out = [ignore] if isinstance(ignore, str) else list(ignore)
         for name in (*names, *left_out):
+            if not isinstance(name, str):
+                what = f"{called}.save_hyperparameters was given {type(name).__name__}"
+                raise ValueError(f"{what}. Fix: names of arguments, or one dict or argparse.Namespace alone")
             if name not in arguments:
-                raise ValueError(f"{type(self).__name__} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}")
+                what = f"{called} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}"
+                raise ValueError(f"{what}. Fix: one of these; what **kwargs takes has names of its own")
         kept = {name: value for name, value in arguments.items() if (not names or name in names) and name not in left_out}
-        vars(self)["_hparams"] = HyperParameters(kept)
+        # What was kept without a call gives way to the first one.
+        before = self.hparams if vars(self).get("_hparams_saved") else {}
+        vars(self).update(_hparams=HyperParameters({**before, **kept}), _hparams_saved=True)
+
+
+def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
+    """The arguments of the ``__init__`` of each parent that its heir's ``**kwargs`` lead to, read from the calls that are running."""
+    calls: list[FrameType] = []  # the most general class first
+    while frame is not None and (frame := frame.f_back) is not None and _constructs(frame, made):
+        calls.append(frame)
+    found: dict[str, Any] = {}
+    for heir, parent in pairwise(reversed(calls)):
+        if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
+            break
+        names, _, keywords, values = inspect.getargvalues(parent)
+        found = {**values.get(keywords or "", {}), **{name: values[name] for name in names[1:]}, **found}
+    return found
+
+
+def _constructs(frame: FrameType, made: Any) -> bool:
+    """True if a frame is a call of an ``__init__`` of this object."""
+    names = frame.f_code.co_varnames
+    return frame.f_code.co_name == "__init__" and frame.f_code.co_argcount > 0 and frame.f_locals.get(names[0]) is made
 
 
 def _arguments(cls: type, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
-from geartrain.registry import GROUPS, KNOWN
+from geartrain.registry import GROUPS, KNOWN, canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:
@@ -17,21 +18,30 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         homes: names that geartrain's own distributions provide -> the plugin's name.
 
     Raises:
-        ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line, or one of Lightning's,
-            which ends in what to write.
+        ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line; a class that several
+            distributions have; or a name of Lightning's, which ends in what to write.
         AttributeError: an unknown name.
     """
     installed = entry_points(group=GROUPS[kind])
-    for entry_point in installed:
-        if _attribute(entry_point) == attribute:
-            return entry_point.load()
-    if attribute in homes:
+    home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
+    found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
+    ours = {key: ep for key, ep in found.items() if key[0] == home}
+    theirs = ", ".join(f"{distribution} ({value})" for distribution, value in found.keys() - ours.keys())
+    if not ours and attribute in homes:
         # A helper of the plugin's module that is no entry point itself, as find_usable_cuda_devices is.
-        for entry_point in installed:
-            if entry_point.name == homes[attribute]:
-                return getattr(__import__(entry_point.module, fromlist=[attribute]), attribute)
-        distribution = KNOWN[kind, homes[attribute]]
-        raise ImportError(f"{module}.{attribute} is not installed. Fix: pip install {distribution}", name=distribution)
+        for ep in installed:
+            if (_distribution(ep), ep.name) == (home, homes[attribute]):
+                return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
+        also = f". Another distribution has one: {theirs}" if theirs else ""
+        raise ImportError(f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home)
+    if ours and theirs:
+        warnings.warn(f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}", stacklevel=3)
+    if len(ours or found) > 1:
+        raise ImportError(
+            f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module", name=module
+        )
+    for ep in (ours or found).values():
+        return ep.load()
     from geartrain.porting.names import known
 
     if answer := known(f"{module.rpartition('.')[2]}.{attribute}"):
@@ -43,6 +53,10 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
 def names(kind: str) -> list[str]:
     """The class names that are installed."""
     return sorted({name for name in map(_attribute, entry_points(group=GROUPS[kind])) if name})
+
+
+def _distribution(entry_point: EntryPoint) -> str:
+    return canonical(entry_point.dist.name) if entry_point.dist else "?"
 
 
 def _attribute(entry_point: EntryPoint) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate, same_buffers
 from geartrain.fit_state import begin_epoch
 from geartrain.hooks import fire
-from geartrain.optim import mean_over_ranks, step_schedules, zero_grad
+from geartrain.optim import mean_over_ranks, parameters_of, step_plateaus, step_schedules, zero_grad
 from geartrain.rounds import while_all_have
 from geartrain.sharding import set_epoch
 
@@ -35,7 +36,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
     if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
     if on is not None and on.on_train_batch_end is not None:
-        on.on_train_batch_end(run.step_output, run.batch, run.batch_idx + len(micro_batches) - 1)
+        on.on_train_batch_end(without_graph(run.step_output), run.batch, run.batch_idx + len(micro_batches) - 1)
 
 
 class _NothingToStepOn(Exception):
@@ -75,7 +76,7 @@ def gradients(run: Run, micro_batches: Sequence[Any]) -> torch.Tensor | None:
     for i, batch in enumerate(micro_batches):
         run.batch = batch
         if on is not None and on.on_train_batch_start is not None:
-            on.on_train_batch_start(batch, run.batch_idx + i)
+            batch_starts(run, on.on_train_batch_start, batch, run.batch_idx + i)
         if micro_step is None:
             loss = _forward_backward(run, on, batch, run.batch_idx + i, window)
         else:
@@ -84,7 +85,7 @@ def gradients(run: Run, micro_batches: Sequence[Any]) -> torch.Tensor | None:
         if loss is not None:
             total = loss if window == 1 else loss.detach() + (0 if total is None else total)
         if on is not None and on.on_train_batch_end is not None and i < window - 1:  # the last one's comes after the step
-            on.on_train_batch_end(run.step_output, batch, run.batch_idx + i)
+            on.on_train_batch_end(without_graph(run.step_output), batch, run.batch_idx + i)
     if total is not None:
         if hooks.reduce_gradients is not None:
             hooks.reduce_gradients(run=run)
@@ -113,15 +114,40 @@ def _forward_backward(run: Run, on: ModuleHooks | None, batch: Any, batch_idx: i
         if on.on_after_backward is not None and loss is not None:
             on.on_after_backward()
         if on.training_epoch_end is not None:
-            run.outputs.append(map_tensors(output, torch.Tensor.detach))
+            run.outputs.append(without_graph(output))
     return loss
+
+
+class EpochIsOver(Exception):
+    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
+
+
+def batch_starts(run: Run, hook: Callable[[Any, int], Any], batch: Any, batch_idx: int) -> None:
+    """Call the module's ``on_train_batch_start``, which may return -1 to leave out the rest of the epoch.
+
+    Raises:
+        EpochIsOver: it did.
+        TrainingError: it did on one of several ranks.
+    """
+    if hook(batch, batch_idx) == -1:
+        if run.world.size > 1:
+            raise TrainingError(
+                f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would wait for its gradients for ever. "
+                "Fix: self.trainer.should_stop = True, or limit_train_batches"
+            )
+        raise EpochIsOver
+
+
+def without_graph(output: Any) -> Any:
+    """A step's output for those who may keep it: its graph would hold the memory of the whole step."""
+    return map_tensors(output, torch.Tensor.detach)
 
 
 def train_epoch(run: Run) -> None:
     """One pass over the training loader, with the validations that are due inside it."""
     hooks, resumed = run.hooks, run.resumed
     validation_due = _validation_schedule(run)
-    step, on_step_end = hooks.step, hooks.on_step_end
+    step, on_step_end, ended = hooks.step, hooks.on_step_end, False
     run.began = begin_epoch(run) if resumed is None else resumed.begin_epoch(run)
     device_batches = hooks.device_batches(run=run, loader=run.loaders["train"][0], stage="train")
     batches: Iterator[Any] = islice(device_batches, run.batches["train"][0])
@@ -140,24 +166,38 @@ def train_epoch(run: Run) -> None:
                 on_step_end(run=run)
             if _ends_after(run, len(window), validation_due):
                 break
+    except EpochIsOver:
+        ended = True
     finally:
         run.step_output = run.batch = None
         close_batches(device_batches, run.loaders["train"][0])
-    if run.batch_idx == 0:
+    if run.batch_idx == 0 and not ended:
+        if isinstance(run.loaders["train"][0], Iterator) and run.batches_seen:
+            raise TrainingError(
+                "the training loader is an iterator, which earlier epochs have read to its end. Fix: a DataLoader or a list"
+            )
         raise TrainingError("the training loader gave no batch. Fix: look at its dataset, batch_size and drop_last")
     run.batches_seen += run.batch_idx
 
 
 def _ends_after(run: Run, taken: int, validation_due: Callable[[int], bool] | None) -> bool:
     """Validate and flush where the step makes it due that took so many batches; whether the epoch ends with it."""
-    options = run.plan.options
-    if validation_due is not None and validation_due(taken):
+    options, validates = run.plan.options, validation_due is not None and validation_due(taken)
+    if validates:
+        if run.batch_idx == run.batches["train"][0]:
+            _step_epoch_schedules(run)
         evaluate(run, "validate")
+    if run.schedulers and run.manual is None:
+        step_plateaus(run, "validation" if validates else "")
     if run.step % options.log_every_n_steps == 0:
         run.logs.flush()  # the CPU waits for the GPU here
-        if run.logs.stop:
-            return True
-    return run.step == options.max_steps
+    return run.logs.stop or run.step == options.max_steps
+
+
+def _step_epoch_schedules(run: Run) -> None:
+    """As Lightning does, when an epoch's batches are done: before the validation that follows them."""
+    if run.manual is None:
+        step_schedules(run, "epoch", run.epoch + 1)
 
 
 def fit(run: Run) -> None:
@@ -171,6 +211,7 @@ def fit(run: Run) -> None:
     _call(on.on_train_start)
     if resumed is not None:
         resumed.start(run)
+    before = None if run.manual is not None else (run.step, _versions(run))
     while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
         run.outputs, run.batch_idx = [], 0
         run.logs.open = True
@@ -178,21 +219,45 @@ def fit(run: Run) -> None:
         fire(hooks.on_epoch_start, run=run)
         _call(on.on_train_epoch_start)
         train_epoch(run)
+        if before is not None:
+            _warn_if_untrained(run, *before)
+            before = None
+        _step_epoch_schedules(run)
         if _validates_after(run) and not (run.resumed is not None and run.resumed.validated):
             evaluate(run, "validate")
         run.resumed = None
+        if on.training_epoch_end is not None or on.on_train_epoch_end is not None:
+            run.logs.refresh_epoch()
         if on.training_epoch_end is not None:
             on.training_epoch_end(run.outputs)
         _call(on.on_train_epoch_end)
         run.logs.end_epoch()
-        if run.manual is None:
-            step_schedules(run, "epoch", run.epoch + 1)
+        if run.schedulers and run.manual is None:
+            step_plateaus(run, "epoch")
         with torch.no_grad():
             same_buffers(run)
         fire(hooks.on_epoch_end, run=run)
         run.epoch += 1
     _call(on.on_train_end)
     _call(on.on_fit_end)
+
+
+def _versions(run: Run) -> list[int]:
+    """torch's count of in-place changes of each parameter that is stepped."""
+    return [parameter._version for parameter in parameters_of(run.optimizers)]
+
+
+def _warn_if_untrained(run: Run, step: int, versions: list[int]) -> None:
+    """Warn if the first epoch had steps, but changed no parameter and left no gradient to change one with."""
+    stepped = parameters_of(run.optimizers)
+    if run.step == step or not stepped or versions != _versions(run) or any(p.grad is not None for p in stepped) or run.world.rank != 0:
+        return
+    others = any(parameter.grad is not None for parameter in run.module.parameters())
+    if others:
+        why = "gradients reached only parameters that no optimizer steps. Fix: give configure_optimizers the parameters of the loss"
+    else:
+        why = "every training_step returned None, or a plugin dropped its gradients. Fix: return the loss from training_step"
+    warnings.warn(f"no step of the first epoch trained anything: {why}", stacklevel=2)
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from geartrain.data import map_tensors
 from geartrain.errors import TrainingError
+from geartrain.syncing import is_idle
 
 if TYPE_CHECKING:
     from geartrain.run import Run
@@ -32,19 +33,20 @@ def is_collection(thing: Any) -> bool:
     return library is not None and isinstance(thing, library.MetricCollection)
 
 
-def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, float]:
-    """Compute the objects that were logged, over all ranks, and reset them.
+def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
+    """Compute the objects that were logged, over all ranks.
 
     Args:
         logged: by name, each object and whether its value at the end of the epoch is wanted.
+
+    Returns:
+        The values, and the objects, also those that only other ranks logged.
     """
     objects = dict(logged)
     if run.world.size > 1 and "torchmetrics" in sys.modules:  # the same on every rank: all run the same program
         objects |= _adopted(run, objects)
     values = {name: compute(run, name, metric) for name, (metric, on_epoch) in sorted(objects.items()) if on_epoch}
-    for metric, _ in objects.values():
-        metric.reset()
-    return values
+    return values, [metric for metric, _ in objects.values()]
 
 
 def states(module: nn.Module) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
-    """What other ranks logged and this one, without a batch of its own, did not: it must sync them too.
+    """What other ranks logged and this one, without a batch of its own of some loader, did not: it must sync them too.
 
     Raises:
         TrainingError: ranks with batches logged different ones.
@@ -77,10 +79,11 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
     header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64))
     if not bool((header != header[0]).any()):
         return {}
-    told = [run.hooks.broadcast(run=run, obj=mine, src=rank) for rank in range(run.world.size)]
-    first = next(theirs for theirs in told if theirs)
-    for rank, theirs in enumerate(told):
-        odd = sorted(name for name in {**first, **theirs} if theirs and first.get(name) != theirs.get(name))
+    told = [run.hooks.broadcast(run=run, obj=(mine, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    first, _ = min((one for one in told if one[0]), key=lambda one: one[1])  # of the first rank that has batches of every loader
+    for rank, (theirs, idle) in enumerate(told):
+        compared = theirs if idle or not theirs else {**first, **theirs}
+        odd = sorted(name for name in compared if first.get(name) != theirs.get(name))
         if odd:
             raise TrainingError(f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. Fix: the same on all")
     for name, (path, _) in first.items():
@@ -136,7 +139,7 @@ def last_value(name: str, metric: Any) -> torch.Tensor:
     if value is None:
         raise TrainingError(
             f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. Fix: self.metric(preds, target) in place of "
-            "update(), or on_step=False"
+            "update(), or on_step=False, on_epoch=True"
         )
     if not isinstance(value, torch.Tensor):
         raise TrainingError(f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number")

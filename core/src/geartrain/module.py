@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
 
+class NotAttached(RuntimeError, AttributeError):
+    """``module.trainer`` of a module that no trainer runs or ran."""
+
+
 class Module(MadeWith, nn.Module):
     """A model with what is needed to train it: ``training_step`` and ``configure_optimizers`` at least.
 
@@ -37,6 +41,9 @@ class Module(MadeWith, nn.Module):
 
     _run: Run | None = None
     _trainer: Trainer | None = None
+    #: Properties that ``torch.jit`` is not to compile, and attributes that it is not to read.
+    __jit_unused_properties__ = ("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank", "hparams")
+    __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
     #: ``False``, on the class or set in ``__init__``: ``training_step`` does backward and steps itself. See docs/manual-optimisation.md.
     automatic_optimization = True
 
@@ -47,13 +54,22 @@ class Module(MadeWith, nn.Module):
         """The trainer that runs or last ran this module.
 
         Raises:
-            RuntimeError: none did.
+            NotAttached: none did; a ``RuntimeError`` and, for ``hasattr``, an ``AttributeError``.
         """
         if self._trainer is None:
-            raise RuntimeError(
+            raise NotAttached(
                 f"{type(self).__name__} is not attached to a Trainer. Fix: use self.trainer only inside fit, validate, test, predict"
             )
         return self._trainer
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """As nn.Module's, which would put its own words in place of those above; submodules are found faster."""
+            modules = self.__dict__.get("_modules")
+            if modules is not None and name in modules:
+                return modules[name]
+            return type(self).trainer.fget(self) if name == "trainer" else super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:
@@ -106,11 +122,12 @@ class Module(MadeWith, nn.Module):
             logger: hand it to the loggers.
             on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.
             on_epoch: log the reduced value at the end of the epoch; default: everywhere but in ``training_step``.
-            reduce_fx: ``"mean"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
+            reduce_fx: ``"mean"`` or ``"avg"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
                 ``sync_dist``, over ranks; or a function that makes one number of all values, a float64 tensor ``[n]``.
             sync_dist: reduce over ranks; otherwise each rank keeps its own.
             rank_zero_only: called on rank 0 only.
-            batch_size: the weight of a mean; default: the first dimension of the first tensor in the batch.
+            batch_size: the weight of a mean; default: what the batch says (``batch_size``, ``num_graphs``), else the first dimension of
+                its first tensor, or another place where the loader's batch size stands.
             add_dataloader_idx: append ``/dataloader_idx_N`` where there are several loaders.
 
         Raises:
@@ -308,11 +325,11 @@ class Module(MadeWith, nn.Module):
     def on_train_epoch_end(self) -> None:
         """After each epoch and its validation."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before each training batch."""
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before each training batch; return -1 to leave out the rest of the epoch (on one rank)."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch's backward; ``outputs`` is what ``training_step`` returned."""
+        """After each training batch's backward; ``outputs`` is what ``training_step`` returned, detached."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""
@@ -400,7 +417,7 @@ class Module(MadeWith, nn.Module):
 class DataModule(MadeWith):
     """Data apart from the model. A subclass defines the loaders it has: ``train_dataloader``, ``val_dataloader``,
     ``test_dataloader``, ``predict_dataloader``, each returning a DataLoader or any iterable of batches, or (but for training) a
-    list of DataLoaders."""
+    list or dict of DataLoaders."""
 
     trainer: Trainer | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,14 +36,40 @@ class Schedule:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
+    #: The newest epoch or step at which it was due.
+    count: int = 0
+    #: The step at which it became due, until there is a new value to judge; 0 otherwise.
+    due: int = 0
+    #: The epoch and the step of the value that it judged last: each value counts once.
+    judged: tuple[int, int] | None = None
+
+    def progress(self) -> tuple[int, int, tuple[int, int] | None]:
+        """What a checkpoint keeps beside the scheduler's own state."""
+        return self.count, self.due, self.judged
+
+    def set_progress(self, progress: Any) -> None:
+        self.count, self.due, self.judged = progress[0], progress[1], None if progress[2] is None else tuple(progress[2])
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """Read what ``configure_optimizers`` returned, in any of Lightning's forms.
 
     Raises:
-        UsageError: anything else.
+        UsageError: anything else; or a scheduler of an optimizer that was not returned, which would change nothing that is trained.
     """
+    optimizers, schedules = _read_forms(returned)
+    stepped = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    for schedule in schedules:
+        own = getattr(schedule.scheduler, "optimizer", None)
+        if isinstance(own, Optimizer) and stepped.isdisjoint(map(id, own.param_groups)):
+            raise UsageError(
+                f"configure_optimizers: the {type(schedule.scheduler).__name__} is of {type(own).__name__}, which was not returned: "
+                "its rates would change nothing. Fix: return that optimizer, or make the scheduler of one that is returned"
+            )
+    return optimizers, schedules
+
+
+def _read_forms(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):
@@ -153,19 +180,36 @@ def _wants_closure(optimizer: Optimizer) -> bool:
 
 
 def step_schedules(run: Run, interval: str, count: int) -> None:
-    """Step the schedulers of one interval; ``count`` steps or epochs are done.
+    """Step the schedulers of one interval; ``count`` steps or epochs are done. Those that judge a metric wait for :func:`step_plateaus`."""
+    for schedule in run.schedulers:
+        if schedule.interval != interval or count % schedule.frequency or schedule.count == count:  # of an epoch it is called twice
+            continue
+        schedule.count = count
+        if schedule.reduce_on_plateau:
+            schedule.due = max(run.step, 1) if interval == "epoch" else count
+        else:
+            schedule.scheduler.step()
+
+
+def step_plateaus(run: Run, ends: str = "") -> None:
+    """Step the schedulers that judge a metric and are due, if it has a new value. Every rank goes by rank 0's.
+
+    Args:
+        ends: ``"validation"`` or ``"epoch"``: what has given metrics just now. Otherwise only those that became due in this step are tried.
 
     Raises:
-        UsageError: the monitored metric of a strict ReduceLROnPlateau was never logged.
+        UsageError: the monitored metric of a strict one was never logged.
     """
     for schedule in run.schedulers:
-        if schedule.interval != interval or count % schedule.frequency:
+        if not schedule.due or (schedule.interval == "epoch" and ends != "epoch") or (not ends and schedule.due != run.step):
             continue
-        if not schedule.reduce_on_plateau:
-            schedule.scheduler.step()
-        elif schedule.monitor in run.metrics:
-            schedule.scheduler.step(run.metrics[schedule.monitor])
-        elif schedule.strict:
-            raise UsageError(
-                f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged. {nearest(str(schedule.monitor), run.metrics)}"
-            )
+        value, when, known = run.logs.newest(str(schedule.monitor))
+        if value is not None and when != schedule.judged:
+            schedule.scheduler.step(value)
+            schedule.judged = when
+            schedule.due = 0
+        elif value is None and ends == "epoch":
+            text = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged. {nearest(str(schedule.monitor), known)}"
+            if schedule.strict:
+                raise UsageError(text)
+            warnings.warn(f"{text} Training goes on without", stacklevel=2)

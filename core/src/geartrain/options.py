@@ -55,6 +55,12 @@ RENAMED = {
 }
 
 
+#: Strategies that were accelerators in Lightning 1.4 -> what to write.
+_WERE_ACCELERATORS = {name: f"strategy={name!r}" for name in ("dp", "ddp", "ddp2", "ddp_spawn", "horovod")} | {
+    "ddp_cpu": "strategy='ddp' with accelerator='cpu'"
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The loop's options, as :class:`geartrain.Trainer` documents them."""
@@ -136,16 +142,23 @@ def _check_limit(name: str, value: Any, least: int = 0) -> None:
         raise UsageError(f"{name}={value!r} must be a number of batches (at least {least}) or a fraction between 0.0 and 1.0.")
 
 
-def refuse_unknown(unknown: dict[str, Any], known: list[str]) -> None:
-    """Answer an argument that Trainer does not have with the one to use.
+def refuse_unknown(unknown: dict[str, Any], known: list[str], accelerator: Any = None) -> None:
+    """Answer each argument that Trainer does not have with the one to use.
+
+    Args:
+        accelerator: the one that is given with them.
 
     Raises:
-        UsageError: always, where there is one.
+        UsageError: there is one.
     """
-    for name in unknown:
-        if name in RENAMED:
-            raise UsageError(f"Trainer has no argument {name!r}. Write: {RENAMED[name]}")
-        raise UsageError(f"Trainer has no argument {name!r}. {nearest(name, known)}")
+    if not unknown:
+        return
+    answers = [
+        f"Trainer has no argument {name!r}. {f'Write: {RENAMED[name]}' if name in RENAMED else nearest(name, known)}" for name in unknown
+    ]
+    if isinstance(accelerator, str) and accelerator in _WERE_ACCELERATORS:
+        answers.append(f"accelerator={accelerator!r} is a strategy. Write: {_WERE_ACCELERATORS[accelerator]}")
+    raise UsageError("\n".join(answers))
 
 
 def refuse_unknown_of_fit(unknown: dict[str, Any]) -> None:

@@ -82,6 +82,8 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     """
     if isinstance(model, type):
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
+    if isinstance(model, Plain) and loss is not None:
+        model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
             raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {type(model).__name__} has its own")
@@ -89,6 +91,8 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
     name = type(model).__name__
     if loss is not None and not callable(loss):
         raise UsageError(f"loss={loss!r} is no function. Fix: loss(output, target), such as torch.nn.functional.cross_entropy")
+    if isinstance(loss, type):
+        raise UsageError(f"loss={loss.__name__} is a class. Fix: loss={loss.__name__}()")
     if command == "fit" and not (callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise UsageError(
             f"{name} is a plain nn.Module, and optimizer={optimizer!r} is neither an optimizer nor makes one. "

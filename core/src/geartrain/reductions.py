@@ -16,10 +16,14 @@ _FUNCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.min: "
 
 
 def key(reduce_fx: Any) -> str:
-    """What a reduction is called: its name, or for a function of the user's own where it was defined, which is the same on every rank and
-    for every lambda made in the same place."""
+    """Return what a reduction is called: its name, in any case, with ``"avg"`` for ``"mean"`` as in Lightning.
+
+    A function of the user's own is called by where it was defined, which is the same on every rank and for every lambda made in the same
+    place.
+    """
     if not callable(reduce_fx):
-        return str(reduce_fx)
+        name = str(reduce_fx).lower()
+        return "mean" if name == "avg" else name
     try:
         if reduce_fx in _FUNCTIONS:
             return _FUNCTIONS[reduce_fx]

@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
-from geartrain.errors import UsageError, nearest
+from geartrain._version import __version__
+from geartrain.errors import UsageError, describe, nearest
 from geartrain.hardware import ask
 from geartrain.parts import Choice, Part
 from geartrain.porting.names import SPELT
@@ -67,12 +68,17 @@ class Candidate:
     #: ``selected``, ``available``, ``unavailable``, ``failed`` or ``blocked``.
     state: str = "available"
     reason: str = ""
-    #: Labels of every distribution that claims this name, where there are several.
-    rivals: list[str] = field(default_factory=list)
+    #: True if another distribution claims this name, and this one does not win.
+    contested: bool = False
 
     @property
     def label(self) -> str:
         return f"{self.distribution}[{self.name}]"
+
+    @property
+    def is_ours(self) -> bool:
+        """True if core provides it, or the distribution of ours that the name belongs to: these win over others of the same name."""
+        return canonical(self.distribution) in ("geartrain", KNOWN.get((self.kind, self.name.lower())))
 
     def as_dict(self) -> dict[str, str]:
         return {key: getattr(self, key) for key in ("name", "kind", "state", "reason", "distribution", "version")}
@@ -82,7 +88,8 @@ class Registry:
     """What is installed.
 
     Args:
-        block: names that must not be chosen, beside those in the environment variable ``GEARTRAIN_BLOCK`` (comma-separated).
+        block: names that must not be chosen, or ``DISTRIBUTION[name]``, beside those in the environment variable ``GEARTRAIN_BLOCK``
+            (comma-separated).
 
     Raises:
         UsageError: ``block`` has a name that nothing installed has.
@@ -90,21 +97,33 @@ class Registry:
 
     def __init__(self, block: Iterable[str] = ()) -> None:
         self.candidates = _installed()
-        for candidate in self.candidates:
-            same = [c.label for c in self.candidates if (c.kind, c.name.lower()) == (candidate.kind, candidate.name.lower())]
-            if len(same) > 1:
-                candidate.rivals = same
-                candidate.state, candidate.reason = "failed", f"{' and '.join(same)} claim the same name; uninstall one"
         self._block(block, "--block")
         self._block((n.strip() for n in os.environ.get("GEARTRAIN_BLOCK", "").split(",")), "GEARTRAIN_BLOCK")
+        self._settle_names()
 
     def _block(self, names: Iterable[str], by: str) -> None:
         for name in filter(None, names):
-            hit = [c for c in self.candidates if c.name.lower() == name.lower()]
+            hit = [c for c in self.candidates if name.lower() in (c.name.lower(), c.label.lower())]
             if not hit and by == "--block":
-                raise UsageError(f"{by} {name}: nothing installed has that name. {nearest(name, (c.name for c in self.candidates))}")
+                known = [known for c in self.candidates for known in (c.name, c.label)]
+                raise UsageError(f"{by} {name}: nothing installed has that name. {nearest(name, known)}")
             for candidate in hit:
                 candidate.state, candidate.reason = "blocked", f"by {by}"
+
+    def _settle_names(self) -> None:
+        """Of several distributions with one name let ours win, or none: a chosen name must not depend on what else is installed."""
+        claims: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate in self.candidates:
+            if candidate.state != "blocked":
+                claims.setdefault((candidate.kind, candidate.name.lower()), []).append(candidate)
+        for same in claims.values():
+            ours = next((c for c in same if c.is_ours), None)
+            for candidate in same if len(same) > 1 else ():
+                if candidate is not ours:
+                    what = f"the name is {ours.label}'s" if ours else f"{' and '.join(c.label for c in same)} claim the same name"
+                    fix = f"uninstall {candidate.distribution}" if ours else "uninstall one"
+                    candidate.contested, candidate.state = True, "failed"
+                    candidate.reason = f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
 
     def of(self, kind: str) -> list[Candidate]:
         return [c for c in self.candidates if c.kind == kind]
@@ -120,11 +139,14 @@ class Registry:
         hits = [c for c in self.of(kind) if c.name.lower() == name.lower()]
         if not hits:
             raise UsageError(self._missing(kind, name))
-        if hits[0].state == "blocked":
+        left = [c for c in hits if c.state != "blocked"]
+        if not left:
             raise UsageError(f"{hits[0].label} is blocked {hits[0].reason}. Fix: lift the block, or choose another {kind}.")
-        if hits[0].rivals:
-            raise UsageError(f"{kind} {name!r}: {hits[0].reason}.")
-        return hits[0]
+        found = next((c for c in left if not c.contested), left[0])
+        if found.contested:
+            what, _, fix = found.reason.partition("; ")
+            raise UsageError(f"{kind} {name!r}: {what}. Fix: {fix}")
+        return found
 
     def _missing(self, kind: str, name: str) -> str:
         installed = [c.name for c in self.of(kind)]
@@ -151,15 +173,22 @@ class Registry:
         """Import a candidate's class.
 
         Raises:
-            UsageError: the import failed, or gave something else than a class; the cause is attached.
+            UsageError: it needs another geartrain; the import failed, or gave something else than a class; the cause is attached.
         """
+        if needed := _other_core(candidate):
+            candidate.state, candidate.reason = "failed", f"it requires {needed}, and geartrain {__version__} is installed"
+            raise UsageError(
+                f"{candidate.label}: {candidate.reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"
+            )
         try:
             loaded = candidate.entry_point.load()
         except BaseException as error:  # a plugin may fail in any way, sys.exit included; whoever chose it must read why
             if isinstance(error, KeyboardInterrupt):
                 raise
             candidate.state, candidate.reason = "failed", f"{type(error).__name__}: {error}"
-            hint = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else "reinstall or --block it"
+            # Never "pip install MODULE": a distribution of that name may be a stranger's.
+            hint = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
+            hint = "pip install torch" if getattr(error, "name", None) == "torch" else hint
             raise UsageError(f"{candidate.label} could not be imported: {candidate.reason}. Fix: {hint}") from error
         if not inspect.isclass(loaded):
             candidate.state, candidate.reason = "failed", f"its entry point gives {loaded!r}, not a class"
@@ -192,7 +221,11 @@ class Registry:
         """Find, import and make one plugin with its options."""
         candidate = self.find(kind, name)
         cls = self.load(candidate)
-        plugin = make(cls, candidate.label, options or {})
+        try:
+            plugin = make(cls, candidate.label, options or {})
+        except Exception as error:
+            candidate.state, candidate.reason = "failed", f"its __init__ raised {type(error).__name__}: {error}"
+            raise
         candidate.state, candidate.reason = "selected", reason
         choice = Choice(candidate.name, kind, candidate.distribution, candidate.version, reason)
         return Part(choice, plugin, dict(options or {}), source=candidate.name)
@@ -216,6 +249,26 @@ def _installed() -> list[Candidate]:
     if _scanned is None or _scanned[0] != state:
         _scanned = (state, _scan())
     return [Candidate(*found) for found in _scanned[1]]
+
+
+def canonical(distribution: str) -> str:
+    """A distribution's name in pip's spelling."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _other_core(candidate: Candidate) -> str | None:
+    """Return what a candidate's distribution requires of geartrain, if it is another version than this."""
+    from packaging.requirements import InvalidRequirement, Requirement  # not above: what lists plugins need not pay for it
+
+    for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
+        try:
+            needed = Requirement(line)
+        except InvalidRequirement:
+            continue  # geartrain doctor says so
+        asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if canonical(needed.name) == "geartrain" and asked and not needed.specifier.contains(__version__, prereleases=True):
+            return f"geartrain{needed.specifier}"
+    return None
 
 
 def _changed_at(path: str) -> int | None:
@@ -264,7 +317,14 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
     try:
         return cls(**options)
     except UsageError as error:
-        raise error if str(error).startswith(label) else UsageError(f"{label}: {error}") from error
+        if str(error).startswith(label):
+            raise  # not from itself: whoever follows its causes would come to no end
+        raise UsageError(f"{label}: {error}") from error
+    except SystemExit as error:
+        raise UsageError(f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there") from error
+    except Exception as error:
+        error.add_note(f"raised while {label} was created")
+        raise
 
 
 # --- one-file plugins ----------------------------------------------------------------------------------------------------
@@ -298,9 +358,7 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
-        where = f"{path}:{lines[-1]}" if lines else str(path)
-        raise UsageError(f"{path} could not be imported: {type(error).__name__}: {error} ({where})") from error
+        raise UsageError(f"{path} could not be imported: {describe(error)}") from error
     return module
 
 
@@ -319,7 +377,7 @@ def file_plugin(spec: str) -> tuple[str, Any]:
         The name by which its options are given (the file's stem, or the class), and the class or module.
     """
     file, _, wanted = spec.partition(":")
-    module = load_file(Path(file))
+    module = load_file(Path(file).expanduser())
     classes = {
         name: cls
         for name, cls in vars(module).items()

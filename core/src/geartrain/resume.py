@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 
 #: What is there in every file.
 _KEYS = ("step", "epoch", "batch_idx", "validated", "batches_seen", "optimizers", "schedulers", "parts", "seeds", "ranks")
+
+#: What schedulers change in an optimizer's groups.
+_SCHEDULED = frozenset(("lr", "momentum", "betas"))
+
+#: What a group holds beside its settings; QAdam counts its steps there.
+_NO_SETTINGS = frozenset(("params", "step"))
+
+#: The types of settings that can be compared.
+_COMPARED = {bool, int, float, str, tuple, list, Counter}
 
 
 @dataclass(slots=True)
@@ -122,12 +133,14 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     Raises:
         TrainingError: a state does not fit.
     """
+    others = _other_settings(run, fit)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
         _refuse_other_parameters(optimizer, saved.get("parameters"), parameter_names(run, optimizer), path)
         with _telling(path, type(optimizer).__name__):
             load_optimizer(optimizer, saved["state"])
     anew = []
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
+        schedule.set_progress(saved.get("progress", (0, 0, None)))
         if saved["state"] is None:
             anew.append(type(schedule.scheduler).__name__)
             continue
@@ -138,10 +151,11 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
             set_order_seeds(loader, seed)
     run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
     mine = _of_this_rank(run, fit)
-    run.metrics.update(mine.get("metrics", {}))
+    run.reported.update(mine.get("metrics", {}))
     reported = mine.get("reported", {})
     run.logs.logged.update(reported.get("logged", {}))
     run.logs.prog_bar.update(reported.get("prog_bar", {}))
+    run.logs.when.update(reported.get("when", {}))
     batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
     run.resumed = Resumed(
         path if run.commit is None else None,
@@ -153,7 +167,37 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
         mine.get("metric_objects", {}),
     )
     _load_parts(run, fit, mine.get("parts", {}), anew, path)
+    if others:
+        warnings.warn(
+            f"{path} has {', '.join(others)}: the checkpoint's settings stand. Fix if unmeant: start from its weights with checkpoint= "
+            "(on the command line --checkpoint)",
+            stacklevel=2,
+        )
     _warn_of_replay(run, batch_idx)
+
+
+def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
+    """The settings of optimizers and schedulers that differ between a checkpoint and ``configure_optimizers``.
+
+    In a world of another size rates may follow the number of ranks, so nothing is compared.
+    """
+    if run.world.rank or run.commit is not None or len(fit["ranks"]) != run.world.size:
+        return []
+    pairs: list[tuple[str, Any, Any]] = []
+    moves = _SCHEDULED if run.schedulers else frozenset()
+    for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
+        for theirs, ours in zip(saved["state"].get("param_groups", ()), optimizer.param_groups, strict=False):
+            pairs += [
+                (f"{type(optimizer).__name__}'s {name.removeprefix('initial_')}", theirs[name], ours[name])
+                for name in theirs
+                if name in ours and name not in _NO_SETTINGS and name not in moves
+            ]
+    for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
+        kind, theirs, ours = type(schedule.scheduler), saved["state"] or {}, vars(schedule.scheduler)
+        made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
+        pairs += [(f"{kind.__name__}'s {name}", theirs[name], ours[name]) for name in sorted(made_with & theirs.keys() & ours.keys())]
+    # Several groups may differ alike.
+    return list(dict.fromkeys(f"{what} {a} and not {b}" for what, a, b in pairs if {type(a), type(b)} <= _COMPARED and a != b))
 
 
 def _refuse_other_parameters(optimizer: Optimizer, saved: list[str] | None, now: list[str], path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from geartrain.data import length
 from geartrain.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -21,13 +22,7 @@ _OUT = object()
 
 def is_sure(loader: Any) -> bool:
     """Whether a loader's length is what it will give: an IterableDataset's is an estimate, if it has one."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return False
-    try:
-        len(loader)
-    except TypeError:
-        return False
-    return True
+    return not isinstance(getattr(loader, "dataset", None), IterableDataset) and length(loader) is not None
 
 
 def while_all_have(run: Run, batches: Iterable[Any]) -> Iterator[Any]:

@@ -69,6 +69,8 @@ class Run:
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
+    #: What plugins want called between ``prepare_data`` and ``setup`` of data module and module.
+    before_setup: list[Callable[[], None]] = field(default_factory=list)
     #: Optimizer steps done; in manual optimisation, batches.
     step: int = 0
     #: Epochs done; while one runs, its number from 0.
@@ -89,8 +91,8 @@ class Run:
     closure: bool = False
     #: Manual optimisation, from ``on_run_start`` of a ``fit`` on; ``None`` where optimisation is automatic.
     manual: Manual | None = None
-    #: The newest value of every logged metric.
-    metrics: dict[str, float] = field(default_factory=dict)
+    #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
+    reported: dict[str, float] = field(default_factory=dict)
     logs: Logs = field(init=False)
     #: The module's own hooks that are overridden, each a bound method or ``None``.
     on: ModuleHooks = field(init=False)
@@ -145,6 +147,17 @@ class Run:
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
         self.place = place
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of every logged metric on this rank; what was logged since the last flush is read now.
+
+        The CPU waits for the GPU here, but no rank waits for another. So a metric with ``sync_dist`` that no flush has reduced yet is this
+        rank's own: ``run.logs.refresh(name)``, called on every rank, reduces it.
+        """
+        if hasattr(self, "logs"):  # before set-up nothing can be logged
+            self.logs.read()
+        return self.reported
 
     @property
     def automatic(self) -> bool:

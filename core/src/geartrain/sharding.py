@@ -155,16 +155,6 @@ def batches_in_turn(loader: Any) -> Shard | None:
     return dealer if isinstance(dealer, Shard) and not dealer.even else None
 
 
-def end_workers(loader: Any) -> None:
-    """End the persistent workers of a sharded loader, which is iterated in one run only.
-
-    Left to the garbage collector, each of them costs 5 s: it finalizes the worker's queue first, and torch waits for an answer.
-    """
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None and any(isinstance(sampler, Shard) for sampler in _samplers(loader)):
-        iterator._shutdown_workers()
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader's samplers which epoch begins."""
     for sampler in _samplers(loader):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from geartrain.errors import UsageError, nearest
+from geartrain.errors import TrainingError, UsageError
 from geartrain.module import DataModule, Module, overridden
+from geartrain.names import DATA, MODULE, on_methods, refuse_misspelt
 
 if TYPE_CHECKING:
     from geartrain.options import Options
@@ -89,8 +90,8 @@ class Step(nn.Module):
         super().__init__()
         self.module = module
         # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
-        self._arity = {name: _arity(module, name) for name in STEPS if hasattr(module, name)}
-        self._ends = {name for name in self._arity if hasattr(module, f"{name}_end")}
+        self._arity = {name: _arity(module, name) for name in STEPS if callable(getattr(module, name, None))}
+        self._ends = {name for name in self._arity if callable(getattr(module, f"{name}_end", None))}
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """What calling each step method comes to, decided once.
@@ -163,16 +164,103 @@ def check_module(module: Any, command: str) -> None:
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
         raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
+    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - _NOT_CALLED.keys(), ["automatic_optimization"], Module)
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
     if not callable(getattr(module, step, None)):
-        guess = nearest(step, [name for name in dir(cls) if not hasattr(Module, name)])
-        raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. {guess if guess.startswith('Did') else ''}".rstrip())
+        raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
     if command == "fit" and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers:
         raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
+    for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
+        _check_method(module, cls, name)
+    refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
     for method, instead in _NOT_CALLED.items():
         # What Module has itself is for manual optimisation: there a subclass may change what it calls.
         if hasattr(cls, method) and not (hasattr(Module, method) and (not module.automatic_optimization or not overridden(module, method))):
             raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
+
+
+#: Arguments that Lightning gives a step, or gave it once -> what to do instead.
+_NOT_GIVEN = {
+    "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in training_step, see docs/manual-optimisation.md",
+    "hiddens": "splitting the sequence in training_step",
+    "dataloader_iter": "a batch: def {name}(self, batch, batch_idx)",
+}
+
+
+def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
+    """Refuse a method that the loop could not call.
+
+    Raises:
+        UsageError: it is no method, or needs other arguments than it gets.
+    """
+    method = getattr(module, name, None)
+    if not callable(method):
+        if method is not None or name not in STEPS:
+            raise UsageError(f"{cls.__name__}.{name} is {method!r} and no method. Fix: define it, or leave it out")
+        return
+    is_step = name in STEPS
+    if not is_step and (not name.startswith(("on_", "transfer_")) or not overridden(module, name)):
+        return
+    if is_step:
+        given, fewest = ["batch", "batch_idx", "dataloader_idx"][: 2 if name == "training_step" else 3], 0
+    else:
+        own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
+        given, fewest = [p.name for p in own], sum(p.default is p.empty for p in own)
+    parameters = _parameters(module, method)
+    for argument, instead in _NOT_GIVEN.items():
+        if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
+            raise UsageError(f"{cls.__name__}.{name} takes {argument!r}, which it is not given. Fix: {instead.format(name=name)}")
+    if not any(_binds(parameters, count) for count in range(fewest, len(given) + 1)):
+        raise UsageError(
+            f"{cls.__name__}.{name} takes ({', '.join(map(str, parameters))}) and is called with ({', '.join(given)}). "
+            f"Fix: def {name}(self{''.join(f', {argument}' for argument in given)})"
+        )
+
+
+def check_loader_count(module: Module, stage: str, count: int) -> None:
+    """Refuse methods that need, or cannot take, the number of the loader.
+
+    Raises:
+        TrainingError: one that needs it, and there is one loader; one that cannot take it, and there are several.
+    """
+    prefix = "validation" if stage == "validate" else stage
+    for name, arguments in ((f"{prefix}_step", 2), (f"on_{prefix}_batch_start", 2), (f"on_{prefix}_batch_end", 3)):
+        method = getattr(module, name, None)
+        if method is None:
+            continue
+        parameters, given = _parameters(module, method), arguments + (count > 1)
+        if not any(_binds(parameters, n) for n in range(0 if name.endswith("_step") else given, given + 1)):
+            fix = "dataloader_idx=0 as its last argument"
+            what = "dataloader_idx, and there is one loader" if count == 1 else f"no dataloader_idx, and there are {count} loaders"
+            raise TrainingError(f"{type(module).__name__}.{name} takes {what} to {stage}. Fix: {fix}")
+
+
+def _parameters(module: Module | type[Module], method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """A method's parameters without ``self``, which that of a class still has."""
+    parameters = list(inspect.signature(method).parameters.values())
+    return parameters[1:] if isinstance(module, type) and inspect.isfunction(method) else parameters
+
+
+def _binds(parameters: list[inspect.Parameter], count: int) -> bool:
+    try:
+        inspect.Signature(parameters).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def refuse_unrun(cls: type, names: Iterable[str]) -> None:
+    """Refuse methods whose call runs nothing: Python only makes a generator or a coroutine of it.
+
+    Raises:
+        UsageError: one of ``names`` yields or is ``async def``.
+    """
+    for name in names:
+        function = getattr(cls, name, None)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise UsageError(f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'")
+        if inspect.isgeneratorfunction(function):
+            raise UsageError(f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'")
 
 
 def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
@@ -201,6 +289,11 @@ def check_data(data: Any) -> None:
     """
     if not isinstance(data, DataModule):
         raise UsageError(f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+    refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
+    for name in ("prepare_data", "setup", "teardown"):
+        if not callable(getattr(data, name)):
+            raise UsageError(f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out")
+    refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
     for method, instead in _NOT_CALLED_OF_DATA.items():
         if hasattr(type(data), method):
             raise UsageError(f"{type(data).__name__}.{method} would never be called. Use instead: {instead}")

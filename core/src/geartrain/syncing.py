@@ -94,10 +94,10 @@ def _apply_functions(run: Run, names: list[str], shares: Mapping[str, Share]) ->
 
 
 def _agree(run: Run, keys: dict[str, Spec]) -> dict[str, Spec]:
-    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own for
-    those that it lacks (it logs what ``on_validation_epoch_end`` logs, and nothing else); any other difference is an error."""
-    told = [run.hooks.broadcast(run=run, obj=(keys, _is_idle(run)), src=rank) for rank in range(run.world.size)]
-    by_rank, idle = [theirs for theirs, _ in told], [is_idle for _, is_idle in told]
+    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own of a loader
+    for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
+    told = [run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    by_rank, idle = [theirs for theirs, _ in told], [lacks for _, lacks in told]
     first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
     for rank, theirs in enumerate(by_rank):
         mine, others = {*theirs.items()}, {*by_rank[first].items()}
@@ -110,8 +110,8 @@ def _agree(run: Run, keys: dict[str, Spec]) -> dict[str, Spec]:
     return dict(by_rank[first])
 
 
-def _is_idle(run: Run) -> bool:
-    """Whether this rank evaluates without a batch of its own."""
+def is_idle(run: Run) -> bool:
+    """True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
     stage = "validate" if run.stage == "sanity_check" else run.stage
     batches = run.batches.get(stage, [])
-    return stage != "train" and bool(batches) and all(count == 0 for count in batches)
+    return stage != "train" and any(count == 0 for count in batches)

@@ -15,11 +15,12 @@ from torch import nn
 
 from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
 from geartrain.checkpoint import Start, find, model_checkpoints
-from geartrain.data import DataSource, loader_batch_size
-from geartrain.errors import UsageError
+from geartrain.data import DataSource, loader_batch_size, read_loaders
+from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
+from geartrain.names import warn_of_others
 from geartrain.options import Options, refuse_unknown, refuse_unknown_of_fit
 from geartrain.placed import Placed
 from geartrain.plain import as_module
@@ -50,7 +51,7 @@ class Trainer(Placed):
             ``"bf16"``, of which the last two are mixed.
         plugins: names of installed plugins, files (``"my_hooks.py"``), classes or objects with hookimpls.
         callbacks: objects of subclasses of ``geartrain.callbacks.Callback``, and plugins' objects, in the order to call them.
-        block: names of plugins that must not be chosen.
+        block: names of plugins, or ``DISTRIBUTION[name]``, that must not be chosen.
         output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
         max_epochs: epochs to train; -1 for no end; default 1000, or no end where ``max_steps`` is given.
         max_steps: optimizer steps to train; -1 for no end.
@@ -120,7 +121,7 @@ class Trainer(Placed):
         assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, [name for name in inspect.signature(Trainer).parameters if name != "unknown"])
+        refuse_unknown(unknown, [name for name in inspect.signature(Trainer).parameters if name != "unknown"], accelerator)
         if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
             raise UsageError(f"fast_dev_run={fast_dev_run!r} must be True, False or a number of batches.")
         tries = int(fast_dev_run)
@@ -186,7 +187,7 @@ class Trainer(Placed):
         Args:
             model: a :class:`geartrain.Module`, or any ``nn.Module`` with ``loss`` and ``optimizer``.
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
-            val_dataloaders: the same, or a list of DataLoaders.
+            val_dataloaders: the same, or a list or dict of DataLoaders, which are numbered in their order.
             datamodule: where loaders come from that are not given.
             ckpt_path: the checkpoint to go on from as if ``fit`` had not stopped: a file, ``"best"`` or ``"last"`` as for :meth:`validate`,
                 or ``"auto"``: the last one, and from the beginning where there is none. Epochs and steps count from the beginning.
@@ -276,6 +277,16 @@ class Trainer(Placed):
             UsageError: a module or a plan that cannot work.
         """
         check_module(model, command)
+        if self.is_global_zero:
+            warn_of_others(
+                model,
+                (model if isinstance(model, type) else type(model)).__name__,
+                "a hook of geartrain's, or rename it",
+                Module,
+                modules=False,
+            )
+            if datamodule is not None:
+                warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
         if len(self.hooks.parts) > len(self._parts):  # of the command and the module before
             self.hooks = Hooks(self._parts)
@@ -307,6 +318,8 @@ class Trainer(Placed):
                 if datamodule is not None:
                     raise UsageError("two DataModules are given. Fix: give one")
                 given[stage], datamodule = None, loaders
+            elif loaders is not None:
+                read_loaders(loaders, stage)  # refused before anything starts
         if datamodule is not None:
             check_data(datamodule)
         if self._assume:
@@ -338,7 +351,18 @@ class Trainer(Placed):
             epoch=epochs,
         )
         source = DataSource(given, datamodule)
-        return hooks.launch(run=run, worker=partial(work, run, source, start))
+        result = hooks.launch(run=run, worker=partial(work, run, source, start))
+        owner = hooks.owner("launch")
+        if not hasattr(run, "logs"):  # set by the worker, and by take_back if rank 0 is another process
+            raise TrainingError(
+                f"launch of {owner.label if owner else 'geartrain'} returned, and {command} has not run in this process. "
+                "Fix: call worker(local_rank), or take_back the outcome of rank 0 (docs/write-a-strategy.md)"
+            )
+        if result is None and command in ("validate", "test"):
+            raise TrainingError(
+                f"launch of {owner.label if owner else 'geartrain'} returned None. Fix: return what worker(local_rank) returned in rank 0"
+            )
+        return result
 
     def _as_before(self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any) -> tuple[Any, Any, Any]:
         """The last run's model; its data where none is given; and the best weights where no others are asked for, as in Lightning."""
@@ -406,14 +430,14 @@ class Trainer(Placed):
         return self._run.epoch if self._run else 0
 
     @property
-    def callback_metrics(self) -> dict[str, float]:
-        """The newest value of every logged metric."""
-        return self._run.metrics if self._run else {}
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The newest value of every logged metric, a 0-d tensor on the CPU: what was logged since the last flush is read now."""
+        return _as_tensors(self._run.metrics if self._run else {})
 
     @property
-    def logged_metrics(self) -> dict[str, float]:
-        """The newest value of every metric that loggers were given."""
-        return self._run.logs.logged if self._run else {}
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The newest value of every metric that loggers were given, a 0-d tensor on the CPU."""
+        return _as_tensors(self._run.logs.logged if self._run else {})
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -452,3 +476,8 @@ class Trainer(Placed):
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.run.should_stop = value
+
+
+def _as_tensors(metrics: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """Metrics as Lightning gives them; of float64, so that ``.item()`` is the number that was logged."""
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from geartrain import loop
 from geartrain.assembly import is_manual
 from geartrain.checkpoint import Start, load
-from geartrain.data import DataSource, count_batches, describe, length
+from geartrain.data import DataSource, count_batches, describe, end_workers, length, loader_batch_size
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
 from geartrain.hooks import fire
@@ -27,10 +28,10 @@ from geartrain.porting.names import MEMBERS, member
 from geartrain.process import leave, report
 from geartrain.process.forks import share_temporary_folder
 from geartrain.rounds import is_sure
-from geartrain.run import Run
+from geartrain.run import Run, World
 from geartrain.seeding import determinism, seed_everything
-from geartrain.sharding import batches_in_turn, end_workers, is_spare
-from geartrain.step import ModuleHooks, Step
+from geartrain.sharding import batches_in_turn, is_spare
+from geartrain.step import ModuleHooks, Step, check_loader_count
 
 #: command -> the stages whose loaders it needs.
 _STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
@@ -81,12 +82,18 @@ def join_others(run: Run) -> None:
     Raises:
         TrainingError: the world is not the one that was planned.
     """
-    run.world = run.hooks.setup_process_group(run=run)
+    world = run.hooks.setup_process_group(run=run)
+    owner = run.hooks.owner("setup_process_group")
+    whose = owner.label if owner else "geartrain"
+    if not isinstance(world, World):
+        raise TrainingError(
+            f"{whose}: setup_process_group returned {world!r}. Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
+        )
+    run.world = world
     planned = run.plan.processes
     if planned is not None and run.world.size != planned:
-        owner = run.hooks.owner("setup_process_group")
         raise TrainingError(
-            f"the plan has {planned} processes, but setup_process_group of {owner.label if owner else 'geartrain'} made a world of "
+            f"the plan has {planned} processes, but setup_process_group of {whose} made a world of "
             f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or devices=1"
         )
 
@@ -99,6 +106,8 @@ def _attach(run: Run, source: DataSource) -> None:
         if run.world.local_rank == 0:
             owner.prepare_data()
     run.hooks.barrier(run=run)
+    for set_up in run.before_setup:
+        set_up()
     for owner in owners:
         owner.setup(run.command)
 
@@ -138,7 +147,7 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
     for stage in _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
-        if stage == "validate" and run.command == "fit" and loaders and not hasattr(run.module, "validation_step"):
+        if stage == "validate" and run.command == "fit" and loaders and not callable(getattr(run.module, "validation_step", None)):
             warnings.warn(f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used", stacklevel=2)
             loaders = []
         if limit == 0 and stage == _STAGES[run.command][0]:
@@ -147,10 +156,15 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
             raise TrainingError(
                 f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
             )
+        if loaders and stage != "train":
+            check_loader_count(run.module, stage, len(loaders))
         run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
         share_temporary_folder(run.loaders[stage])
         run.batches[stage] = [_count(loader, limit, stage) for loader in run.loaders[stage]]
         _agree_on_rounds(run, stage)
+    size = loader_batch_size(run.loaders["train"][0]) if run.command == "fit" else None
+    if size is not None:  # the plan had what the user's loader or data module said before it started
+        run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
 
 def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
@@ -226,9 +240,9 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
+    for loader in chain.from_iterable(run.loaders.values()):
+        _guard(failures, partial(end_workers, loader))
     if run.world.size > 1:
-        for loader in chain.from_iterable(run.loaders.values()):
-            _guard(failures, partial(end_workers, loader))
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
         # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
         run.model, run.calls = None, {}

@@ -70,7 +70,7 @@ if __name__ == "__main__":
         replace_sampler_ddp=True,  # the default
     )
     trainer.fit(model, datamodule=data)
-    loss = trainer.callback_metrics["train_loss"]
+    loss = trainer.callback_metrics["train_loss"].item()
     results = trainer.test(model, datamodule=data, verbose=False)  # the same module and data
-    print("learns", results[0]["test_loss"] < loss)
+    print("learns", bool(results[0]["test_loss"] < loss))
     print("epochs", counter.epochs, os.path.basename(sys.argv[0]))

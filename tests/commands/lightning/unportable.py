@@ -28,6 +28,8 @@ class Data(pl.LightningDataModule):
 class Says(pl.Callback):
     def on_epoch_end(self, trainer, pl_module):
         print(trainer.log_dir)
+        print(pl_module.trainer.fit_loop.epoch_loop.batch_idx)
+        pl_module.logger.log_metrics({})
 
 
 trainer = Trainer(

@@ -106,6 +106,50 @@ def test_arguments_are_lightnings():
     assert seen["optimizer"] is one.run.optimizers[0]
 
 
+def test_setup_comes_between_prepare_data_and_setup_as_in_lightning():
+    notes = []
+
+    class Data(gt.DataModule):
+        def prepare_data(self):
+            notes.append("data.prepare_data")
+
+        def setup(self, stage):
+            notes.append("data.setup")
+
+        def train_dataloader(self):
+            return loader()
+
+    class Prepares(Net):
+        def prepare_data(self):
+            notes.append("prepare_data")
+
+        def setup(self, stage):
+            notes.append("setup")
+
+    class Looks(Callback):
+        def setup(self, trainer, pl_module, stage):
+            notes.append("callback.setup")
+            assert pl_module.trainer is trainer
+            self.data = trainer.datamodule
+
+    data, looks = Data(), Looks()
+    trainer(callbacks=[looks]).fit(Prepares(), data)
+    assert notes == ["data.prepare_data", "prepare_data", "callback.setup", "data.setup", "setup"]
+    assert looks.data is data
+
+
+def test_what_was_not_set_up_is_not_torn_down():
+    notes = []
+
+    class Fails(Net):
+        def prepare_data(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails(), callbacks=[noting(notes)])
+    assert notes == ["on_exception"]
+
+
 def test_several_loaders():
     seen = []
 

@@ -4,6 +4,7 @@ import pytest
 
 from geartrain import TrainingError, UsageError
 from geartrain.callbacks import EarlyStopping
+from geartrain.errors import nearest
 
 from ..models import Logging, fit, loader
 
@@ -84,11 +85,27 @@ def test_the_sanity_check_is_no_check(every):
     assert callback.best_score == 5
 
 
-@pytest.mark.parametrize(("flush", "steps"), [(1, 8), (50, 12)])
-def test_validation_within_an_epoch_ends_it_at_the_next_flush(flush, steps):
+@pytest.mark.parametrize("flush", [1, 50])
+def test_validation_within_an_epoch_ends_it_at_once(flush):
     """Checks after steps 2, 4, 6 and 8; the last is the third without improvement."""
     _, trainer = run_on([5], every=2, log_every_n_steps=flush)
-    assert trainer.global_step == steps
+    assert trainer.global_step == 8
+
+
+@pytest.mark.parametrize("flush", [1, 50])
+def test_a_training_metric_is_that_of_the_step_before_the_validation(flush):
+    def train(module, batch, batch_idx):
+        module.log("loss", [9.0, 5.0, 0.0, 6.0, 0.0, 7.0][batch_idx])
+
+    stopping = EarlyStopping("loss", patience=2)
+    ended = fit(Logging(train, validate=lambda *_: None), val=loader(4), plugins=[stopping], val_check_interval=2, log_every_n_steps=flush)
+    assert (stopping.best_score, ended.global_step) == (5.0, 6)
+
+
+def test_an_epoch_that_does_not_log_the_metric_is_no_check():
+    with pytest.warns(UserWarning, match="monitors 'metric', which was not logged"):  # in the first epoch
+        _, trainer = run_on([5], check_val_every_n_epoch=2, check_on_train_epoch_end=True, strict=False, patience=2)
+    assert trainer.current_epoch == 6
 
 
 def test_only_epochs_with_validation_are_checked():
@@ -107,6 +124,11 @@ def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest():
     with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
         run_on([5], monitor="metrik")
     assert "geartrain[early_stopping]" in str(raised.value)
+
+
+def test_a_metric_of_several_loaders_is_named_by_the_first():
+    hint = nearest("val_loss", ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
+    assert hint == "Did you mean 'val_loss/dataloader_idx_0'?"
 
 
 def test_not_strict_it_warns_once_and_goes_on():

@@ -125,6 +125,12 @@ def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
     assert [metrics["lr-SGD"] for _, metrics in logged(make)] == [pytest.approx(0.1 * 0.5**step) for step in range(6)]
 
 
+@pytest.mark.parametrize("interval", [None, "step", "epoch"])
+def test_two_groups_of_one_name_are_refused_before_training(interval):
+    with pytest.raises(UsageError, match=r"geartrain\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each a name"):
+        logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}), interval)
+
+
 def test_a_wrong_interval():
     with pytest.raises(UsageError, match="'step', 'epoch' or None"):
         LearningRateMonitor("batch")

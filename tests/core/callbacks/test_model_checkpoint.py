@@ -165,19 +165,59 @@ def test_by_steps(tmp_path):
     def logs(module, batch, batch_idx):
         module.log("loss", float(-module.global_step))
 
-    callback = run_on(tmp_path, [1, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1)
-    assert steps_of(tmp_path) == {"step=8.ckpt": 8}
+    # Step 8 has no value of its own; the next is that of the validation after step 12.
+    callback = run_on(tmp_path, [2, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1)
+    assert steps_of(tmp_path) == {"step=12.ckpt": 12}
     assert callback.best_model_score == 1
-    # A training metric is the last flush's, which comes after the step: at step 4 that of step 2.
     by_flush = run_on(tmp_path / "loss", [1], train=logs, monitor="loss", every_n_train_steps=4, log_every_n_steps=2)
-    assert by_flush.best_model_score == -1.0
+    assert by_flush.best_model_score == -3.0
+
+
+@pytest.mark.parametrize("name", ["loss", "loss_step"])
+@pytest.mark.parametrize("flush", [1, 4, 50])
+def test_by_steps_a_files_score_is_that_of_its_step(tmp_path, name, flush):
+    losses = [5.0, 3.0, 4.0, 1.0, 2.0, 6.0]
+
+    def logs(module, batch, batch_idx):
+        module.log("loss", losses[batch_idx], on_step=True, on_epoch=name == "loss_step")
+
+    options = {"train": logs, "monitor": name, "every_n_train_steps": 1, "log_every_n_steps": flush}
+    callback = run_on(tmp_path / "all", [1], save_top_k=-1, **options)
+    assert callback.best_k_models == {str(tmp_path / "all" / f"step={i}.ckpt"): loss for i, loss in enumerate(losses, start=1)}
+    best = run_on(tmp_path / "best", [1], filename="{step}-{loss:.0f}", **options)
+    assert steps_of(tmp_path / "best") == {"step=4-loss=1.ckpt": 4}
+    assert best.best_model_score == 1.0
+
+
+def test_by_steps_a_validations_score_belongs_to_the_weights_that_were_validated(tmp_path):
+    """Looks at every step; validations after steps 2, 4 and 6."""
+    callback = run_on(tmp_path, [5, 3, 4], every=2, max_epochs=1, every_n_train_steps=1, save_top_k=-1)
+    assert callback.best_k_models == {str(tmp_path / f"step={step}.ckpt"): score for step, score in ((2, 5), (4, 3), (6, 4))}
+
+
+def test_by_steps_a_metric_that_is_seldom_logged_keeps_nothing_of_other_steps_and_says_so(tmp_path):
+    def logs(module, batch, batch_idx):
+        if batch_idx % 3 == 0:  # in steps 1, 4, 7 and so on
+            module.log("loss", 1.0)
+
+    with pytest.warns(
+        UserWarning, match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. Fix: log it in each"
+    ):
+        callback = run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=3)
+    assert callback.best_model_path == ""
+    assert run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=2).best_model_path == str(tmp_path / "step=4.ckpt")
+
+
+def test_an_epoch_without_a_value_of_its_own_is_not_judged(tmp_path):
+    callback = run_on(tmp_path, [5, 4], check_val_every_n_epoch=2, max_epochs=4, save_on_train_epoch_end=True, save_top_k=-1)
+    assert callback.best_k_models == {str(tmp_path / "step=12.ckpt"): 5, str(tmp_path / "step=24.ckpt"): 4}
 
 
 def test_by_steps_a_metric_that_is_not_there_yet_is_warned_of_once(tmp_path):
     with pytest.warns(UserWarning, match=r"monitors 'metric', which was not logged.*Until it is") as warned:
         run_on(tmp_path, [1, 1], every_n_train_steps=2, save_top_k=-1, save_last=True)
     assert len([one for one in warned if "Until it is" in str(one.message)]) == 1
-    assert steps_of(tmp_path) == {"last.ckpt": 12, "step=10.ckpt": 10, "step=12.ckpt": 12, "step=8.ckpt": 8}
+    assert steps_of(tmp_path) == {"last.ckpt": 12, "step=12.ckpt": 12, "step=6.ckpt": 6}
 
 
 @pytest.mark.parametrize("when", [None, False])

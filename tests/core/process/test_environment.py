@@ -99,17 +99,38 @@ def test_places(environ, launcher, expected, address):
         assert place.master_port == int(environ["MASTER_PORT"])
 
 
+@pytest.mark.parametrize("job", ["bash", "interactive"])
+def test_a_program_that_srun_starts_inside_an_interactive_job_is_a_rank(job):
+    """The step has the job's name, and the task is this very process."""
+    environ = {**SRUN, "SLURM_JOB_NAME": job, "SLURM_TASK_PID": str(os.getpid())}
+    assert numbers(detect(environ)) == (6, 8, 2, 4, 1)
+    with pytest.warns(UserWarning, match=f"task 6 of 8 .* called '{job}' is taken for a shell. Fix: srun --job-name=NAME"):
+        assert detect({**environ, "SLURM_TASK_PID": "1"}) is None  # a script in between, or a shell that nobody sees
+    assert detect({**environ, "SLURM_JOB_NAME": "bash-training", "SLURM_TASK_PID": "1"}).rank == 6
+
+
 @pytest.mark.parametrize(
     "environ",
     [
         {},
         SBATCH,
         {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "bash"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "interactive", "SLURM_TASK_PID": "1"},
         {"WORLD_SIZE": "4", "MASTER_ADDR": "a"},
         {**TORCHRUN, STARTED_BY: str(os.getpid() + 1)},
         {**BY_HAND, STARTED_BY: "1"},
     ],
-    ids=["nothing", "a batch script", "an interactive step", "no local rank", "inside a rank", "inside a rank by hand"],
+    ids=[
+        "nothing",
+        "a batch script",
+        "an interactive step",
+        "a shell of eight tasks",
+        "an interactive step of eight tasks",
+        "no local rank",
+        "inside a rank",
+        "inside a rank by hand",
+    ],
 )
 def test_no_place(environ):
     assert detect(environ) is None

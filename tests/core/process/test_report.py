@@ -44,6 +44,14 @@ def test_one_that_was_survived_is_forgotten_by_the_next_run(error_file):
     assert failed_at() > before
 
 
+def test_a_file_that_this_process_did_not_write_stays(error_file):
+    error_file.write_text("mine")
+    begin()
+    report(KeyError("of this run"))
+    begin()
+    assert error_file.read_text() == "mine"
+
+
 def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(error_file, monkeypatch):
     monkeypatch.setenv(STARTED_BY, str(os.getpid()))
     report(KeyError("survived"))

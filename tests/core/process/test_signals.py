@@ -2,11 +2,14 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
 from geartrain.process import ERROR_FILE
 from geartrain.process.signals import Interrupted, hear_signals
+
+from ..models import Net, fit
 
 
 def ended_by(number):
@@ -85,6 +88,45 @@ def test_a_hangup_that_is_ignored_stays_so():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_of_the_program_stays():
+    """As those with which a program saves or asks for its requeueing."""
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with hear_signals():
+            ended_by(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_changes_nothing():
+    def other():
+        with hear_signals():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_a_run_of_one_process_is_torn_down_after_sigterm():
+    class Ends(Net):
+        def training_step(self, batch, batch_idx):
+            ended_by(signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+        def teardown(self, stage):
+            down.append(stage)
+
+    down = []
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        fit(Ends())
+    assert down == ["fit"]
 
 
 def test_handlers_are_as_they_were_afterwards():

@@ -127,6 +127,27 @@ def test_by_steps_and_in_the_runs_folder(tmp_path):
     assert [run.trainer.checkpoint_callback.best_model_path for run in strategy.runs] == ["run/checkpoints/epoch=0-step=4.ckpt"] * 2
 
 
+class Counted(Net):
+    """Logs the number of steps, and on rank 1 two more."""
+
+    def __init__(self, sync_dist):
+        super().__init__()
+        self.sync_dist = sync_dist
+
+    def training_step(self, batch, batch_idx):
+        self.log("count", float(self.global_step + 2 * self.global_rank), sync_dist=self.sync_dist)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("sync_dist", "first"), [(True, 1.0), (False, 0.0)])
+def test_by_steps_a_score_is_that_of_the_step_on_all_ranks(sync_dist, first):
+    """Also if nothing is flushed: the mean, or rank 0's."""
+    monitor = ModelCheckpoint("count", dirpath="own", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, strategy = fit(Counted(sync_dist), monitor, epochs=1, log_every_n_steps=50)
+    for state in states(strategy):
+        assert state["best_k_models"] == {f"step={step + 1}.ckpt": first + step for step in range(4)}
+
+
 def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(tmp_path):
     """BatchNorm's statistics are not the same on both ranks."""
     averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)

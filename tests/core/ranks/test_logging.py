@@ -54,6 +54,40 @@ def test_metrics_over_ranks_with_unequal_batches():
     assert first["asked everywhere"] == 4.0
 
 
+class Numbered(Net):
+    """Logs the batch's number, on rank 1 two more; and one that rises on rank 0 and falls on rank 1, which a scheduler judges."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("synced", float(batch_idx + 2 * self.global_rank), sync_dist=True)
+        self.log("own", float(-batch_idx if self.global_rank else batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "own"}}
+
+
+def test_between_flushes_a_rank_may_ask_alone_and_all_together():
+    seen = [], []
+
+    class Asks:
+        @hookimpl
+        def on_step_end(self, run):
+            own, rank = seen[run.world.rank], run.world.rank
+            if rank == run.step % 2:
+                own.append(run.trainer.callback_metrics["synced"].item())
+            run.logs.refresh("synced")
+            own.append(run.metrics["synced"])
+
+    trainer, strategy = on_threads(plugins=[Asks()], max_epochs=1, log_every_n_steps=50)
+    trainer.fit(Numbered(), DataLoader(samples(16), batch_size=2))
+    # Rank 0 asks alone after steps 2 and 4, rank 1 after steps 1 and 3; together they read means.
+    assert seen == ([1.0, 1.0, 2.0, 3.0, 3.0, 4.0], [2.0, 1.0, 2.0, 4.0, 3.0, 4.0])
+    first, second = (run.optimizers[0].param_groups[0]["lr"] for run in strategy.runs)
+    assert first == second == 1e-3 * 0.5**3  # rank 0's rises; rank 1's falls
+
+
 def test_a_metric_of_one_ranks_part_is_warned_of():
     with pytest.warns(UserWarning, match="validate: own is of rank 0's part of the data alone. Fix: self.log"):
         validated(Logs(), 3)
@@ -68,6 +102,16 @@ def test_a_rank_without_samples_may_log_what_belongs_to_the_epochs_end():
             self.log("at_the_end", float(self.global_rank), sync_dist=True)
 
     assert validated(EndOnly(), 1) == [{"in_step": 5.0, "at_the_end": 0.5}] * 2
+
+
+def test_a_rank_may_have_samples_of_one_loader_and_none_of_another():
+    class InSteps(Net):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log("rows", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    trainer, strategy = on_threads(2)
+    trainer.validate(InSteps(), [DataLoader(samples(n), batch_size=2) for n in (1, 5)])
+    assert metrics_of(strategy) == [{"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}] * 2
 
 
 def test_sums_means_and_extremes_of_steps_and_of_the_epoch():

@@ -59,9 +59,45 @@ def test_every_sample_counts_once_on_every_rank(n):
     trainer.validate(Measured(), data)
     for run in strategy.runs:
         assert set(run.metrics) == {"pairs", "mse", "rank", "each/mean", "each/mse", "median", "count"}
-        assert run.metrics == pytest.approx(one.callback_metrics, rel=1e-5, nan_ok=True)
+        assert run.metrics == pytest.approx(one.run.metrics, rel=1e-5, nan_ok=True)
         assert run.metrics["count"] == n
         assert run.module.mse.update_count == 0
+
+
+class Reads(Measured):
+    """Reads the metrics before they are reported, and computes one that is logged."""
+
+    def on_validation_epoch_end(self):
+        self.read = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        self.computed = self.mse.compute().item()
+        self.log("twice", 2 * self.computed)
+
+
+@pytest.mark.parametrize("n", [7, 1])
+@pytest.mark.filterwarnings("ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method")
+@pytest.mark.filterwarnings("ignore:validate. .* is of rank 0's part")
+def test_the_hook_of_an_epochs_end_reads_the_value_of_all_ranks(n):
+    trainer, strategy = on_threads()
+    trainer.validate(Reads(), DataLoader(Subset(samples(), range(n)), batch_size=1))
+    for run in strategy.runs:
+        assert run.metrics["twice"] == pytest.approx(2 * run.metrics["mse"])
+        assert run.module.read == pytest.approx({name: value for name, value in run.metrics.items() if name != "twice"}, nan_ok=True)
+        assert run.module.computed == pytest.approx(run.metrics["mse"])
+
+
+def test_a_rank_may_have_samples_of_one_loader_and_none_of_another():
+    class OneEach(Net):
+        def __init__(self):
+            super().__init__()
+            self.sums = torch.nn.ModuleList([torchmetrics.SumMetric(), torchmetrics.SumMetric()])
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.sums[dataloader_idx].update(len(batch[0]))
+            self.log("rows", self.sums[dataloader_idx])
+
+    trainer, strategy = on_threads()
+    trainer.validate(OneEach(), [DataLoader(samples(n), batch_size=2) for n in (1, 5)])
+    assert [run.metrics for run in strategy.runs] == [{"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}] * 2
 
 
 def test_ranks_that_log_different_objects_are_named():

@@ -51,7 +51,7 @@ def loader(**options):
     return DataLoader(samples(44), batch_size=4, **options)
 
 
-def go(folder, epochs, path=None, ranks=2, plugins=(), **options):
+def go(folder, epochs, path=None, ranks=2, plugins=(), workers=(), **options):
     """Train, and save every second step; what each rank has at the end."""
     random = {}
 
@@ -65,7 +65,7 @@ def go(folder, epochs, path=None, ranks=2, plugins=(), **options):
     trainer, strategy = on_threads(ranks, max_epochs=epochs, output=folder / "run", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Own(), loader(shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
+        trainer.fit(Own(), loader(shuffle=True, **dict(workers)), DataLoader(samples(7), batch_size=2, **dict(workers)), ckpt_path=path)
     told = [text for one in caught if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text]
     found = []
     for run in strategy.runs:
@@ -116,6 +116,14 @@ def test_the_rest_is_what_it_would_have_been(whole, path, tmp_path):
     lines = found[0].lines
     assert lines
     assert expected[0].lines[-len(lines) :] == lines
+
+
+def test_the_rest_with_persistent_workers_is_what_it_would_have_been(tmp_path):
+    workers = {"num_workers": 1, "persistent_workers": True}
+    expected = go(tmp_path / "whole", 2, workers=workers)
+    go(tmp_path / "two", 1, workers=workers)
+    for a, b in zip(expected, go(tmp_path / "two", 2, "last", workers=workers), strict=True):
+        assert_same_end(a, b)
 
 
 @pytest.mark.parametrize(("options", "path"), [({"precision": "16-mixed"}, "steps/step=4.ckpt"), ({"seed": None}, "steps/step=2.ckpt")])

@@ -39,7 +39,7 @@ def test_fit_validate_test_and_fit_again():
     assert equal(first.state_dict(), second.state_dict())
     assert len(first.seen) == len(second.seen) == 3  # the sanity check and two epochs
     assert all(map(equal, first.seen, second.seen))
-    fitted = trainer.callback_metrics["val_loss"]
+    fitted = trainer.run.metrics["val_loss"]
     (validated,) = trainer.validate(module, val)
     assert validated["samples"] == 24
     assert validated["val_loss"] == pytest.approx(fitted, rel=1e-6)

@@ -22,7 +22,7 @@ class CPUAccelerator:
 
     @staticmethod
     def device_count() -> int:
-        """Cores that this process may use. No bound on ``devices``: processes share cores."""
+        """Return the cores that this process may use. ``devices`` may be more: processes share cores."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     @hookimpl

@@ -11,6 +11,7 @@ from typing import Any
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.paths import user_path
 from geartrain.plan import Plan
 from geartrain.process.environment import detect, starts_rank_0
 from geartrain.run import Run
@@ -43,7 +44,7 @@ class CSVLogger:
     harmless = True
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = path
+        self.path = None if path is None else user_path(path, "geartrain[csv]: path")
         self._began = False
         self._table: Table | None = None
 
@@ -85,7 +86,7 @@ class CSVLogger:
 
     def _path(self, plan: Plan) -> Path | None:
         if self.path is not None:
-            return Path(self.path)
+            return self.path
         return None if plan.output is None else plan.output / "metrics.csv"
 
     def _close(self) -> None:

@@ -6,6 +6,7 @@ one need not write them.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import checkpoint_file, parallel
-from geartrain.data import moves_nothing
+from geartrain.data import Through, moves_nothing
 from geartrain.hooks import does_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.loop import train_step
@@ -39,7 +40,8 @@ class Defaults:
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         owner = run.hooks.owner("setup_process_group")
         if run.plan.processes == 1 and run.place is None and (owner is None or owner.kind == "default"):
-            return worker(0)
+            with parallel.hear_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
+                return worker(0)
         return parallel.launch(run, worker)  # a strategy that joins others finds its place and store there, also where it is alone
 
     @hookimpl
@@ -71,7 +73,7 @@ class Defaults:
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
-        return iter(loader) if moves_nothing(run) else map(run.to_device, loader)
+        return iter(loader) if moves_nothing(run) else Through(iter(loader), loader, run.to_device)
 
     step = staticmethod(hookimpl(train_step))  # itself, not a method that calls it: a call saved in every step
 

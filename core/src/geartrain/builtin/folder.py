@@ -82,7 +82,7 @@ class RunFolder:
         if run.world.rank == 0:
             for kind in (".ckpt", ".csv", ".json", ".pt"):
                 remove_abandoned(self.path, kind)
-            with suppress(PermissionError):  # then plan.json cannot be written either, and that error says what to do
+            with suppress(OSError):  # then plan.json cannot be written either, and that error says what to do
                 (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
             _write_json(self.path / "plan.json", run.plan.as_dict())
             self._metrics = AppendedFile(self.path / "metrics.jsonl")
@@ -119,7 +119,7 @@ class RunFolder:
             return
         self._metrics.close()
         self._metrics = None
-        self._last |= run.metrics
+        self._last |= run.reported
         seconds = round(time.monotonic() - self._started, 3)
         summary = {
             **outcome,

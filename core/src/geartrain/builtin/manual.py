@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from geartrain.builtin.clipping import clip
-from geartrain.data import map_tensors
 from geartrain.hookspecs import hookimpl
+from geartrain.loop import batch_starts, without_graph
 from geartrain.manual import Manual
 from geartrain.optim import parameters_of
 from geartrain.run import Run
@@ -35,16 +35,16 @@ class ManualOptimisation:
         hooks, on = run.hooks, run.on if run.on.in_step else None
         (run.batch,) = micro_batches  # one: accumulate_grad_batches was refused
         if on is not None and on.on_train_batch_start is not None:
-            on.on_train_batch_start(run.batch, run.batch_idx)
+            batch_starts(run, on.on_train_batch_start, run.batch, run.batch_idx)
         around: AbstractContextManager[Any] = (
             nullcontext() if hooks.micro_step is None else hooks.micro_step(run=run, first=True, last=True)
         )
         with around:
             run.step_output = hooks.forward(run=run, method="training_step", args=(run.batch, run.batch_idx))
         if on is not None and on.training_epoch_end is not None:
-            run.outputs.append(map_tensors(run.step_output, torch.Tensor.detach))
+            run.outputs.append(without_graph(run.step_output))
         if on is not None and on.on_train_batch_end is not None:
-            on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)
+            on.on_train_batch_end(without_graph(run.step_output), run.batch, run.batch_idx)
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:

@@ -154,7 +154,8 @@ class ProgressBar:
         for name, value in sorted(run.metrics.items()):
             table.add_row(Text(name), f"{value:.6g}")  # a name with brackets is no markup
         console = Console()
-        console.print(f"{run.command}: {run.step} steps, {run.epoch} epochs, {time.monotonic() - self._started:.1f} s", highlight=False)
+        done = f"{run.step} steps, {run.epoch} epochs, " if run.command == "fit" else ""
+        console.print(f"{run.command}: {done}{time.monotonic() - self._started:.1f} s", highlight=False)
         if run.metrics:
             console.print(table)
 

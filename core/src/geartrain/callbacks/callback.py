@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError, nearest
 from geartrain.hookspecs import hookimpl
+from geartrain.names import OF_PLUGINS, STATE, refuse_half_a_state, refuse_misspelt
 from geartrain.parts import Choice, Part
 from geartrain.run import Run, World
-from geartrain.step import IN_STEP
+from geartrain.step import IN_STEP, refuse_unrun
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -50,7 +52,8 @@ class Callback:
     """
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """In each process, before the module's ``setup``; ``stage`` is fit, validate, test or predict."""
+        """In each process, after ``prepare_data`` and before ``setup`` of data module and module; ``stage`` is fit, validate, test or
+        predict."""
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         """In each process at the end, after the module's ``teardown``, also after an error."""
@@ -86,7 +89,7 @@ class Callback:
         """Before each training batch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After each training batch; ``outputs`` is what ``training_step`` returned."""
+        """After each training batch; ``outputs`` is what ``training_step`` returned, detached."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
         """Before gradients are cleared."""
@@ -173,13 +176,20 @@ class Adapter:
     """
 
     def __init__(self, callback: Callback) -> None:
-        self.callback = callback
+        self.callback, self._is_set_up = callback, False
         name = type(callback).__name__
+        refuse_misspelt(callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], Callback)
+        refuse_half_a_state(callback, f"callback {name}")
         for method in dir(callback):
+            if method in OF_PLUGINS or hasattr(inspect.getattr_static(callback, method), "geartrain_impl"):
+                raise UsageError(
+                    f"callback {name}.{method} is for a plugin, and would be ignored here. Fix: no Callback, but plugins=[...]"
+                )
             if method in NOT_CALLED:
                 raise UsageError(f"callback {name}.{method} would never be called. Use instead: {NOT_CALLED[method]}")
             if method.startswith("on_") and method not in CALLED and callable(getattr(callback, method)):
                 raise UsageError(f"callback {name}.{method} would never be called. {nearest(method, CALLED)}")
+        refuse_unrun(type(callback), CALLED)
         self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, m)}
         if not self._methods:
             raise UsageError(f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing")
@@ -190,9 +200,12 @@ class Adapter:
     @hookimpl(wrapper=True)
     def setup_process_group(self, run: Run) -> Generator[None, World, World]:
         world = yield
-        run.world = world  # so that the callback sees which rank it is on
-        self._call(run, "setup", run.command)
+        run.before_setup.append(partial(self._set_up, run))
         return world
+
+    def _set_up(self, run: Run) -> None:
+        self._is_set_up = True
+        self._call(run, "setup", run.command)
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
@@ -209,8 +222,10 @@ class Adapter:
     @hookimpl(wrapper=True)
     def teardown_process_group(self, run: Run) -> Generator[None, None, None]:
         try:
-            self._call(run, "teardown", run.command)
+            if self._is_set_up:
+                self._call(run, "teardown", run.command)
         finally:
+            self._is_set_up = False
             yield
 
     def _call(self, run: Run, name: str, *arguments: Any) -> None:
@@ -230,13 +245,12 @@ def _before(run: Run, name: str, method: Callable[..., Any], own: Callable[..., 
     full = 6 if name.endswith("_end") else 5
     takes_all = len(parameters) >= full or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
-    def call(*arguments: Any) -> None:
+    def call(*arguments: Any) -> Any:
         given = (trainer, module, *arguments)
         if evaluates and takes_all and len(given) < full:
             given = (*given, 0)  # Lightning gives dataloader_idx even where there is one loader
         method(*given)
-        if own is not None:
-            own(*arguments)
+        return None if own is None else own(*arguments)
 
     return call
 

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 
 from geartrain.errors import TrainingError, UsageError, nearest
+from geartrain.paths import is_url
 
 #: A name in braces, and after a colon how to write it.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -24,7 +25,7 @@ def check_pattern(pattern: str) -> str:
     left = _FIELD.sub("", pattern)
     if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
         raise UsageError(f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'")
-    if not is_inside(pattern):
+    if not is_inside(pattern) or pattern.startswith("~") or is_url(pattern):
         raise UsageError(f"model_checkpoint: filename={pattern!r} leads out of the folder. Fix: dirpath")
     for name, spec in _FIELD.findall(pattern):
         try:
@@ -32,6 +33,11 @@ def check_pattern(pattern: str) -> str:
         except ValueError as error:
             raise UsageError(f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: {error}") from error
     return pattern
+
+
+def fields(pattern: str) -> list[str]:
+    """The metrics that a pattern names."""
+    return [name for name, _ in _FIELD.findall(pattern) if name not in ("epoch", "step")]
 
 
 def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:

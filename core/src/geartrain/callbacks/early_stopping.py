@@ -16,9 +16,8 @@ from geartrain.run import Run
 class EarlyStopping:
     """Ends training when a metric no longer gets better; names and meanings as in PyTorch Lightning.
 
-    All ranks go by rank 0's value, so they stop together even where the metric is logged without ``sync_dist``. After an epoch
-    training ends at once; after a validation within an epoch, at the next flush (``log_every_n_steps``) or the end of the epoch.
-    A second ``fit`` with the same object goes on counting.
+    All ranks go by rank 0's value, so they stop together even where the metric is logged without ``sync_dist``. Training ends at once.
+    Each value counts once: an epoch that does not log the metric is no check. A second ``fit`` with the same object goes on counting.
 
     Args:
         monitor: the metric's name.
@@ -66,6 +65,8 @@ class EarlyStopping:
         self._at_epoch_end = self._asked = self._warned = False
         #: The best value so far.
         self.best_score = math.inf if mode == "min" else -math.inf
+        #: The epoch and the step of the value that was checked last: each value counts once.
+        self._checked: tuple[int, int] | None = None
         #: Checks since then.
         self.wait_count = 0
         #: The epoch in which training was ended, from 0; 0 also where it was not.
@@ -77,6 +78,7 @@ class EarlyStopping:
     def on_run_start(self, run: Run) -> None:
         self._asked, self.reason = False, ""
         if run.command == "fit":
+            self._checked = self._checked if run.resumed is not None else None
             self._at_epoch_end = looks_after_epochs(run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end")
 
     @hookimpl
@@ -95,22 +97,25 @@ class EarlyStopping:
             "stopped_epoch": self.stopped_epoch,
             "best_score": self.best_score,
             "patience": self.patience,
+            "checked": self._checked,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting. ``patience`` is kept as it was given: whoever resumes may want to wait longer."""
         self.wait_count, self.stopped_epoch = state["wait_count"], state["stopped_epoch"]
         self.best_score = state["best_score"]
+        self._checked = None if state.get("checked") is None else tuple(state["checked"])
 
     def _check(self, run: Run) -> None:
         if self._asked:
             return
-        value, known = run.metrics.get(self.monitor), sorted(run.metrics)
-        if run.world.size > 1:  # one answer for all: without sync_dist each rank has its own value
-            value, known = run.hooks.broadcast(run=run, obj=(value, known), src=0)
+        value, when, known = run.logs.newest(self.monitor)
         if value is None:
             self._missing(known)
             return
+        if when == self._checked:
+            return
+        self._checked = when
         reason = self._judge(run, value)
         if reason:
             self._asked, self.reason, self.stopped_epoch = True, reason, run.epoch

@@ -26,7 +26,7 @@ class LearningRateMonitor:
         log_weight_decay: log ``NAME-weight_decay`` too.
 
     Raises:
-        UsageError: a wrong interval.
+        UsageError: a wrong interval, or two parameter groups of one name.
     """
 
     harmless = True
@@ -43,6 +43,8 @@ class LearningRateMonitor:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._named = list(_named(run))
+        for interval in ("epoch", "step"):  # before training starts: two of one name cannot be logged
+            self._values(interval)
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:

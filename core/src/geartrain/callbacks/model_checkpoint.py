@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from geartrain.callbacks.checkpoint_names import SUFFIX, check_pattern, fill, free
+from geartrain.callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain.callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain.callbacks.own_files import check_name, delete, is_own, written_after
 from geartrain.callbacks.stopping import say
 from geartrain.checkpoint import checkpoint_state, is_last, save
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
+from geartrain.paths import user_path
 from geartrain.plan import Plan
 from geartrain.run import Run
 from geartrain.whole_files import remove_abandoned
@@ -38,6 +39,8 @@ class _Turn:
     missing: str = ""
     #: It should be there.
     error: str = ""
+    #: The metric has no value of these weights: the next validation or end of an epoch that gives one is the look.
+    owed: bool = False
 
 
 class ModelCheckpoint:
@@ -47,6 +50,9 @@ class ModelCheckpoint:
     the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
     its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
     the older file is the better; NaN is never among the best. A second ``fit`` with the same object goes on.
+
+    A file's score belongs to its weights. If the metric was not logged in the epoch, or in the step of ``every_n_train_steps``, at which it
+    looks, then it looks again after the next validation and at the end of the epoch, until there is a value of the weights that are there.
 
     It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint in this folder or in the run's
     continues with the files that the checkpoint lists and that still exist. From a checkpoint elsewhere it starts from scratch here, and
@@ -61,7 +67,7 @@ class ModelCheckpoint:
         filename: with ``epoch``, ``step`` and metrics in braces, ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
         auto_insert_metric_name: put ``NAME=`` before each of them.
         every_n_epochs: look only every n-th epoch; default each.
-        every_n_train_steps: look every so many optimizer steps instead; the metric is then what the last flush or validation gave.
+        every_n_train_steps: look every so many optimizer steps instead.
         save_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
             validation, if there is one, belongs to each epoch's end; else after each validation.
         verbose: say what is saved.
@@ -104,12 +110,15 @@ class ModelCheckpoint:
                 "Fix: leave one out, or two of them with a filename each"
             )
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
-        self.dirpath, self.filename = dirpath, check_pattern("{epoch}-{step}" if filename is None else filename)
+        self.dirpath = None if dirpath is None else user_path(dirpath, "geartrain[model_checkpoint]: dirpath")
+        self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
             raise UsageError("model_checkpoint: filename='last' is what save_last saves. Fix: another name")
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
         self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
+        #: It has looked, and there was no value of the weights that were there.
+        self._owed = False
         #: The score of the best file.
         self.best_model_score: float | None = None
         #: Drawn when it starts from scratch: by this it knows the files that it wrote.
@@ -122,7 +131,7 @@ class ModelCheckpoint:
         #: Files that the one which is being saved replaces.
         self._old: list[str] = []
         #: Where the next fit writes, and where the named files are.
-        self._planned = self._where = None if dirpath is None else Path(dirpath)
+        self._planned = self._where = self.dirpath
 
     def __repr__(self) -> str:
         return f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, filename={self.filename!r})"
@@ -166,6 +175,7 @@ class ModelCheckpoint:
         self._on = run.command == "fit" and not run.plan.options.fast_dev_run
         self._validated = self._expected = self._warned = False
         if self._on:
+            self._owed = self._owed and run.resumed is not None
             self._settle(run)
         self._looked = run.resumed is not None and bool(self._best or self._last)
         if self._on and self._steps is None:
@@ -186,9 +196,10 @@ class ModelCheckpoint:
         results = yield
         if self._on and run.stage == "validate":
             self._validated = True
-            if self._steps is None and not self._at_epoch_end and self._is_due(run):
-                self._expected = True
-                self._look(run, run.epoch)
+            due = self._steps is None and not self._at_epoch_end and self._is_due(run)
+            self._expected |= due
+            if due or (self._owed and not self._at_epoch_end):
+                self._look(run, run.epoch, due)
         return results
 
     @hookimpl(wrapper=True)
@@ -196,10 +207,9 @@ class ModelCheckpoint:
         results = yield
         if self._on:
             self._expected |= self._validated or not run.loaders.get("validate")
-            if self._steps is None and self._at_epoch_end and self._is_due(run):
-                self._look(run, run.epoch + 1)
-            elif self._warned and self._expected:
-                self._require(run)
+            due = self._steps is None and self._at_epoch_end and self._is_due(run)
+            if due or self._owed:
+                self._look(run, run.epoch + 1, due)
         return results
 
     @hookimpl
@@ -286,10 +296,13 @@ class ModelCheckpoint:
 
     # --- what to do ------------------------------------------------------------------------------------------------------
 
-    def _look(self, run: Run, epochs: int) -> None:
-        """Save what is to be saved now; ``epochs`` are done."""
+    def _look(self, run: Run, epochs: int, due: bool = True) -> None:
+        """Save what is to be saved now; ``epochs`` are done. If it is not ``due``, this is for a look that found no value."""
         self._looked = True
-        turn = self._decide(run) if run.world.rank == 0 else None
+        names = [*([] if self.monitor is None else [self.monitor]), *fields(self.filename)]
+        if names:
+            run.logs.refresh(*names)
+        turn = self._decide(run, epochs, due) if run.world.rank == 0 else None
         if run.world.size > 1:
             turn = run.hooks.broadcast(run=run, obj=turn, src=0)
         assert turn is not None
@@ -310,32 +323,33 @@ class ModelCheckpoint:
             raise
         self._tell_and_delete(run, turn)
 
-    def _decide(self, run: Run) -> _Turn:
+    def _decide(self, run: Run, epochs: int, due: bool) -> _Turn:
         folder = self._folder(run.plan)
         assert folder is not None  # check_plan has refused it
         last = free(folder, "last", self._last) if self.save_last else ""
-        score = None if self.monitor is None else run.metrics.get(self.monitor)
-        if self.monitor is not None and score is None:
-            missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
-            if self._expected:
-                return _Turn(error=f"{missing} {_FIX}")
-            return _Turn(last=last, missing=missing)
+        score = None
+        if self.monitor is not None:
+            score, when = run.reported.get(self.monitor), run.logs.when.get(self.monitor, (-1, -1))
+            missing = ""
+            if score is None:
+                missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
+                if self._expected:
+                    return _Turn(error=f"{missing} {_FIX}")
+            elif when[0] == run.epoch and self._steps is not None and when[1] != run.step and epochs > run.epoch:
+                missing = (
+                    f"geartrain[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
+                    f"and it looks every {self._steps} steps. Fix: log it in each step."
+                )
+            if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
+                return _Turn(last=last if due else "", missing=missing, owed=True)
         if not self._is_among_the_best(score):
             return _Turn(last=last)
         drop = self._kth_best() if self.monitor is not None else self._best if self.save_top_k == 1 else ""
         try:
-            name = fill(self.filename, {**run.metrics, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
+            name = fill(self.filename, {**run.reported, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
             return _Turn(free(folder, name, drop), score, drop, last)
         except TrainingError as error:  # for all ranks alike
             return _Turn(error=str(error))
-
-    def _require(self, run: Run) -> None:
-        """By steps it may look before there is a metric; after an epoch there must be one."""
-        missing = "" if self.monitor in run.metrics else not_logged("model_checkpoint", str(self.monitor), sorted(run.metrics))
-        if run.world.size > 1:
-            missing = run.hooks.broadcast(run=run, obj=missing, src=0)
-        if missing:
-            raise TrainingError(f"{missing} {_FIX}")
 
     def _is_among_the_best(self, score: float | None) -> bool:
         if self.save_top_k <= 0 or score is None:
@@ -345,6 +359,7 @@ class ModelCheckpoint:
 
     def _remember(self, turn: _Turn) -> None:
         """Note what is about to be saved, and which files it replaces."""
+        self._owed = turn.owed
         self._old = [name for name, new in ((turn.drop, turn.name), (self._last, turn.last)) if new and name not in ("", new)]
         self._last = turn.last or self._last
         if turn.name:
@@ -395,6 +410,7 @@ class ModelCheckpoint:
             "last_model_path": self._last,
             "best_k_models": dict(self._scores),
             "replaced": list(self._old),
+            "owed": self._owed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -410,4 +426,5 @@ class ModelCheckpoint:
         old = [check_name(name) for name in state["replaced"]]
         self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]
         self._best, self._last, self._scores, self._old = best, last, scores, old
+        self._owed = bool(state.get("owed"))
         self._where = self._planned  # what a fit wrote in another process, it wrote there

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from geartrain.data import first_size
+from geartrain.data import BatchSizer
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.run import Run
@@ -59,6 +59,7 @@ class Throughput:
     def on_run_start(self, run: Run) -> None:
         #: Batches, samples and tokens since the last flush, and floating-point operations of one sample.
         self._done = [0, 0, 0]
+        self._sizer = BatchSizer(run.loaders["train"][0], run.world.rank == 0) if "train" in run.loaders else BatchSizer(None)
         self._per_sample: float | None = None
         self._since: float | None = None
         self._paused = 0.0
@@ -73,7 +74,7 @@ class Throughput:
         else:
             with counter:
                 yield
-        samples = sum(first_size(batch) or 0 for batch in micro_batches)
+        samples = sum(self._sizer.size(batch) or 0 for batch in micro_batches)
         self._done[0] += len(micro_batches)
         self._done[1] += samples
         if callable(self.tokens):

@@ -5,13 +5,15 @@ The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, UsageError, nearest
+from geartrain.panel import TRACEBACK, panel, traceback_text
 
 if TYPE_CHECKING:
     from geartrain.trainer import Trainer
@@ -42,7 +44,11 @@ usage: geartrain COMMAND TARGET [options]
 conformance takes a strategy's name, new a kind and a name, port a file, plugins and doctor nothing. TARGET is file.py, file.py:Class or
 package.module:Class.
 geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
+With --traceback, an error shows its whole traceback.
 """
+
+#: The option of every command that asks for the whole traceback.
+_WHOLE = "--traceback"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
         return 0
-    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], arguments[1:]))
+    rest, whole = _without_flag(arguments[1:])
+    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], rest), whole)
 
 
 def _command(name: str) -> Callable[[str, list[str]], Any]:
@@ -69,12 +76,24 @@ def _command(name: str) -> Callable[[str, list[str]], Any]:
     return command
 
 
-def _guarded(name: str, action: Callable[[], Any]) -> int:
-    """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback."""
+def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The arguments without ``--traceback``, and whether it, or the environment, asks for the whole traceback."""
+    rest = [argument for argument in arguments if argument != _WHOLE]
+    return rest, len(rest) < len(arguments) or bool(os.environ.get(TRACEBACK))
+
+
+def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
+    """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback.
+
+    Args:
+        whole: whether their traceback is shown, too.
+    """
     try:
         action()
     except GeartrainError as error:
-        print("\n".join([f"geartrain {name}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        if whole:
+            print(traceback_text(error), file=sys.stderr)
+        print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -87,13 +106,14 @@ def _guarded(name: str, action: Callable[[], Any]) -> int:
     return 0
 
 
-def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None) -> Trainer:
+def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
 
     Args:
         model: the ``Module`` subclass to make and run.
         data: the ``DataModule`` subclass, unless the module brings its data.
         argv: arguments, default ``sys.argv[1:]``; the first may be a command (``python train.py test --checkpoint ...``).
+        defaults: options as a config file has them, under those of the command line: ``{"max_epochs": 10, "seed": 42}``.
 
     Returns:
         The trainer, after the run.
@@ -101,11 +121,11 @@ def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None
     Raises:
         SystemExit: with 1 or 2, as the command line exits.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments and arguments[0] in _COMMANDS and arguments[0] not in _NO_TARGET else "fit"
     done: list[Any] = []
     module = import_module(f"geartrain.commands.{_COMMANDS[name][0]}")
-    code = _guarded(name, lambda: done.append(module.command(name, arguments, target=(model, data))))
+    code = _guarded(name, lambda: done.append(module.command(name, arguments, target=(model, data), defaults=defaults)), whole)
     if code:
         raise SystemExit(code)
     trainer: Trainer = done[0]

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -21,6 +20,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from geartrain.commands.target import Target, find_target
 from geartrain.errors import UsageError, nearest
 from geartrain.options import RENAMED
+from geartrain.paths import user_path
 from geartrain.registry import Registry, file_plugin, is_file
 from geartrain.trainer import Trainer
 
@@ -52,6 +52,18 @@ _OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
 }
 #: Options that some commands do not have: in a config file that another command's --print-config wrote they say nothing.
 _OF_SOME = {"checkpoint", "resume", "json", "assume", *(option for options in _OWN.values() for option in options)}
+#: Options of LightningCLI that are not Trainer's arguments -> what to write.
+_OF_LIGHTNINGS_CLI = {
+    "ckpt_path": "--checkpoint FILE for its weights, or fit --resume FILE to go on from there",
+    "seed_everything": "--seed",
+    "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
+}
+
+
+def option_names() -> frozenset[str]:
+    """Return the name of every option of the commands that plan or run, with underscores. No plugin can have one of them."""
+    own = {"help", "print_config", "quiet", "traceback", "config", *_OF_SOME, *_REPEATED, *_REPEATED.values()}
+    return frozenset(own | set(inspect.signature(Trainer).parameters))
 
 
 @dataclass
@@ -89,8 +101,11 @@ class Request:
         return made.model, made.get("data")
 
 
-def read(command: str, argv: list[str], target: Target | None) -> Request:
+def read(command: str, argv: list[str], target: Target | None, defaults: Mapping[str, Any] | None = None) -> Request:
     """Read the arguments of one command and make its trainer.
+
+    Args:
+        defaults: options under those of config files, as a config file would have them.
 
     Raises:
         UsageError: anything wrong with them.
@@ -103,7 +118,7 @@ def read(command: str, argv: list[str], target: Target | None) -> Request:
         else:
             target = find_target(argv[0])
             argv = argv[1:]
-    names = first_pass(argv)
+    names = first_pass(argv, defaults or {})
     registry = Registry(names.repeated["block"])
     parser, groups = build_parser(command, target, names, registry)
     values = _parse(parser, names)
@@ -120,9 +135,9 @@ def read(command: str, argv: list[str], target: Target | None) -> Request:
 # --- first pass: names ---------------------------------------------------------------------------------------------------
 
 
-def first_pass(argv: list[str]) -> Names:
+def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
     """Normalise spelling and pick out the names that decide what is imported."""
-    names = Names()
+    names = Names(config=_config(defaults))
     tokens = _normalise(argv)
     configs: list[str] = []
     while tokens:
@@ -177,11 +192,19 @@ def _normalise(argv: list[str]) -> list[str]:
 
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        loaded = yaml.safe_load(text := user_path(path, "--config").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
+    # Without aliases a file has fewer values than characters.
+    if not _has_at_most(max(len(text), 10_000), loaded):
+        raise UsageError(f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out")
     if not isinstance(loaded, dict):
         raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
+    return _config(loaded)
+
+
+def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
+    """Options as they are spelled in Python, by group."""
     config: dict[str, Any] = {}
     for key, value in _underscored(loaded).items():
         key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
@@ -195,6 +218,16 @@ def _read_config(path: str) -> dict[str, Any]:
         else:
             _merge(config, {"plugins" if key == "plugin" else key: value})
     return config
+
+
+def _has_at_most(most: int, loaded: Any) -> bool:
+    """False if there are more values than ``most``, those that aliases repeat counted each time, or values that contain themselves."""
+    left, count = [loaded], 0
+    while left and count <= most:
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += 1
+    return count <= most
 
 
 def _underscored(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -222,7 +255,7 @@ def build_parser(command: str, target: Target | None, names: Names, registry: Re
     parser.add_argument("--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name")
     parser.add_argument("--strategy", type=str, default="auto", help="auto or a strategy's name")
     parser.add_argument("--plugins", type=list[str], default=[], help="a plugin's name or file; may be given several times")
-    parser.add_argument("--block", type=list[str], default=[], help="a plugin's name that must not be chosen")
+    parser.add_argument("--block", type=list[str], default=[], help="a plugin's name, or DISTRIBUTION[name], that must not be chosen")
     parser.add_argument("--config", action="config", help="a YAML file of options")
     if command == "explain":
         parser.add_argument("--json", type=bool, default=False, help="print the plan and the hooks as JSON")
@@ -288,7 +321,11 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     if left:
         raise UsageError(f"--{left[0]} belongs to geartrain explain")
     try:
-        values: Namespace = parser.parse_args([f"--config={json.dumps(config)}", *names.rest])
+        text = json.dumps(config)
+    except TypeError as error:  # a date of YAML's, an object in gt.cli's defaults
+        raise UsageError(f"an option is no text, number, list or mapping: {error}. Fix: write it as text") from error
+    try:
+        values: Namespace = parser.parse_args([f"--config={text}", *names.rest])
     except ArgumentError as error:
         raise UsageError(_readable(str(error), parser, names)) from error
     return values
@@ -307,10 +344,9 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
 
 
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
-    if name in RENAMED:
-        return f"there is no option --{name}. Write: {RENAMED[name]}"
-    if name == "callbacks":
-        return "there is no option --callbacks: they are objects. Write: --plugin NAME_OR_FILE, for a callback that is one of the plugins"
+    renamed = {**RENAMED, **_OF_LIGHTNINGS_CLI}
+    if name in renamed:
+        return f"there is no option --{name}. Write: {renamed[name]}"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
     options = [option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--" and option[-1] != "+"]
     group = name.partition(".")[0]
@@ -319,6 +355,10 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
         chosen = names.chosen.get(kind, "auto")
         if any(is_file(plugin) and file_plugin(plugin)[0] == group for plugin in names.repeated["plugins"]):
             return f"--{typed}: {group}.py is a file of functions and takes no options. Fix: a class with a typed __init__"
+        if group == "trainer":
+            own = name.split(".")[1].removesuffix("+")
+            write = renamed.get(own, f"--{own}; in a config file {own} without the section trainer")
+            return f"there is no option --{typed}: the trainer's options have no prefix. Write: {write}"
         if group == kind:
             return f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
         if chosen in ("auto", "gpu"):

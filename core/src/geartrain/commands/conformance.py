@@ -26,7 +26,10 @@ class Test{title}(StrategyConformance):
     devices = {devices}
     options = {options!r}
     capabilities = {capabilities}
+    deadline = {deadline}
 '''
+#: What --quick chooses: at least one case about gradients, data, metrics, collectives and what is left; about ten seconds.
+_QUICK = "(equals_one_process and (sgd or accumulation)) or communication or coverage or test_metrics or barrier or metadata or is_left"
 
 
 def command(name: str, argv: list[str]) -> None:
@@ -38,9 +41,11 @@ def command(name: str, argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
     parser.add_argument("strategy", metavar="NAME", nargs="?", help="the entry point's name of an installed strategy")
-    parser.add_argument("--devices", type=int, default=2, metavar="N", help="devices to run on; default 2")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices to run on; default 2, or 1 if the strategy drives one")
     parser.add_argument("--without", action="append", default=[], metavar="CAPABILITY", help="declare a capability unsupported")
     parser.add_argument("--convergence", type=float, metavar="X", help="approximate by design: see docs/conformance.md")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds that one scenario may take; default 60")
+    parser.add_argument("--quick", action="store_true", help="the cases that find most, in about ten seconds")
     parser.add_argument("-k", metavar="EXPR", help="pytest's: run the tests whose names match")
     try:
         given, unknown = parser.parse_known_args(argv)
@@ -48,22 +53,26 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(str(error)) from error
     if given.strategy is None:
         raise UsageError("which strategy? Fix: geartrain conformance NAME; geartrain plugins lists what is installed")
+    if not 0 < given.deadline < float("inf"):
+        raise UsageError(f"--deadline {given.deadline:g} is no number of seconds above 0")
     if importlib.util.find_spec("pytest") is None:
         raise UsageError("the conformance kit runs on pytest, which is not installed. Fix: pip install geartrain[testing]")
     registry = Registry()
     candidate = registry.find("strategy", given.strategy)
     options = _options(registry.load(candidate), candidate, unknown)
     capabilities = _capabilities(registry, candidate, options, given.without, given.convergence)
+    chosen = [expression for expression in (_QUICK if given.quick else None, given.k) if expression is not None]
     _run(
         candidate.name,
         _SUITE.format(
             title=candidate.name.title().replace("_", "").replace("-", ""),
             name=candidate.name,
-            devices=given.devices,
+            devices=_devices(candidate.name, options, given.devices),
             options=options,
             capabilities=capabilities,
+            deadline=given.deadline,
         ),
-        [] if given.k is None else ["-k", given.k],
+        ["-k", " and ".join(f"({chosen})" for chosen in chosen)] if chosen else [],
     )
 
 
@@ -76,7 +85,8 @@ def _options(cls: Any, candidate: Candidate, argv: list[str]) -> dict[str, Any]:
         key, equals, value = token.partition("=")
         if token.startswith("--"):
             if not key.startswith("--strategy."):
-                raise UsageError(f"there is no option {key}. Known: --devices, --strategy.OPTION, --without, --convergence, -k")
+                known = "--devices, --strategy.OPTION, --without, --convergence, --deadline, --quick, -k"
+                raise UsageError(f"there is no option {key}. Known: {known}")
             token = key.replace("-", "_").replace("__", "--", 1) + equals + value
         tokens.append(token)
     parser = ArgumentParser(exit_on_error=False)
@@ -89,8 +99,29 @@ def _options(cls: Any, candidate: Candidate, argv: list[str]) -> dict[str, Any]:
     return {name: values["strategy"][name] for name in names}
 
 
+def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
+    """The number of devices: as given, else 2, or 1 if the strategy refuses 2.
+
+    Raises:
+        UsageError: the strategy refuses to plan; otherwise each case of the suite would.
+    """
+    from geartrain.testing import StrategyConformance
+    from geartrain.trainer import Trainer
+
+    devices = 2 if given is None else given
+    try:
+        Trainer(accelerator=StrategyConformance.accelerator, devices=devices, strategy=name, strategy_options=options)
+    except UsageError:
+        if given is not None:
+            raise
+        return _devices(name, options, 1)
+    except Exception:  # a strategy that is wrong: its cases say how
+        pass
+    return devices
+
+
 def _capabilities(registry: Registry, candidate: Candidate, options: dict[str, Any], without: list[str], convergence: float | None) -> str:
-    """The source text of what the suite may expect: what the strategy declares, less what was taken away."""
+    """Return the source text of the capabilities that the suite expects: the declared ones without those of ``--without``."""
     from geartrain.testing.capabilities import SWITCHES, Capabilities
 
     for name in without:

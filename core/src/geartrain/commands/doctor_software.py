@@ -216,8 +216,9 @@ def _diagnosis(section: Section, candidate: Candidate, cls: Any, must: bool) -> 
 
 def _load(section: Section, registry: Registry, candidate: Candidate) -> Any:
     """A candidate's class; ``None``, and a problem, where it cannot be imported. A blocked one is left alone."""
-    if candidate.rivals and candidate.state == "failed":
-        section.problem(f"{candidate.kind} {candidate.name!r}: {candidate.reason.partition(';')[0]}", "uninstall one of them")
+    if candidate.contested and candidate.state == "failed":
+        what, _, fix = candidate.reason.partition("; ")
+        section.problem(f"{candidate.kind} {candidate.name!r}: {what}", fix)
     if candidate.state != "available":
         return None
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +17,9 @@ from geartrain.plan import Plan
 from geartrain.trainer import Trainer
 
 
-def command(name: str, argv: list[str], target: Target | None = None) -> Trainer:
+def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Print the plan and the hook table. Neither module nor data is made: the batch size is the data's ``batch_size`` option."""
-    request = read(name, argv, target)
+    request = read(name, argv, target, defaults)
     trainer, values = request.trainer, request.values
     sizes = [group.get("batch_size") for group in (values.get("data"), values.get("model")) if group is not None]
     plan = trainer.check(request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None))

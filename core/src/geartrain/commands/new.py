@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from geartrain.errors import UsageError, nearest
+from geartrain.paths import user_path
 from geartrain.registry import GROUPS, KNOWN, Registry
 
 #: One folder a kind: a whole package called ``mine``, which is written with another name in place of that.
@@ -35,7 +36,7 @@ def command(name: str, argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
     parser.add_argument("kind", metavar="KIND", nargs="?", help=", ".join(GROUPS))
     parser.add_argument("name", metavar="NAME", nargs="?", help="what people will type: lower-case letters and digits, - or _ between them")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="the folder to write; default geartrain-NAME")
+    parser.add_argument("--output", metavar="DIR", help="the folder to write; default geartrain-NAME")
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -49,7 +50,7 @@ def command(name: str, argv: list[str]) -> None:
     if given.name is None:
         raise UsageError(f"what is the {given.kind} called? Fix: geartrain {name} {given.kind} NAME")
     _check_name(given.kind, given.name)
-    folder = given.output or Path(f"geartrain-{given.name.replace('_', '-')}")
+    folder = user_path(given.output or f"geartrain-{given.name.replace('_', '-')}", "--output")
     written = _write(given.kind, given.name, folder)
     _say(given.kind, given.name, folder, written)
 
@@ -67,6 +68,14 @@ def _check_name(kind: str, name: str) -> None:
     if name in _RESERVED:
         raise UsageError(f"{name!r} has a meaning of its own on geartrain's command line. {fix}, {name}_2 or my_{name} for one")
     same = _same(name)
+    if kind == "plugin":
+        from geartrain.commands.arguments import option_names  # not above: strategies and accelerators need no parser
+
+        if same in option_names():
+            raise UsageError(
+                f"{name!r} is an option of geartrain's command line (--{name}), and the plugin's options would begin with it. "
+                f"{fix}, {name}_2 or my_{name} for example"
+            )
     for candidate in Registry().candidates:
         if _same(candidate.name) == same:
             raise UsageError(f"{name!r} is installed: it is the {candidate.kind} {candidate.label}. {fix}, or uninstall that one")

@@ -16,7 +16,9 @@ def command(name: str, argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
     parser.add_argument("--json", action="store_true", help="a list of {name, kind, state, reason, distribution, version}")
     parser.add_argument("--probe", action="store_true", help="import each plugin and ask accelerators whether they can serve here")
-    parser.add_argument("--block", action="append", default=[], metavar="NAME", help="a plugin's name that must not be chosen")
+    parser.add_argument(
+        "--block", action="append", default=[], metavar="NAME", help="a plugin's name, or DISTRIBUTION[name], that must not be chosen"
+    )
     try:
         options, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -33,9 +35,9 @@ def command(name: str, argv: list[str]) -> None:
         print(json.dumps(rows, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("name", "kind", "state", "reason", "distribution", "version")
+    table = Table(*[Column(name, overflow="fold") for name in ("name", "kind", "state", "reason", "distribution", "version")])
     for row in rows:
         table.add_row(row["name"], row["kind"], row["state"], row["reason"], row["distribution"], row["version"])
     Console(markup=False).print(table)  # a reason may have brackets: acme[chip]

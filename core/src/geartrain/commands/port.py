@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from geartrain.errors import GeartrainError, TrainingError, UsageError
+from geartrain.paths import user_path
 from geartrain.porting import Ported, port
 from geartrain.whole_files import replacing
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Print the diff, or write the files; then list what is left to do by hand.
+    """Print the diff, or write the files; then list what means something else now, and what is left to do by hand.
 
     Raises:
         UsageError: no such file, no Python, or nowhere to write.
@@ -23,7 +24,7 @@ def command(name: str, argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="a Python file; several are ported one by one")
     parser.add_argument("--write", action="store_true", help="change the files, instead of printing a diff")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the ported file there")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the ported file there")
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -34,11 +35,12 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(f"which file? Fix: geartrain {name} train.py")
     if given.output is not None and (given.write or len(given.files) > 1):
         raise UsageError("-o writes one file to one place. Fix: without --write, one FILE at a time")
+    output = None if given.output is None else user_path(given.output, "-o")
     sources = {path: _read(path) for path in given.files}
     ported = {path: port(source, str(path)) for path, source in sources.items()}  # all of them, before one is written
     for path, result in ported.items():
-        if given.write or given.output is not None:
-            _write(given.output or path, sources[path], result.text)
+        if given.write or output is not None:
+            _write(output or path, sources[path], result.text)
         else:
             sys.stdout.write(_diff(path, sources[path], result.text))
     _say(name, ported)
@@ -78,12 +80,14 @@ def _diff(path: Path, before: str, after: str) -> str:
 
 
 def _say(name: str, ported: dict[Path, Ported]) -> None:
-    """List what is left, on standard error: the diff may go into a file.
+    """List what means something else now and what is left, on standard error: the diff may go into a file.
 
     Raises:
-        GeartrainError: something is.
+        GeartrainError: something is left.
     """
     for path, result in ported.items():
+        for changed in result.changed:
+            print(f"{path}:{changed.line}: changed: {changed.what}: {changed.instead}", file=sys.stderr)
         for left in result.left:
             print(f"{path}:{left.line}: {left.what}. Write: {left.instead}", file=sys.stderr)
     count = sum(len(result.left) for result in ported.values())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from geartrain import predictions
 from geartrain.checkpoint import find
 from geartrain.commands.arguments import read
@@ -11,9 +14,9 @@ from geartrain.step import check_module
 from geartrain.trainer import Trainer
 
 
-def command(name: str, argv: list[str], target: Target | None = None) -> Trainer:
+def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Make trainer, module and data from the options, and run one of the trainer's methods; ``predict`` writes predictions.pt."""
-    request = read(name, argv, target)
+    request = read(name, argv, target, defaults)
     check_module(request.target[0], name)
     trainer = request.trainer
     if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:

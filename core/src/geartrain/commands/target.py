@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from geartrain.errors import UsageError, nearest
+from geartrain.errors import UsageError, describe, nearest
 from geartrain.module import DataModule, Module
 from geartrain.registry import load_file
 
@@ -26,7 +26,7 @@ def find_target(target: str) -> Target:
     """
     place, _, wanted = target.partition(":")
     if place.endswith(".py"):
-        module = load_file(Path(place))
+        module = load_file(Path(place).expanduser())
     elif "/" in place or Path(place).is_dir():
         raise UsageError(f"TARGET {target!r} is not a Python file. Fix: file.py, file.py:Class or package.module:Class")
     else:
@@ -55,9 +55,11 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except BaseException as error:  # as of a file
+        if isinstance(error, KeyboardInterrupt):
+            raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
-        raise UsageError(f"TARGET {name!r} could not be imported: {error}{hint}") from error
+        raise UsageError(f"TARGET {name!r} could not be imported: {describe(error)}{hint}") from error
 
 
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:

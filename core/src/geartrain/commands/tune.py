@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ batch-size tries larger and larger batches and says which is the largest that ru
 Both leave nothing behind; with --output DIR what they found is written there. geartrain tune lr TARGET --help lists the options."""
 
 
-def command(name: str, argv: list[str], target: Target | None = None) -> Trainer:
+def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Find a learning rate or a batch size, and say with which option it is used.
 
     Raises:
@@ -42,7 +42,7 @@ def command(name: str, argv: list[str], target: Target | None = None) -> Trainer
     if not argv or argv[0] not in _FINDERS:
         given = f"there is no {argv[0]!r} to tune. {nearest(argv[0], _FINDERS)}" if argv else "what to tune comes first."
         raise UsageError(f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET")
-    request = read(f"{name} {argv[0]}", argv[1:], target)
+    request = read(f"{name} {argv[0]}", argv[1:], target, defaults)
     check_module(request.target[0], "fit")
     _FINDERS[argv[0]](request)
     return request.trainer

@@ -27,6 +27,8 @@ class Ported:
 
     text: str
     left: tuple[Left, ...]
+    #: What was ported and means something else here; ``instead`` says what.
+    changed: tuple[Left, ...] = ()
 
 
 def port(source: str, name: str = "<source>") -> Ported:

@@ -23,6 +23,8 @@ class Arguments:
         self._args: list[cst.Arg] = list(call.args)
         #: Comments of arguments that were dropped, which would otherwise be lost.
         self.comments: list[cst.Comment] = []
+        #: What means something else now: the argument, and what it means.
+        self.changed: list[tuple[str, str]] = []
 
     @property
     def names(self) -> list[str]:

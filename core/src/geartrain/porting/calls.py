@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
+
+import libcst as cst
 
 from geartrain.options import RENAMED
 from geartrain.porting import names
@@ -65,12 +68,29 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "accelerator": (None,),
     "enable_autolog_hparams": (True, False),
     "model_registry": (None,),
+    "gradient_clip_val": (0, 0.0, None),
+    "max_steps": (None,),
+    "deterministic": (None,),
 }
 
 
-def trainer(arguments: Arguments) -> list[Todo]:
-    """Port the arguments of ``Trainer(...)``; returns what is left."""
+#: Words of a file with several optimizers, or with steps of its own.
+OWN_STEPS = {"automatic_optimization", "manual_backward", "optimizer_idx"}
+COUNTS_BATCHES = "it counts batches; Lightning counts each step of each optimizer"
+_IN_LIGHTNING = {
+    "checkpoints": "saves a checkpoint after each epoch (enable_checkpointing)",
+    "logs": "logs to lightning_logs (logger)",
+}
+
+
+def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todo]:
+    """Port the arguments of ``Trainer(...)``; returns what is left.
+
+    Args:
+        words: every name in the file.
+    """
     todo: list[Todo] = []
+    _note_changes(arguments, words)
     for name in list(arguments.names):
         if name in _NOTHING and arguments.literal(name) in _NOTHING[name]:
             arguments.drop(name)
@@ -88,11 +108,116 @@ def trainer(arguments: Arguments) -> list[Todo]:
     return todo
 
 
+def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
+    """Note what the same arguments, or none, mean in Lightning and not here."""
+    note, names_given = arguments.changed.append, set(arguments.names)
+    folders = [name for name in ("default_root_dir", "weights_save_path") if name in names_given and arguments.literal(name) is not None]
+    for name in folders:
+        what = f"output={arguments.source(name)} is the folder of one run, and the next run is refused in it: give each a folder of its own"
+        note((f"Trainer({name}=...)", what))
+    lost = set(_IN_LIGHTNING)
+    if folders or "output" in names_given or arguments.literal("fast_dev_run") not in (..., False, 0):
+        lost.clear()
+    if "ModelCheckpoint" in words or any(arguments.literal(name) is False for name in ("enable_checkpointing", "checkpoint_callback")):
+        lost.discard("checkpoints")
+    if names_given & {"logger", "plugins"}:
+        lost.discard("logs")
+    if lost:
+        does = " and ".join(_IN_LIGHTNING[one] for one in sorted(lost))
+        note(("Trainer(...)", f"Lightning's {does}; here nothing is written without output=DIR, or a ModelCheckpoint or a logger"))
+    if "max_steps" in names_given and arguments.literal("max_steps") != -1 and OWN_STEPS & set(words):
+        note(("Trainer(max_steps=...)", f"{COUNTS_BATCHES}: divide it by how many a batch makes"))
+    if arguments.literal("track_grad_norm") not in (..., -1, None):
+        note(("Trainer(track_grad_norm=...)", "2-norms are logged, as grad_norm and grad_norm/NAME, each step"))
+    chosen = names_given & {"strategy", "distributed_backend", "accelerator"}
+    if not chosen and arguments.literal("gpus") not in (..., None, 0, 1, "0", "1", []):
+        note(("Trainer(gpus=...)", "several GPUs were ddp_spawn's; here ddp runs the script once for each, or say strategy='ddp_spawn'"))
+
+
 def fabric(arguments: Arguments) -> list[Todo]:
     """Port the arguments of ``Fabric(...)``, whose loggers are plugins; returns what is left."""
     if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
         arguments.drop("loggers")
     return _loggers(arguments, "Fabric", "loggers")
+
+
+#: Arguments of LightningCLI that say how it saves its configuration, and others that say nothing here.
+_OF_CLI = (
+    *("save_config_callback", "save_config_kwargs", "save_config_filename", "save_config_overwrite", "save_config_multifile"),
+    *("auto_configure_optimizers", "auto_registry", "description", "env_prefix", "env_parse"),
+)
+
+
+def cli(arguments: Arguments, fits: bool) -> list[Todo]:
+    """Port the arguments of ``LightningCLI(...)`` to those of ``gt.cli``; returns what is left.
+
+    Args:
+        fits: True if the file fits what it gives next, as ``gt.cli`` does itself.
+    """
+    saves = "save_config_callback" not in arguments.names or arguments.literal("save_config_callback") is not None
+    nothing: dict[str, tuple[Any, ...]] = {
+        "run": (True, False) if fits else (True,),
+        "subclass_mode_model": (False,),
+        "subclass_mode_data": (False,),
+        "trainer_class": (None,),
+        "datamodule_class": (None,),
+        "trainer_defaults": (None,),
+        "seed_everything_default": (True, False, None),
+    }
+    for name in list(arguments.names):
+        literal = arguments.literal(name) if name else ...
+        if name in _OF_CLI or any(literal is one for one in nothing.get(name, ())):
+            arguments.drop(name)
+    for old, new in {"model_class": "model", "datamodule_class": "data", "args": "argv"}.items():
+        if old in arguments.names:
+            arguments.rename(old, new)
+    todo = _defaults(arguments)
+    if not {"", "model"} & set(arguments.names):
+        todo.append(("LightningCLI without a class", "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS"))
+    for place, name in enumerate(arguments.names):
+        if name not in ("", "model", "data", "argv", "defaults") or (name == "" and place > 1):
+            todo.append((f"LightningCLI({name}=...)", _LEFT_OF_CLI.get(name, "nothing: gt.cli takes the module's and the data's class")))
+    means = "options are those of geartrain fit: --max-epochs, not --trainer.max_epochs, and no section trainer in a config file"
+    arguments.changed.append(("LightningCLI(...)", means))
+    if saves:
+        arguments.changed.append(("LightningCLI(...)", "no config.yaml is saved: --print-config prints one, and output=DIR has plan.json"))
+    return todo
+
+
+def _defaults(arguments: Arguments) -> list[Todo]:
+    """``trainer_defaults`` and ``seed_everything_default``, if they are written out, as ``defaults``; returns what is left of them."""
+    todo: list[Todo] = []
+    given = arguments.literal("trainer_defaults") if "trainer_defaults" in arguments.names else {}
+    if isinstance(given, dict) and all(isinstance(name, str) and name.isidentifier() for name in given):
+        call = cst.ensure_type(
+            cst.parse_expression(f"Trainer({', '.join(f'{name}={value!r}' for name, value in given.items())})"), cst.Call
+        )
+        made = Arguments(call)
+        todo += trainer(made)
+        arguments.changed += made.changed
+        options = {name: made.literal(name) for name in made.names}
+        if options:
+            arguments.rename("trainer_defaults", "defaults", repr(options))
+        elif "trainer_defaults" in arguments.names:
+            arguments.drop("trainer_defaults")
+    else:
+        return []
+    seed = arguments.literal("seed_everything_default")
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        arguments.drop("seed_everything_default")
+        arguments.put("defaults", repr({**options, "seed": seed}))
+    return todo
+
+
+_LEFT_OF_CLI = {
+    **dict.fromkeys(("subclass_mode_model", "subclass_mode_data"), "the class itself; or geartrain fit FILE.py:CLASS"),
+    "run": "gt.cli(...) alone, which runs fit at once: what comes before belongs in __init__ or setup; or a Trainer and its fit",
+    "trainer_defaults": "a file of options, which --config FILE reads",
+    "seed_everything_default": "--seed N",
+    "parser_kwargs": "--config FILE",
+    "trainer_class": "a plugin, which gt.cli takes with --plugin FILE.py",
+    "": "name the arguments",
+}
 
 
 def fit(arguments: Arguments) -> list[Todo]:

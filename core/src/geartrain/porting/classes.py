@@ -40,8 +40,17 @@ _LEFT = {
 }
 
 
-def plain(cls: str, arguments: Arguments) -> list[Todo]:
-    """Port the arguments of a callback, a logger or another name of Lightning's; returns what is left."""
+def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo]:
+    """Port the arguments of a callback, a logger or another name of Lightning's; returns what is left.
+
+    Args:
+        has_folder: True if the run has a folder, in which files lie by default.
+    """
+    if cls == "ModelCheckpoint":
+        _checkpoints(arguments, has_folder)
+    if cls == "CSVLogger" and "save_dir" in arguments.names and not isinstance(arguments.literal("version"), int):
+        means = "it writes one file, where Lightning's makes a folder version_N for each run, and the next run is refused: give each a path"
+        arguments.changed.append(("CSVLogger(save_dir=...)", means))
     if cls in ("TensorBoardLogger", "CSVLogger"):
         _place(cls, arguments)
     order, renamed = _CLASSES.get(cls, ((), {}))
@@ -56,6 +65,16 @@ def plain(cls: str, arguments: Arguments) -> list[Todo]:
     for special in (_offline, _upload):
         special(cls, arguments)
     return [(f"{cls}({name}=...)", "nothing: leave it out") for name in arguments.names if name in _LEFT.get(cls, ())]
+
+
+def _checkpoints(arguments: Arguments, has_folder: bool) -> None:
+    """A place for the files; Lightning finds one itself."""
+    if "dirpath" in arguments.names and arguments.literal("dirpath") is None:
+        arguments.drop("dirpath")
+    if not {"dirpath", "*", "**"} & set(arguments.names) and not has_folder:
+        arguments.put("dirpath", '"checkpoints"')
+        means = "its files are in checkpoints, those of all runs; Lightning's are in lightning_logs/version_N/checkpoints"
+        arguments.changed.append(("ModelCheckpoint(...)", means))
 
 
 def _place(cls: str, arguments: Arguments) -> None:
@@ -102,4 +121,5 @@ def _upload(cls: str, arguments: Arguments) -> None:
 POSITIONAL: Mapping[str, tuple[str, ...]] = {name: order for name, (order, _) in _CLASSES.items()} | {
     "TensorBoardLogger": ("save_dir", "name", "version", "log_graph"),
     "CSVLogger": ("save_dir", "name", "version"),
+    "LightningCLI": ("", "", "save_config_callback"),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import libcst as cst
@@ -27,7 +29,7 @@ def rewrite(module: cst.Module) -> Ported:
     survey = Survey(wrapper)
     changes = _Rewrite(survey)
     text = wrapper.module.visit(changes).code
-    return Ported(text, tuple(sorted({*survey.left, *changes.left})))
+    return Ported(text, tuple(sorted({*survey.left, *changes.left})), tuple(sorted({*survey.changed})))
 
 
 class _Rewrite(cst.CSTTransformer):
@@ -53,6 +55,11 @@ class _Rewrite(cst.CSTTransformer):
         self._roots = {root(node) for node in survey.references if isinstance(node, cst.Attribute)}
         self._comments: list[cst.Comment] = []
         self._trainers = {"trainer"}
+        #: Variables with what LightningCLI gives.
+        self._clis: set[str] = set()
+        #: Calls of LightningCLI that do not run, and what runs them: gt.cli does both.
+        self._run_later: dict[cst.Call, cst.Expr] = {}
+        self._own_steps = not calls.OWN_STEPS.isdisjoint(survey.words)
 
     def _choose_names(self) -> dict[str, str]:
         """A bare name -> what stands for it: ``LightningModule`` is ``Module``, where the file has no other use for that."""
@@ -73,8 +80,23 @@ class _Rewrite(cst.CSTTransformer):
         return updated_node
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        if original_node.attr.value == "global_step" and self._own_steps:
+            self._survey.say_changed(original_node, dotted(original_node), calls.COUNTS_BATCHES)
+        if dotted(original_node.value) in self._clis:
+            return self._of_cli(original_node, updated_node)
         path = self._survey.references.get(original_node)
         return cst.parse_expression(self._reference(root(original_node), path)) if path is not None else updated_node
+
+    def _of_cli(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
+        """What LightningCLI has: gt.cli gives the trainer."""
+        name = original.attr.value
+        if name == "trainer":
+            return updated.value
+        if name == "model":
+            return cst.parse_expression(f"{dotted(original.value)}.run.module")
+        if name not in ("datamodule", "run"):
+            self._survey.say(original, dotted(original), "nothing: gt.cli gives the trainer")
+        return updated
 
     def _reference(self, start: str, path: str) -> str:
         """How the counterpart of ``path`` is written in a file that has ``start`` for a module of Lightning's."""
@@ -109,7 +131,10 @@ class _Rewrite(cst.CSTTransformer):
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel:
+        if not updated_node.body:  # it was removed
+            self._comments += comments(original_node)
+            return cst.RemoveFromParent()
         if not any(_is_import(statement) for statement in updated_node.body):
             return self._with_comments(updated_node)
         new: list[cst.BaseSmallStatement] = []
@@ -212,16 +237,49 @@ class _Rewrite(cst.CSTTransformer):
     # --- calls -----------------------------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        if isinstance(node.value, cst.Call) and names.key(self._survey.references.get(node.value.func, "?"))[1] == "Trainer":
-            self._trainers |= {dotted(target.target) for target in node.targets}
+        name = names.key(self._survey.references.get(node.value.func, "?"))[1] if isinstance(node.value, cst.Call) else ""
+        targets = {dotted(target.target) for target in node.targets}
+        if name == "Trainer":
+            self._trainers |= targets
+        elif name == "LightningCLI":
+            self._clis |= targets
+            self._trainers |= {f"{target}.trainer" for target in targets}
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._pair(node.body)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._pair(node.body)
+
+    def _pair(self, body: Sequence[cst.BaseStatement]) -> None:
+        """Note each ``x = LightningCLI(...)`` whose next statement is ``x.trainer.fit(x.model, x.datamodule)``."""
+        for made, fits in pairwise(map(_only, body)):
+            if not (isinstance(made, cst.Assign) and isinstance(made.value, cst.Call) and isinstance(fits, cst.Expr)):
+                continue
+            name = dotted(made.targets[0].target)
+            is_cli = names.key(self._survey.references.get(made.value.func, "?"))[1] == "LightningCLI"
+            fit = fits.value if isinstance(fits.value, cst.Call) and dotted(fits.value.func) == f"{name}.trainer.fit" else None
+            if is_cli and fit is not None and {dotted(arg.value) for arg in fit.args} <= {f"{name}.model", f"{name}.datamodule"}:
+                self._run_later[made.value] = fits
+
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.RemovalSentinel:
+        return cst.RemoveFromParent() if original_node in self._run_later.values() else updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         path = self._survey.references.get(original_node.func)
         if path is not None:
             cls = names.key(path)[1]
             arguments = Arguments(updated_node, classes.POSITIONAL.get(cls, ()))
-            special = {"Trainer": calls.trainer, "Fabric": calls.fabric}.get(cls)
-            todo = special(arguments) if special is not None else classes.plain(cls, arguments)
+            if cls == "Trainer":
+                todo = calls.trainer(arguments, self._survey.words)
+            elif cls == "Fabric":
+                todo = calls.fabric(arguments)
+            elif cls == "LightningCLI":
+                todo = calls.cli(arguments, original_node in self._run_later)
+            else:
+                todo = classes.plain(cls, arguments, self._survey.has_folder)
+                if cls == "ModelCheckpoint" and "every_n_train_steps" in arguments.names and self._own_steps:
+                    arguments.changed.append(("ModelCheckpoint(every_n_train_steps=...)", calls.COUNTS_BATCHES))
             return self._done(original_node, arguments, todo)
         func = original_node.func
         if not isinstance(func, cst.Attribute):
@@ -245,6 +303,12 @@ class _Rewrite(cst.CSTTransformer):
         for old, new in _METHODS[method].items():
             if old in arguments.names:
                 arguments.rename(old, new)
+        if arguments.literal("ckpt_path") == "best" and "ModelCheckpoint" not in self._survey.words:
+            self._survey.say(
+                call, f"{method}(ckpt_path='best')", "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], without which none is kept"
+            )
+        if arguments.literal("return_predictions") is False:
+            arguments.changed.append(("predict(return_predictions=False)", "all outputs are collected, on every rank"))
         for name in ("verbose", "return_predictions", "weights_only"):
             if name in arguments.names:
                 arguments.drop(name)
@@ -253,6 +317,8 @@ class _Rewrite(cst.CSTTransformer):
     def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todo]) -> cst.Call:
         for what, instead in todo:
             self._survey.say(call, what, instead)
+        for what, means in arguments.changed:
+            self._survey.say_changed(call, what, means)
         self._comments += arguments.comments
         return arguments.call()
 
@@ -261,6 +327,11 @@ def _target(path: str) -> tuple[str, str]:
     found = names.target(path)
     assert found is not None
     return found
+
+
+def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
+    """The one small statement of a line."""
+    return line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
 
 
 def _is_import(statement: Any) -> bool:

@@ -36,6 +36,9 @@ class Survey(cst.CSTVisitor):
         #: Strings that may be names, as those of ``__all__`` are.
         self.strings: set[str] = set()
         self.left: list[Left] = []
+        self.changed: list[Left] = []
+        #: True if a Trainer of the file has a folder for its files.
+        self.has_folder = False
         #: What the file imports by name: (module, name) here.
         self.brought: set[tuple[str, str]] = set()
         self._class: list[str] = []
@@ -46,6 +49,15 @@ class Survey(cst.CSTVisitor):
     def say(self, node: cst.CSTNode, what: str, instead: str) -> None:
         """Note that something is left to do."""
         self.left.append(Left(self._positions[node].start.line, what, instead))
+
+    def say_changed(self, node: cst.CSTNode, what: str, means: str) -> None:
+        """Note that something means something else now."""
+        self.changed.append(Left(self._positions[node].start.line, what, means))
+
+    def visit_Call(self, node: cst.Call) -> None:
+        if names.key(self.path(node.func) or "?")[1] == "Trainer":
+            given = {arg.keyword.value for arg in node.args if arg.keyword is not None and dotted(arg.value) != "None"}
+            self.has_folder |= bool(given & {"default_root_dir", "weights_save_path", "output"})
 
     # --- names -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +142,10 @@ class Survey(cst.CSTVisitor):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         bases = [names.target(self.path(base.value) or "") for base in node.bases]
+        if ("geartrain", "cli") in bases:
+            self.say(
+                node, f"class {node.name.value}(LightningCLI)", "gt.cli(MyModule, MyDataModule): arguments of their __init__ are options"
+            )
         kind = next((found[1] for found in bases if found is not None and found[1] in _METHODS), "")
         self._class.append(kind)
         for statement in node.body.body if kind else ():
@@ -157,8 +173,8 @@ class Survey(cst.CSTVisitor):
             self.say(node, f"{owner}.{name}", names.OF_FABRIC[name])
         elif self._class and name in names.OF_OPTIMIZERS:
             self.say(node, f"{owner}.{name}", names.OF_OPTIMIZERS[name])
-        elif self._class[-1:] == ["Module"] and _dotted(node) == f"self.{name}" and names.MEMBERS.get(name):
-            self.say(node, f"self.{name}", names.MEMBERS[name])
+        elif names.MEMBERS.get(name) and (owner == "pl_module" or (owner == "self" and self._class[-1:] == ["Module"])):
+            self.say(node, f"{owner}.{name}", names.MEMBERS[name])
 
 
 def _parameters(function: cst.FunctionDef) -> Sequence[str]:

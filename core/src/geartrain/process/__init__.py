@@ -26,6 +26,8 @@ from geartrain.process.environment import STARTED_BY
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 #: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
 _failed: list[float] = []
+#: The file that this process has written an error to.
+_reported = ""
 #: True after ``on_exception`` and ``teardown`` have run: the rank only has to leave its group.
 _leaving = False
 #: Shuts down the connections that this rank's run has opened to others.
@@ -38,19 +40,21 @@ def begin(disconnect: Callable[[], None] | None = None) -> None:
     Args:
         disconnect: shuts down the connections to other ranks that the run has opened.
     """
-    global _leaving, _disconnect
+    global _leaving, _disconnect, _reported
     _failed.clear()
     _leaving, _disconnect = False, disconnect
-    path = os.environ.get(ERROR_FILE)
+    # A file that this process has not written is not geartrain's to delete.
     # geartrain ends all of its ranks after a run that failed: the first error stays, also if the program survived it on this rank.
-    if path and os.environ.get(STARTED_BY) != str(os.getpid()):
+    if _reported and os.environ.get(STARTED_BY) != str(os.getpid()):
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            os.unlink(_reported)
+        _reported = ""
 
 
 def report(error: BaseException) -> None:
     """Note when this rank failed, and write its error where its starter looks for it: now, before teardown closes connections and
     others fail for it."""
+    global _reported
     _failed.append(time.time())
     path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
@@ -67,6 +71,7 @@ def report(error: BaseException) -> None:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump({"message": told}, file)
         os.replace(file.name, path)  # never half of it: the starter looks at any moment
+        _reported = path
     except OSError:
         pass  # the log has it as well
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -141,11 +142,25 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
     """A task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
     found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
-    if found is None or size is None or size[0] < 2:
+    if found is None or size is None or size[0] < 2 or _is_shell(environ, found[1], size[0]):
         return None
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
     local_size = int(per_node[0]) if per_node else size[0] // max(1, int(environ.get("SLURM_NNODES", "1")))
     return Place("SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ))
+
+
+def _is_shell(environ: Mapping[str, str], task: int, tasks: int) -> bool:
+    """True if a step is a shell, by its name as in Lightning, and not this very process: in an interactive job ranks have its name too."""
+    job = environ.get("SLURM_JOB_NAME")
+    if job not in ("bash", "interactive") or environ.get("SLURM_TASK_PID") == str(os.getpid()):
+        return False
+    if task > 0:  # a shell has one
+        warnings.warn(
+            f"this is task {task} of {tasks} of a SLURM step, and trains alone: a job that is called {job!r} is taken for a shell. "
+            "Fix: srun --job-name=NAME",
+            stacklevel=2,
+        )
+    return True
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:

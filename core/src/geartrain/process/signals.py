@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,12 +25,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def hear_signals() -> Iterator[None]:
-    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down. A hangup that nohup lets a program
-    ignore stays ignored."""
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGHUP] is signal.SIG_IGN:
-        del before[signal.SIGHUP]
+def hear_signals(signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+    """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
+
+    A handler of the program's own stays, and so does a signal that it ignores, as SIGHUP under nohup. In another thread than the main one
+    nothing changes: Python allows handlers in that one only.
+    """
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: own for number in signals if (own := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
         signal.signal(number, _interrupt)
     try:

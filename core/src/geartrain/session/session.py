@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,9 @@ class Session(Together):
         compare_with_rank_0(own)
         own.bare = Called(module)  # type: ignore[assignment]  # plays the part of Step
         own.model = run.hooks.wrap_model(run=own, model=own.bare)
-        model = SessionModel(self, own, module, [name for name in STEPS if isinstance(module, Module) and hasattr(module, name)])
+        model = SessionModel(
+            self, own, module, [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]
+        )
         self._models.append(model)
         self._runs.append(own)
         attach(run, self._models)
@@ -130,12 +132,14 @@ class Session(Together):
         stage, made = "train" if even else "validate", []
         for loader in loaders:
             run = self._run_of(Models())
-            if not isinstance(loader, Iterable) or isinstance(loader, SessionLoader):
-                raise UsageError(f"setup_dataloaders({type(loader).__name__}): Fix: a DataLoader or an iterable of batches, once")
+            if not isinstance(loader, Iterable) or isinstance(loader, SessionLoader | Mapping | str | bytes):
+                what = f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
+                raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches, once")
             run.stage = stage
             mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if use_distributed_sampler else loader
             share_temporary_folder([mine])
             run.loaders, run.batches = {stage: [mine]}, {stage: [count_batches(mine, None, stage)]}
+            self._need("setup_dataloaders").loaders.setdefault(stage, []).append(mine)  # their workers end with the session
             made.append(SessionLoader(self, run, mine, move_to_device))
         return made[0] if len(made) == 1 else made
 

@@ -13,7 +13,8 @@ from geartrain.checkpoint import save
 from geartrain.data import map_tensors
 from geartrain.errors import UsageError
 from geartrain.hooks import fire
-from geartrain.logs import scalar
+from geartrain.logs import check_name, scalar
+from geartrain.paths import user_path
 from geartrain.seeding import seed_everything
 from geartrain.session import state as states
 from geartrain.session.launched import Launched
@@ -80,10 +81,12 @@ class Together(Launched):
         run = self._need("log")
         if not self._begun:
             self._begin()
+        for name in metrics:
+            check_name(name)
         values = {name: float(scalar(name, value)) for name, value in metrics.items()}
         if sync_dist and run.world.size > 1:
             values, _, _ = sync(run, {name: Share(_MEAN, value, 1, None, [value]) for name, value in values.items()})
-        run.metrics.update(values)
+        run.reported.update(values)
         run.logs.logged.update(values)
         if run.world.rank == 0:
             fire(run.hooks.log_metrics, run=run, metrics=values, step=run.step if step is None else step)
@@ -97,7 +100,7 @@ class Together(Launched):
         Raises:
             UsageError: something else, which :meth:`load` could not read.
         """
-        save(self._need("save"), states.of(state), Path(path))
+        save(self._need("save"), states.of(state), user_path(path, "path"))
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
         """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.
@@ -113,9 +116,9 @@ class Together(Launched):
             UsageError: there is no such file.
             TrainingError: it is damaged, is no checkpoint, lacks a name or does not fit.
         """
-        run = self._need("load")
-        found = run.hooks.load_checkpoint(run=run, path=Path(path))
-        return states.take(Path(path), found, {} if state is None else state, strict)
+        run, path = self._need("load"), user_path(path, "path")
+        found = run.hooks.load_checkpoint(run=run, path=path)
+        return states.take(path, found, {} if state is None else state, strict)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``name`` of every callback that has one."""

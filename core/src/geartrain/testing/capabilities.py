@@ -8,6 +8,9 @@ from typing import Any
 
 from geartrain.errors import UsageError, nearest
 
+#: The largest ``convergence`` that may be declared.
+MOST = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -19,7 +22,7 @@ class Capabilities:
     set in ``__init__`` may depend on the strategy's options.
 
     Raises:
-        UsageError: ``convergence`` is no number above 0.
+        UsageError: ``convergence`` is no number above 0 and at most 0.5.
     """
 
     #: Gradients stay on their rank until the last micro-batch of a window: one reduction a step.
@@ -42,12 +45,12 @@ class Capabilities:
     timeout_option: str | None = "timeout"
     #: ``None``: N ranks must equal one process. A number c, for strategies that are approximate by design (compression,
     #: asynchronous updates): instead, the last logged loss may exceed the last one of one process by at most c × the first one of
-    #: one process; weights are not compared with one process's.
+    #: one process; weights are not compared with one process's. At most ``MOST``: what trains on nothing comes near a larger one.
     convergence: float | None = None
 
     def __post_init__(self) -> None:
-        if self.convergence is not None and not self.convergence > 0:
-            raise UsageError(f"convergence={self.convergence!r} must be a number above 0, or None for equality.")
+        if self.convergence is not None and not 0 < self.convergence <= MOST:
+            raise UsageError(f"convergence={self.convergence!r} must be a number above 0 and at most {MOST}, or None for equality.")
 
     @classmethod
     def of(cls, declared: Capabilities | Mapping[str, Any] | None, whose: str) -> Capabilities:

@@ -9,7 +9,7 @@ import sys
 
 from geartrain.testing.cases_training import uses
 from geartrain.testing.checks import assert_same_weights
-from geartrain.testing.kit import ONE_DEVICE, TWO_NODES, Kit, need
+from geartrain.testing.kit import ONE_DEVICE, TWO_NODES, Kit, fits, need
 from geartrain.testing.launching import HAS_PROC, LOOPBACK, free_port
 
 NO_PROC = "processes and sockets are found through Linux's /proc"
@@ -102,6 +102,7 @@ class LaunchCases:
         addresses = kit.report("listens").ranks()[0]["notes"]["listening"]
         found = sorted(set(addresses) - set(LOOPBACK))
         if kit.can.loopback_only:
-            assert not found, f"listens on the addresses {found}, in /proc/net's hexadecimal, which are not loopback"
+            where = f"listens on the addresses {found}, in /proc/net's hexadecimal, which are not loopback"
+            assert not found, where + fits("loopback_only=False")
         else:
             assert found, "loopback_only is declared off, and nothing listens elsewhere"

@@ -1,4 +1,4 @@
-"""Training: N ranks come to what one process comes to, and agree with each other."""
+"""Training: N ranks have the result of one process, and agree with each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from geartrain.testing.checks import equals_one_process, identical_on_ranks
-from geartrain.testing.kit import RANKS, Kit, need
+from geartrain.testing.kit import RANKS, Kit, fits, need
 from geartrain.testing.program import COMPARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 ONE_RANK = "one rank has nothing to compare with"
+#: An entry of ``nets.OwnEntries`` that is larger was moved, and not only rounded; its own rank's ends near 1.
+MOVED = 1e-3
 
 
 def uses(*scenarios: str, start: str = RANKS) -> Callable[[_F], _F]:
@@ -53,6 +55,15 @@ class TrainingCases:
             if report.error is None and report.name in COMPARED:  # one that failed is another test's failure
                 identical_on_ranks(report)
 
+    @uses("communication")
+    def test_communication(self, kit: Kit) -> None:
+        """Each rank's weights show gradients that only another rank has, whatever the strategy declares."""
+        need(kit.ranks > 1, ONE_RANK)
+        for record in kit.report("communication").ranks():
+            entries, rank = record["weights"]["entries"].tolist(), record["rank"]
+            others = [other for other, entry in enumerate(entries) if other != rank and entry > MOVED]
+            assert others, f"rank {rank}'s weights show no gradient of another rank, so it trains alone. By rank: {entries}"
+
     @uses("start_apart")
     def test_ranks_that_start_apart(self, kit: Kit) -> None:
         """Ranks whose modules were made with other weights end with the same."""
@@ -80,7 +91,9 @@ class TrainingCases:
         first, *others = (record["notes"]["gradients"] for record in kit.report("no_sync").ranks())
         local = any(not torch.equal(ours, theirs) for other in others for ours, theirs in zip(first, other, strict=True))
         if kit.can.no_sync:
-            assert local, "gradients are the same on all ranks after the first micro-batch of two: every micro-batch is reduced"
+            assert local, "gradients are the same on all ranks after the first micro-batch of two: every micro-batch is reduced" + fits(
+                "no_sync=False"
+            )
         else:
             assert not local, "no_sync is declared unsupported and works: gradients are local after the first micro-batch of two"
 

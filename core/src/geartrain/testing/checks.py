@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from geartrain.testing.kit import Kit, Report
+from geartrain.testing.capabilities import MOST
+from geartrain.testing.kit import Kit, Report, fits
 
 #: Float64 sums in another order differ in the last of 16 digits; a few dozen steps, and Adam's division by small numbers, make that
 #: a thousand times more. Anything computed wrongly differs in the first digits.
@@ -18,19 +19,27 @@ def equals_one_process(kit: Kit, scenario: str, number: int = 0) -> None:
     """Loss curve, metrics, counters and weights of the ``number``-th fit are those of one process; approximate strategies come close.
 
     Raises:
-        AssertionError: what differs, and by how much.
+        AssertionError: what differs, and by how much, and the capability that would fit.
     """
     ours, one = kit.report(scenario).ranks("fit", number), kit.reference(scenario).ranks("fit", number)[0]
     curve, expected = ours[0]["curve"], one["curve"]
     assert len(expected) > 1
     assert len(curve) == len(expected), f"{len(curve)} steps were logged on rank 0, and {len(expected)} in one process"
-    if kit.can.convergence is not None:
-        most = expected[-1] + kit.can.convergence * expected[0]
-        assert curve[-1] <= most, f"the loss ends at {curve[-1]}; with convergence={kit.can.convergence} it may end at {most}"
-        return
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=RTOL, atol=ATOL, msg=_say(curve, expected))
+    bound = kit.can.convergence
     for record in ours:
-        assert (record["step"], record["epoch"]) == (one["step"], one["epoch"]), "other counters than in one process"
+        found, wanted = (record["step"], record["epoch"]), (one["step"], one["epoch"])
+        assert found == wanted, f"rank {record['rank']} counts {found} steps and epochs, one process {wanted}"
+    if bound is not None:
+        most, fit = expected[-1] + bound * expected[0], _convergence(curve, expected)
+        assert curve[-1] <= most, f"the loss ends at {curve[-1]}; with convergence={bound} it may end at {most}{fit}"
+        means, most = [record["metrics"]["loss_epoch"] for record in ours], one["metrics"]["loss_epoch"] + bound * expected[0]
+        assert max(means) - min(means) <= ATOL, f"loss_epoch is a mean over all ranks, and by rank it is {means}"
+        assert means[0] <= most, f"loss_epoch is {means[0]}; with convergence={bound} it may be {most}"
+        return
+    off = differing(ours[0]["weights"], one["weights"])
+    say = f"{_say(curve, expected)}\nweights that differ on rank 0, and by how much: {off}{_convergence(curve, expected)}"
+    torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=RTOL, atol=ATOL, msg=say)
+    for record in ours:
         assert_same_weights(record["weights"], one["weights"], f"rank {record['rank']}", "one process")
         difference = abs(record["metrics"]["loss_epoch"] - one["metrics"]["loss_epoch"])
         assert difference <= RTOL + ATOL, f"loss_epoch on rank {record['rank']} differs from one process's by {difference}"
@@ -51,9 +60,27 @@ def assert_same_weights(mine: Mapping[str, Any], theirs: Mapping[str, Any], whos
         AssertionError: the parameter that differs most.
     """
     assert mine.keys() == theirs.keys()
-    off = {name: float((tensor - theirs[name]).abs().max()) for name, tensor in mine.items() if tensor.is_floating_point()}
-    wrong = {name: by for name, by in off.items() if not torch.allclose(mine[name], theirs[name], rtol=RTOL, atol=ATOL)}
+    wrong = differing(mine, theirs)
     assert not wrong, f"{whose} has other weights than {than}; largest difference by name: {wrong}"
+
+
+def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = RTOL, atol: float = ATOL) -> dict[str, float]:
+    """Return the largest difference of each tensor that is not the same in two state_dicts."""
+    return {
+        name: float((tensor.double() - theirs[name].double()).abs().max())
+        for name, tensor in mine.items()
+        if not torch.allclose(tensor, theirs[name], rtol=rtol, atol=atol)
+    }
+
+
+def _convergence(curve: list[float], expected: list[float]) -> str:
+    """Say which ``convergence`` would fit a loss curve, if one may be declared."""
+    least = max((curve[-1] - expected[-1]) / expected[0], 0.0)
+    rounded = float(f"{max(1.1 * least, 1e-3):.1g}")
+    bound = rounded if rounded >= least else 2 * rounded
+    return (
+        fits(f"convergence={bound:g}") if bound <= MOST else f"\nNo convergence that may be declared would fit: {bound:g} is above {MOST}"
+    )
 
 
 def identical_on_ranks(report: Report, command: str = "fit", number: int = 0) -> None:
@@ -64,10 +91,8 @@ def identical_on_ranks(report: Report, command: str = "fit", number: int = 0) ->
     """
     first, *others = report.ranks(command, number)
     for record in others:
-        for name, tensor in first["weights"].items():
-            assert torch.equal(tensor, record["weights"][name]), (
-                f"{name} on rank {record['rank']} differs from rank 0's by {float((tensor - record['weights'][name]).abs().max())}"
-            )
+        off = differing(first["weights"], record["weights"], 0.0, 0.0)
+        assert not off, f"weights on rank {record['rank']} differ from rank 0's, and by how much: {off}{fits('identical_weights=False')}"
 
 
 def numbers(record: Mapping[str, Any], stage: str, epoch: int = 0) -> list[int]:

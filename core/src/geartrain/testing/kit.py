@@ -19,6 +19,7 @@ from geartrain.registry import Candidate, Registry
 from geartrain.testing.capabilities import Capabilities
 from geartrain.testing.launching import Launched, free_port
 from geartrain.testing.program import COMPARED, Request, write
+from geartrain.testing.recorder import PROGRESS
 from geartrain.trainer import Trainer
 
 #: Samples in one process's batch.
@@ -38,13 +39,16 @@ class Report:
     #: What went wrong with the program, and its output; ``None`` where the scenario came to its end.
     error: str | None = None
 
-    def check(self) -> Report:
-        """This report, of a scenario that came to its end.
+    def check(self, capability: str = "") -> Report:
+        """Return this report, of a scenario that came to its end.
+
+        Args:
+            capability: that a strategy may declare off, and then need not come to this scenario's end.
 
         Raises:
             AssertionError: it did not; with the program's output.
         """
-        assert self.error is None, self.error
+        assert self.error is None, self.error + (fits(f"{capability}=False") if capability else "")
         return self
 
     def ranks(self, command: str = "fit", number: int = 0) -> list[dict[str, Any]]:
@@ -68,6 +72,9 @@ class Reports:
     #: What was there when a program had ended that should not be.
     left_behind: list[str] = field(default_factory=list)
 
+
+#: The scenarios that strategies need not come to the end of -> the capability that says so.
+_CAPABILITY_OF = {"uneven_inputs": "uneven_inputs", "uneven_training": "uneven_inputs", "unused_parameters": "unused_parameters"}
 
 #: How the programs of a shared scenario are started: on the class's devices, on one device, or as two nodes of one device each.
 RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
@@ -173,7 +180,8 @@ class Kit:
 
     def report(self, scenario: str, start: str = RANKS) -> Report:
         """Return the strategy's report of a scenario that came to its end."""
-        return self.programs.reports(start)[self].by_name[scenario].check()
+        capability = "multi_node" if start == TWO_NODES else _CAPABILITY_OF.get(scenario, "")
+        return self.programs.reports(start)[self].by_name[scenario].check(capability)
 
     def reference(self, scenario: str, start: str = RANKS) -> Report:
         """Return the report of the same scenario in one process."""
@@ -318,9 +326,23 @@ def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]
             done, since = now, time.monotonic()
         elif time.monotonic() - since > (deadline if now else max(deadline, START)):
             what = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
-            return f"hung: {what} was not done within {deadline:.0f} s, so it was stopped"
+            return f"{_slow_or_hung(todo[min(now, len(todo) - 1)][0], deadline)}: {what} was not done within {deadline:.0f} s"
         time.sleep(0.02)
     return next((f"the program ended with exit code {code}" for code in codes if code), None)
+
+
+def _slow_or_hung(folder: Path, deadline: float) -> str:
+    """Say of a scenario that took too long whether its ranks still make steps."""
+    ages = {path.name.removeprefix(PROGRESS): time.time() - path.stat().st_mtime for path in folder.glob(f"{PROGRESS}*")}
+    last = ", ".join(f"rank {rank} {age:.1f} s ago" for rank, age in sorted(ages.items())) or "none"
+    if min(ages.values(), default=deadline) < max(1.0, deadline / 10):
+        return f"slow, and not hung (last steps: {last}; a longer deadline, or --deadline {2 * deadline:.0f}, would show whether it ends)"
+    return f"hung (last steps: {last})"
+
+
+def fits(capability: str) -> str:
+    """Return the end of a failure that a strategy may declare to be its design."""
+    return f"\nIf that is the strategy's design, this capability fits: {capability}"
 
 
 def _command(requests: Path) -> list[str]:

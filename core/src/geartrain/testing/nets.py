@@ -146,6 +146,19 @@ class Apart(Net):
                 layer.reset_parameters()
 
 
+class OwnEntries(Net):
+    """Each rank's loss raises one of ``entries``, the rank's own: those of other ranks move only if ranks communicate."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.entries = nn.Parameter(torch.zeros(ranks, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mine = torch.zeros_like(self.entries)
+        mine[self.trainer.global_rank] = 1.0
+        return super().training_step(batch, batch_idx) + ((self.entries - 1) * mine).square().sum()
+
+
 class Gradients(Net):
     """Notes its gradients after the first micro-batch of the first window."""
 

@@ -47,7 +47,7 @@ class RankResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The newest value of every metric on this rank."""
-        return self.trainer.callback_metrics
+        return self.trainer.run.metrics
 
 
 class _Logged:

@@ -25,7 +25,7 @@ from geartrain.process.environment import detect
 from geartrain.testing.nets import OPTIMIZER, Net, samples
 from geartrain.testing.recorder import Recorder, save
 
-#: Scenarios in which N ranks must come to what one process comes to.
+#: Scenarios in which N ranks must have the result of one process.
 COMPARED = (
     *("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen", "unused_parameters"),
     *("scheduler", "step_end", "fit_twice"),
@@ -108,7 +108,7 @@ class Job:
         self.caller.append(
             {
                 "weights": {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()},
-                "metrics": dict(trainer.callback_metrics),
+                "metrics": dict(trainer.run.metrics),
                 "step": trainer.global_step,
                 "epoch": trainer.current_epoch,
                 "result": result,

@@ -22,6 +22,10 @@ from geartrain.testing.nets import notes_of
 LATE = 0.4
 
 
+#: A file whose time is that of a rank's last step; the rank follows.
+PROGRESS = "progress-"
+
+
 def save(value: Any, path: Path) -> None:
     """Write a file whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -45,11 +49,13 @@ class Recorder:
     def on_run_start(self, run: Run) -> None:
         self.seen, self.curve = {}, []
         (self.folder / f"started-{run.world.rank}").touch()
+        self.progress = self.folder / f"{PROGRESS}{run.world.rank}"
 
     @hookimpl(wrapper=True)
     def forward(self, run: Run, args: tuple[Any, ...]) -> Iterator[None]:
         if not run.repeating:
             self.seen.setdefault(f"{run.stage}-{run.epoch}", []).append(args[0][2].tolist())
+            self.progress.touch()
         return (yield)
 
     @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -103,6 +104,11 @@ def buffers(job: Job) -> None:
 @scenario
 def start_apart(job: Job) -> None:
     job.fit(nets.Apart())
+
+
+@scenario
+def communication(job: Job) -> None:
+    job.fit(nets.OwnEntries(job.ranks), max_epochs=2)
 
 
 @scenario
@@ -220,8 +226,9 @@ def plugins(job: Job) -> None:
     # A program may run this for several requests, and a module is loaded once.
     name = "conformance_plugin_" + re.sub(r"\W", "_", job.folder.parent.name)
     path = job.folder / f"{name}.py"
-    if not path.exists():
-        path.write_text(PLUGIN)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(PLUGIN)
+    written.replace(path)  # whole: another rank may read it now
     trainer = job.trainer(str(path), FromObject([1, 2]), plugin_options={name: {"text": "as chosen"}})
     trainer.validate(Net(), job.batches(1))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from geartrain.data import first_size, loader_batch_size
+from geartrain.data import BatchSizer, length, loader_batch_size
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.run import Run
@@ -105,17 +105,16 @@ class StepTimer:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         loader = run.loaders["train"][0]
+        self._sizer = BatchSizer(loader)
         self._compare(loader_batch_size(loader))
         for thing in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
-            try:
-                self.samples = len(thing)  # type: ignore[arg-type]
+            if (samples := length(thing)) is not None:
+                self.samples = samples
                 return
-            except TypeError:
-                continue
 
     @hookimpl(wrapper=True)
     def step(self, run: Run, micro_batches: Sequence[Any]) -> Generator[None, None, None]:
-        sizes = [first_size(batch) or 0 for batch in micro_batches]
+        sizes = [self._sizer.size(batch) or 0 for batch in micro_batches]
         if sizes[0] > self._size:
             self._compare(sizes[0])
         elif not self._steps and self.samples is None and 0 < sizes[0] < self._size:

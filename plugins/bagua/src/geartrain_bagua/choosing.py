@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -12,10 +13,13 @@ from importlib_metadata import EntryPoint, entry_points
 
 from geartrain import UsageError
 from geartrain.errors import nearest
+from geartrain.names import refuse_misspelt
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.
 GROUP = "geartrain_bagua.algorithms"
+#: The methods of an algorithm that its strategy calls.
+_METHODS = frozenset(name for name, thing in vars(Algorithm).items() if inspect.isfunction(thing))
 
 
 def algorithm_class(given: Any) -> type[Algorithm]:
@@ -44,10 +48,12 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
             raise UsageError(
                 f"algorithm={type(given).__name__}(...) is made already, and takes no {', '.join(options)}. Fix: give them there"
             )
+        refuse_misspelt(given, f"algorithm {type(given).__name__}", _METHODS, ["capabilities"], Algorithm)
         return _name(type(given)), given
     cls = algorithm_class(given)
     name = _find(given).name if isinstance(given, str) else _name(cls)
     _check_options(cls, name, options)
+    refuse_misspelt(cls, f"algorithm {cls.__name__}", _METHODS, ["capabilities"], Algorithm)
     return name, cls(**options)
 
 
@@ -72,6 +78,10 @@ def _find(name: str) -> EntryPoint:
         hint = nearest(name, names)
         known = f" Known: {', '.join(names)}." if hint.startswith("Did") else ""
         raise UsageError(f"there is no algorithm {name!r}. {hint}{known}")
+    if ours := [entry_point for entry_point in hits if len(hits) > 1 and _label(entry_point).startswith("geartrain-bagua[")]:
+        others = ", ".join(sorted(_label(entry_point) for entry_point in hits if entry_point not in ours))
+        warnings.warn(f"algorithm {name!r} is geartrain-bagua's own; not used: {others}. Fix: uninstall the other", stacklevel=2)
+        hits = ours
     if len(hits) > 1:
         raise UsageError(f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one.")
     found: EntryPoint = hits[0]
@@ -96,7 +106,7 @@ def _load(entry_point: EntryPoint) -> Any:
         if isinstance(error, KeyboardInterrupt):
             raise
         cause = f"{type(error).__name__}: {error}"
-        hint = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else "reinstall it"
+        hint = f"pip install --force-reinstall {entry_point.dist.name}" if entry_point.dist else "reinstall it"
         raise UsageError(f"algorithm {_label(entry_point)} could not be imported: {cause}. Fix: {hint}") from error
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.data import Through
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session
@@ -152,7 +153,7 @@ class CUDAAccelerator:
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
-        return map(run.to_device, loader) if self._prefetcher is None else self._prefetcher.batches(run, loader, stage)
+        return Through(iter(loader), loader, run.to_device) if self._prefetcher is None else self._prefetcher.batches(run, loader, stage)
 
     @hookimpl
     def device_stats(self, run: Run) -> dict[str, float] | None:

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Run
-from geartrain.data import map_nested, map_tensors, move
+from geartrain.data import Through, map_nested, map_tensors, move
 from geartrain.module import overridden
 
 #: What errors say of pinned memory that the system does not give: cudaErrorMemoryAllocation, cudaErrorOperatingSystem (locking was
@@ -54,7 +54,8 @@ class Prefetcher:
     def batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
         """What the hook ``device_batches`` returns."""
         if overridden(run.module, "transfer_batch_to_device"):
-            return map(run.to_device, loader)  # it may do anything with the batch and the GPU: nothing of it may come early
+            # It may do anything with the batch and the GPU: nothing of it may come early.
+            return Through(iter(loader), loader, run.to_device)
         index = 0 if stage == "train" else run.dataloader_idx
         if self.prefetch:
             return Ahead(self, run, loader, index, most(run, stage, index))
@@ -64,7 +65,7 @@ class Prefetcher:
             source = self.pin(module.on_before_batch_transfer(batch, index), fresh)
             return module.on_after_batch_transfer(move(source, self.device), index)
 
-        return map(when_due, loader)
+        return Through(iter(loader), loader, when_due)
 
     def pin(self, data: Any, fresh: bool) -> Any:
         """The batch in pinned memory, as far as it can be. A tensor's pinned memory is reused only after copies from it are done: torch

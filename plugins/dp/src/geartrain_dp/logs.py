@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from geartrain import Run, TrainingError
+from geartrain import Run, TrainingError, reductions
 from geartrain.metric_objects import is_metric
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
 
@@ -118,7 +118,7 @@ class PartLogs:
         device = self._run.device if any(isinstance(call.value, torch.Tensor) for call in calls) else torch.device("cpu")
         values = torch.stack([torch.as_tensor(call.value).to(device, torch.float64).reshape(()) for call in calls])
         reduce_fx = calls[0].options.get("reduce_fx", "mean")
-        match reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", ""):
+        match reductions.key(reduce_fx):
             case "sum":
                 combined = values.sum()
             case "min":

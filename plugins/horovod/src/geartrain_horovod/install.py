@@ -23,13 +23,16 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from geartrain_horovod.installed import missing, torch_version
+from geartrain_horovod.installed import missing, torch_cuda, torch_version
 
 __all__ = ["main", "missing"]
 
 VERSION = "0.28.1"
 #: Lines of a failed build that are shown.
 _SHOWN = 30
+#: Where the CUDA toolkit lies if no variable says so.
+_CUDA = "/usr/local/cuda"
+_CPU_TORCH = "pip install --force-reinstall torch=={} --index-url https://download.pytorch.org/whl/cpu"
 #: The first CMake that hears CMAKE_CXX_COMPILER_LAUNCHER, and the first that must be told that old projects are welcome.
 _LAUNCHER_SINCE, _POLICY_SINCE = (3, 17), (4, 0)
 
@@ -100,9 +103,19 @@ class Recipe:
                 raise InstallError(f"the build needs {name}, which is not installed. Fix: {fix}")
         if self.mpi and shutil.which("mpicxx", path=path) is None:
             raise InstallError("there is no mpicxx. Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out")
-        home = next((self.environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if self.environ.get(name)), "")
-        if self.nccl and shutil.which("nvcc", path=os.pathsep.join([os.path.join(home, "bin"), path or ""])) is None:
+        if self.nccl and not self._has_toolkit():
             raise InstallError("there is no nvcc. Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out")
+        if (cuda := torch_cuda()) is not None and not self._has_toolkit():
+            raise InstallError(
+                f"torch {self.torch} is built for CUDA {cuda}, and Horovod's build for it needs the CUDA toolkit: there is no nvcc. "
+                f"Fix: {_CPU_TORCH.format(self.torch.partition('+')[0])} (torch's build for the CPU), and this command again; "
+                "or install the CUDA toolkit and set HOROVOD_CUDA_HOME"
+            )
+
+    def _has_toolkit(self) -> bool:
+        homes = [self.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
+        folders = [os.path.join(home, "bin") for home in (*homes, _CUDA) if home]
+        return shutil.which("nvcc", path=os.pathsep.join([*folders, self.environ.get("PATH", "")])) is not None
 
     def _variables(self, cmake: tuple[int, ...]) -> dict[str, str]:
         """The build's options. What is set in the environment already stands."""
@@ -174,7 +187,8 @@ def build(recipe: Recipe, cache: Path) -> Path:
         made = sorted(Path(temporary).glob("horovod-*.whl"))
         if done.returncode != 0 or not made:
             raise InstallError(
-                f"{_tail(log)}\nthe build of Horovod failed (exit code {done.returncode}). Its whole log: {log}. Fix: what it names"
+                f"{_tail(log)}\nthe build of Horovod failed (exit code {done.returncode}). Its whole log: {log}. "
+                "Fix: the first error in the log"
             )
         return Path(shutil.move(made[0], folder / made[0].name))
 

@@ -67,15 +67,27 @@ def built_for() -> str | None:
 
 def torch_version() -> str | None:
     """``torch.__version__`` without importing torch. The wheel's own metadata may lack the local part: 2.13.0 for 2.13.0+cu130."""
-    package = _folder("torch")
-    if package is None:
+    if _folder("torch") is None:
         return None
-    path = package / "version.py"
-    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", path.read_text(encoding="utf-8"), re.M) if path.is_file() else None
     try:
-        return found[1] if found else version("torch")
+        return _of_torch("__version__") or version("torch")
     except PackageNotFoundError:
         return None
+
+
+def torch_cuda() -> str | None:
+    """Return ``torch.version.cuda`` without importing torch; ``None`` for a build without CUDA."""
+    return _of_torch("cuda")
+
+
+def _of_torch(name: str) -> str | None:
+    """Return a string of ``torch/version.py``."""
+    package = _folder("torch")
+    path = package / "version.py" if package is not None else None
+    if path is None or not path.is_file():
+        return None
+    found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)", path.read_text(encoding="utf-8"), re.M)
+    return found[1] if found else None
 
 
 def _folder(package: str) -> Path | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.paths import user_path
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.elastic import Elastic, WorldChanged
@@ -79,6 +80,7 @@ class HorovodStrategy:
             commit_every_n_steps=commit_every_n_steps,
         )
         checks.check_ranks(process_set)
+        timeline = None if timeline is None else str(user_path(timeline, "geartrain-horovod[horovod]: timeline"))
         checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer, groups)
         checks.check_elastic_options(elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op)
         approximate = scale_lr or op != "average" or compression != "none" or process_set is not None

@@ -1,6 +1,8 @@
 """What the forkserver imports before it forks the first rank: all that a rank would spend its first second on."""
 
+import atexit
 import gc
+import os
 
 import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first one is made)
 
@@ -9,3 +11,6 @@ import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
 
 gc.freeze()  # else each rank's first collection touches all of these objects, and with them copies their memory
+
+# Only the server runs it: ranks end by os._exit. Else it outlives the program by the seconds that Python takes to undo the imports.
+atexit.register(os._exit, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
+from geartrain.paths import user_path
 from geartrain_tensorboard.graph import trace
 from geartrain_tensorboard.hparams import session_end, session_start
 
@@ -42,7 +43,8 @@ class TensorBoard:
                 f"geartrain-tensorboard[tensorboard]: flush_seconds={flush_seconds!r} is not a number of seconds above 0. "
                 "Fix: leave it out (30.0)"
             )
-        self.folder, self.graph, self.flush_seconds = folder, graph, flush_seconds
+        self.folder = None if folder is None else user_path(folder, "geartrain-tensorboard[tensorboard]: folder")
+        self.graph, self.flush_seconds = graph, flush_seconds
         self._writer: SummaryWriter | None = None
 
     @hookimpl
@@ -91,7 +93,7 @@ class TensorBoard:
 
     def _base(self, plan: Plan) -> Path | None:
         if self.folder is not None:
-            return Path(self.folder)
+            return self.folder
         return None if plan.output is None else plan.output / "tensorboard"
 
     def _add(self, summary: Any) -> None:

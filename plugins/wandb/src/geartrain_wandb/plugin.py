@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain import UsageError, hookimpl
+from geartrain.paths import user_path
 from geartrain_wandb import session
 
 if TYPE_CHECKING:
@@ -64,13 +65,14 @@ class WandB:
             raise UsageError(f"{session.LABEL}: mode={mode!r} is not known. Fix: one of {', '.join(_MODES)}")
         if isinstance(tags, str):
             raise UsageError(f"{session.LABEL}: tags={tags!r} is one string. Fix: tags=[{tags!r}]")
-        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+        self._folder = None if folder is None else user_path(folder, f"{session.LABEL}: folder")
+        if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
             raise UsageError(f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: another name")
         options = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags, "notes": notes, "mode": mode}
         self._given = {option: value for option, value in options.items() if value is not None}
         #: As wandb.Settings calls them.
         self._settings = {_SETTINGS.get(option, option): value for option, value in self._given.items()}
-        self._folder, self._checkpoints = folder, checkpoints
+        self._checkpoints = checkpoints
         self._run: wandb.Run | None = None
         self._borrowed = False
         self._uploaded = 0

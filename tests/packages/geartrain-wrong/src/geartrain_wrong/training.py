@@ -22,6 +22,13 @@ class Sums(Plain):
                 dist.all_reduce(parameter.grad)
 
 
+class TrainsAlone(Plain):
+    """Joins the other ranks, and leaves each its own gradients."""
+
+    @hookimpl
+    def reduce_gradients(self): ...
+
+
 class SkipsTheLastBucket(Plain):
     """Large parameters do not fit into its bucket, and stay as they are."""
 

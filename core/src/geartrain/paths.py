@@ -1,0 +1,40 @@
+"""Paths that users give."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import UsageError
+
+#: The beginning of a URL, also of one that a ``Path`` was made of: ``s3:/bucket``. A drive has one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def user_path(given: Any, name: str) -> Path:
+    """Return the path that a user gave, with ``~`` expanded.
+
+    Args:
+        name: the option, for errors: ``"output"``, ``"geartrain[csv]: path"``.
+
+    Raises:
+        UsageError: a URL, the home folder of an unknown user, an empty string, or no path at all.
+    """
+    if not isinstance(given, str | Path) or not str(given):
+        raise UsageError(f"{name}={given!r} is no path. Fix: a file or a folder on this machine")
+    if is_url(str(given)):
+        raise UsageError(
+            f"{name}={str(given)!r} is a URL, and geartrain reads and writes files only. "
+            "Fix: a path on this machine, or where the storage is mounted; copy it there or from there"
+        )
+    path = os.path.expanduser(given)
+    if str(path).startswith("~"):
+        raise UsageError(f"{name}={str(given)!r}: there is no such user. Fix: the whole path, or './~...' for a folder of that name")
+    return Path(path)
+
+
+def is_url(text: str) -> bool:
+    """True if a path begins as a URL does."""
+    return _URL.match(text) is not None

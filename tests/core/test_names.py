@@ -1,0 +1,253 @@
+"""Names that geartrain reads of a user's classes: near-misses are refused, other frameworks' hooks are warned of."""
+
+import importlib
+import inspect
+import logging
+import re
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import geartrain as gt
+from geartrain import UsageError, hookimpl
+from geartrain.callbacks import Callback
+from geartrain.callbacks.callback import CALLED
+from geartrain.names import DATA, MODULE, STATE, nearly, on_methods
+
+from .contract_fixtures import accelerator, hooks_of, part, strategy
+from .models import Net, fit, loader, trainer
+
+OF_A_MODULE = frozenset(MODULE | on_methods())
+
+
+def does(self, *arguments): ...
+
+
+def refused(run, name, meant):
+    with pytest.raises(UsageError, match=rf"its {name}\b.*Did you mean '{meant}'\? Fix: "):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("on_train_epoch_ends", "on_train_epoch_end"),
+        ("on_training_epoch_end", "on_train_epoch_end"),
+        ("on_val_epoch_end", "on_validation_epoch_end"),
+        ("on_trainepoch_end", "on_train_epoch_end"),
+        ("validaton_step", "validation_step"),
+        ("val_step", "validation_step"),
+        ("tets_step", "test_step"),
+        ("val_dataloder", "val_dataloader"),
+        ("validation_dataloader", "val_dataloader"),
+        ("val_data_loader", "val_dataloader"),
+        ("validation_step_ends", "validation_step_end"),
+        ("setpu", "setup"),
+        ("transfer_batch_to_devices", "transfer_batch_to_device"),
+    ],
+)
+def test_misspelt_method_of_a_module(name, meant):
+    refused(lambda: fit(type("Mine", (Net,), {name: does})()), name, meant)
+
+
+def test_misspelt_optimizers():
+    refused(lambda: fit(type("Mine", (Net,), {"configure_optimisers": does})()), "configure_optimisers", "configure_optimizers")
+
+
+def test_misspelt_attribute_of_a_module():
+    class Mine(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimisation = False
+
+    refused(lambda: fit(Mine()), "automatic_optimisation", "automatic_optimization")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("val_dataloder", "val_dataloader"), ("prepare_dta", "prepare_data"), ("set_up", "setup")])
+def test_misspelt_method_of_a_data_module(name, meant):
+    data = type("Data", (gt.DataModule,), {"train_dataloader": lambda self: loader(), name: does})()
+    refused(lambda: trainer().fit(Net(), datamodule=data), name, meant)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("on_val_end", does, "on_validation_end"),
+        ("load_state_dic", does, "load_state_dict"),
+        ("same_on_all_rank", True, "same_on_all_ranks"),
+    ],
+)
+def test_misspelt_attribute_of_a_callback(name, value, meant):
+    mine = type("Mine", (Callback,), {"on_fit_start": does, name: value})
+    refused(lambda: trainer(callbacks=[mine()]), name, meant)
+
+
+@pytest.mark.parametrize(("has", "lacks"), [("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")])
+def test_half_a_state_of_a_plugin_or_a_callback(has, lacks):
+    says = rf"Mine: it has {has} and no {lacks}, so no checkpoint would hold its state\. Fix: add {lacks}"
+    with pytest.raises(UsageError, match=says):
+        trainer(plugins=[type("Mine", (), {"on_step_end": on_step_end, has: does})()])
+    with pytest.raises(UsageError, match=f"callback {says}"):
+        trainer(callbacks=[type("Mine", (Callback,), {"on_fit_start": does, has: does})()])
+
+
+@hookimpl
+def on_step_end(self): ...
+
+
+@pytest.mark.parametrize(("name", "value"), [("harmless", True), ("replaces", {"backward"}), ("forward", hookimpl(lambda self: None))])
+def test_what_is_for_plugins_alone_on_a_callback(name, value):
+    mine = type("Mine", (Callback,), {"on_fit_start": does, name: value})
+    with pytest.raises(UsageError, match=rf"callback Mine\.{name} is for a plugin, and would be ignored here\. Fix: "):
+        trainer(callbacks=[mine()])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("harmles", True, "harmless"),
+        ("replace", {"backward"}, "replaces"),
+        ("must_owns", ["backward"], "must_own"),
+        ("hookspec", types.ModuleType("specs"), "hookspecs"),
+        ("state_dicts", does, "state_dict"),
+        ("on_epoch_ends", does, "on_epoch_end"),
+        ("diagnoses", does, "diagnose"),
+        ("more_option", does, "more_options"),
+    ],
+)
+def test_misspelt_attribute_of_a_plugin(name, value, meant):
+    mine = type("Mine", (), {"on_step_end": on_step_end, name: value})
+    refused(lambda: hooks_of(part(mine(), distribution="acme")), name, meant)
+
+
+@pytest.mark.parametrize("name", ["steps", "launched", "note", "sep", "forward_all", "log_metric_of", "on_steps", "all_gathered_metrics"])
+def test_names_of_a_plugins_own(name):
+    hooks_of(strategy(type("Mine", (), {"on_step_end": on_step_end, name: does})()))
+
+
+def test_the_error_names_the_plugin():
+    mine = type("Mine", (), {"on_step_end": on_step_end, "harmles": True})
+    with pytest.raises(UsageError, match=r"^acme\[Mine\]: nothing reads its harmles = True\. Did you mean 'harmless'\?"):
+        hooks_of(part(mine(), distribution="acme"))
+
+
+def test_what_a_plugin_requires_is_not_read():
+    mine = type("Mine", (), {"on_step_end": on_step_end, "requires": ("backward",)})
+    with pytest.raises(UsageError, match=r"acme\[Mine\]: nothing reads its requires = \('backward',\). Fix: replaces = "):
+        hooks_of(part(mine(), distribution="acme"))
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value", "meant"),
+    [
+        (strategy, "capabilites", {"multi_node": False}, "capabilities"),
+        (strategy, "need_function", True, "needs_function"),
+        (accelerator, "indexd", False, "indexed"),
+        (accelerator, "select_device", does, "select_devices"),
+        (accelerator, "devices_count", does, "device_count"),
+    ],
+)
+def test_misspelt_attribute_of_a_strategy_or_an_accelerator(of, name, value, meant):
+    refused(lambda: hooks_of(of(type("Mine", (), {name: value})())), name, meant)
+
+
+def test_misspelt_function_of_a_plugin_file():
+    module = types.ModuleType("my_hooks")
+    exec("def on_step_ends(run): ...", vars(module))
+    module.on_epoch_end = hookimpl(lambda: None)
+    refused(lambda: hooks_of(module), "on_step_ends", "on_step_end")
+
+
+# --- what is no misspelling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["on_train_epoch_end_custom", "validation_step_loss", "training_step2", "training_step_a", "text_dataloader", "last_step", "next_step"],
+)
+def test_names_of_the_users_own(name):
+    fit(type("Mine", (Net,), {name: does})())
+
+
+def test_a_method_that_the_class_calls_is_the_users_own():
+    class Mine(Net):
+        def train_step(self, batch):
+            return self.loss(batch)
+
+        def training_step(self, batch, batch_idx):
+            return next(self.val_step(batch) for _ in range(1))
+
+        def val_step(self, batch):
+            return self.train_step(batch)
+
+    fit(Mine())
+
+
+def test_values_that_geartrain_would_not_read_are_the_plugins_own():
+    class Mine:
+        require = frozenset({"backward"})
+        harmles = "words"
+
+        def __init__(self):
+            self.replace = True
+            self.requires = 3
+
+        on_step_end = on_step_end
+
+        @hookimpl(specname="on_epoch_end")
+        def on_epoch_ends(self): ...
+
+    hooks_of(Mine())
+
+
+def _public_names():
+    modules = [torch.nn, torch.optim, torch.optim.lr_scheduler, torch.utils.data, logging, threading]
+    for name in ("torchmetrics", "sklearn.linear_model", "sklearn.ensemble", "sklearn.pipeline", "transformers.modeling_utils"):
+        try:
+            modules.append(importlib.import_module(name))
+        except ImportError:
+            continue
+    return {name for module in modules for cls in vars(module).values() if inspect.isclass(cls) for name in dir(cls) if name[0] != "_"}
+
+
+def test_names_of_other_libraries_are_no_misspellings():
+    """They are mixed into users' classes, and show how people name things."""
+    examples = Path(__file__).parents[2].glob("examples/*.py")
+    names = _public_names() | {name for file in examples for name in re.findall(r"def ([a-z]\w+)", file.read_text())}
+    hooks = frozenset(hooks_of().names) | STATE
+    assert len(names) > 200
+    for known in (OF_A_MODULE, DATA, frozenset(CALLED) | STATE, hooks):
+        assert {name: meant for name in names if (meant := nearly(name, known)) is not None} == {}
+
+
+# --- other frameworks ----------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_other_frameworks_are_warned_of():
+    with pytest.warns(UserWarning, match=r"Mine: its on_epoch_begin is a method of a callback of Keras, and nothing calls it here\. Fix: "):
+        fit(type("Mine", (Net,), {"on_epoch_begin": does})())
+    with pytest.warns(UserWarning, match=r"Data: its training_step is a method of a Module or a Callback"):
+        trainer().fit(Net(), type("Data", (gt.DataModule,), {"train_dataloader": lambda self: loader(), "training_step": does})())
+
+
+@pytest.mark.parametrize("name", ["on_log", "on_train_batch_begin", "on_train_epoch_end", "on_train_epoch_ends", "validaton_step"])
+def test_hooks_of_other_frameworks_on_a_plugin_are_warned_of(name):
+    mine = type("Mine", (), {"on_step_end": on_step_end, name: does})
+    with pytest.warns(UserWarning, match=rf"Mine: its {name} is a method of .*@hookimpl"):
+        trainer(plugins=[mine()])
+
+
+def test_methods_of_ones_own_are_not_warned_of():
+    class Mine(Net):
+        def on_epoch_begin(self): ...
+
+        def on_train_epoch_start(self):
+            self.on_epoch_begin()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(Mine(), plugins=[type("Logs", (), {"on_step_end": on_step_end, "setup": does, "on_new_line": does})()])
