@@ -69,9 +69,15 @@ def _check_name(kind: str, name: str) -> None:
         raise UsageError(f"{name!r} has a meaning of its own on geartrain's command line. {fix}, {name}_2 or my_{name} for one")
     same = _same(name)
     if kind == "plugin":
-        from geartrain.commands.arguments import option_names  # not above: strategies and accelerators need no parser
-
-        if same in option_names():
+        try:
+            from geartrain.commands.arguments import option_names  # not above: strategies and accelerators need no parser
+        except ModuleNotFoundError as error:  # the Trainer needs torch; without it, a taken name is refused when the plugin is chosen
+            if error.name != "torch":
+                raise
+            taken: frozenset[str] = frozenset()
+        else:
+            taken = option_names()
+        if same in taken:
             raise UsageError(
                 f"{name!r} is an option of geartrain's command line (--{name}), and the plugin's options would begin with it. "
                 f"{fix}, {name}_2 or my_{name} for example"
