@@ -1,19 +1,25 @@
-"""Fail unless the installed entry points are exactly core's own and those named: python tests/expect_plugins.py ddp ..."""
+"""Fail unless the installed plugins are exactly those of core and of these folders of plugins/, or of all."""
 
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-CORE = Path(__file__).parents[1] / "core" / "pyproject.toml"
+ROOT = Path(__file__).parents[1]
+
+
+def declared(folder: Path) -> list[str]:
+    """Return the names of a distribution's plugins."""
+    groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("entry-points", {})
+    return [name for group, names in groups.items() if group != "geartrain.hints" for name in names]
 
 
 def main() -> None:
     script = "from geartrain.registry import Registry; print(*sorted({c.name for c in Registry().candidates}))"
     # In a process of its own, away from this folder: what counts is what is installed, not what lies on the path.
     found = subprocess.run([sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout.split()
-    own = tomllib.loads(CORE.read_text(encoding="utf-8"))["project"]["entry-points"]
-    wanted = sorted([*sys.argv[1:], *(name for group in own.values() for name in group)])
+    folders = [path.name for path in (ROOT / "plugins").iterdir()] if sys.argv[1:] == ["all"] else sys.argv[1:]
+    wanted = sorted({name for folder in ("core", *(f"plugins/{name}" for name in folders)) for name in declared(ROOT / folder)})
     if found != wanted:
         sys.exit(f"installed plugins are {found}, and this environment should have {wanted}")
     print("plugins:", *found)

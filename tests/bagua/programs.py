@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
 #: Seconds for a program, on a machine that does other things as well.

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from geartrain.testing.launching import free_port, launched
 from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
+from geartrain_testing.launching import free_port, launched
 
 from .ranks import PREAMBLE
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
 ALGORITHMS = ("gradient_allreduce", "bytegrad", "qadam", "decentralized", "low_precision_decentralized", "async", "half", "power_sgd")

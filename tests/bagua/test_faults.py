@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from faults import PROMPT, ends_after_fault, marks
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
 

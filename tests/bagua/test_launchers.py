@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.testing.launching import free_port, launched, until
+from geartrain_testing.launching import free_port, launched, until
 
 from .test_upstream import NORMS_OF_SHARDS, norm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from two_hosts import two_hosts
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 from .wire import PARAMETERS
 

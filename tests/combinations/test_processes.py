@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.testing.launching import HAS_PROC, launched
+from geartrain_testing.launching import HAS_PROC, launched
 
 from .case import FACTORS, INTERRUPTED, OWN, Case, differences, train, unexpected_files
 from .pairwise import Pair, pairwise

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from geartrain.commands import doctor_processes, exchange
-from geartrain.commands.doctor_findings import examine
-from geartrain.commands.doctor_network import LAUNCHER
-from geartrain.testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
+from geartrain_doctor.findings import examine
+from geartrain_doctor.network import LAUNCHER
+from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
 
 SECTIONS = {"versions", "accelerators", "plugins", "all_reduce", "network", "machine", "environment"}
 needs_proc = pytest.mark.skipif(not HAS_PROC, reason="looks for processes and ports in /proc")

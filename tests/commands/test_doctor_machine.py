@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain.commands import doctor_machine, doctor_network
-from geartrain.commands.doctor_findings import examine
+from geartrain_doctor.findings import examine
 
 MIB = 2**20
 

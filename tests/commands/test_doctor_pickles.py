@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from geartrain.commands.arguments import read
-from geartrain.commands.doctor_findings import examine
+from geartrain_doctor.findings import examine
 
 TARGET = """
 import threading

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from geartrain.commands import doctor_software
-from geartrain.commands.doctor_findings import examine
 from geartrain.registry import Registry
+from geartrain_doctor.findings import examine
 
 GPUS = """
 class Gpu:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import geartrain
-from geartrain.commands.new import _LONGEST, _TEMPLATES
 from geartrain.registry import GROUPS
+from geartrain_testing.new import _LONGEST, _TEMPLATES
 
 KINDS = list(GROUPS)
 
@@ -180,7 +180,7 @@ def test_compiled_templates_and_caches_are_not_written(new, folder, tmp_path, mo
     for place in (".ruff_cache", "src/geartrain_mine/__pycache__"):
         (copy / "plugin" / place).mkdir(exist_ok=True, parents=True)
         (copy / "plugin" / place / "binary").write_bytes(b"\x89")
-    monkeypatch.setattr("geartrain.commands.new._TEMPLATES", copy)
+    monkeypatch.setattr("geartrain_testing.new._TEMPLATES", copy)
     new("plugin tandem")
     assert not [path for path in files(folder / "geartrain-tandem") if "cache" in path]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.porting import port
+from geartrain_port import port
 
 LIGHTNING = Path(__file__).parent / "lightning"
 SCRIPTS = {"classic": ["learns True", "epochs 3"], "modern": ["stopped True", "columns True"], "names": ["loss True", "base True"]}

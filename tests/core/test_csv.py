@@ -13,8 +13,8 @@ import pytest
 import geartrain as gt
 from geartrain import TrainingError, UsageError
 from geartrain.builtin import csv as module
-from geartrain.builtin.csv import CSVLogger, Table
-from geartrain.testing.launching import launched
+from geartrain_csv.logger import CSVLogger, Table
+from geartrain_testing.launching import launched
 
 from .models import EvalNet, Logging, Pretend, fit, loader, trainer
 

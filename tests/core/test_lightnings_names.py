@@ -80,7 +80,7 @@ def test_a_sessions_attribute_says_what_to_write():
 
 
 def test_what_a_session_has_instead_can_be_evaluated():
-    from geartrain.porting.names import OF_FABRIC
+    from geartrain_port.names import OF_FABRIC
 
     texts = [text for text in OF_FABRIC.values() if text.startswith("fabric.") and "(" not in text]
     assert len(texts) == 2

@@ -15,8 +15,8 @@ import torch
 import geartrain as gt
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Callback
-from geartrain.callbacks.callback import CALLED
 from geartrain.names import DATA, MODULE, STATE, nearly, on_methods
+from geartrain_callbacks.callback import CALLED
 
 from .contract_fixtures import accelerator, hooks_of, part, strategy
 from .models import Net, fit, loader, trainer

@@ -8,10 +8,10 @@ import pytest
 
 import geartrain as gt
 from geartrain import UsageError
-from geartrain.builtin.csv import CSVLogger
 from geartrain.callbacks import ModelCheckpoint
 from geartrain.commands import main
 from geartrain.paths import user_path
+from geartrain_csv.logger import CSVLogger
 
 from .models import EvalNet, Net, fit, loader, trainer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faults import PROMPT, STARTED, ends_after_fault, marks
 
-from geartrain.testing.launching import LOOPBACK, launched, listening, until
+from geartrain_testing.launching import LOOPBACK, launched, listening, until
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from several_ranks import failed, results
 from torch.utils.data import DataLoader
 from two_hosts import two_hosts
 
-from geartrain.testing.launching import free_port, launched, until
+from geartrain_testing.launching import free_port, launched, until
 
 from .cases import Net, ddp, samples
 

@@ -11,7 +11,7 @@ from several_ranks import ROOT, kept_by
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain.testing.launching import Launched
+from geartrain_testing.launching import Launched
 
 from ..integration import conftest as installed
 from .cases import Curve, Net, one_trainer, samples, train, weights

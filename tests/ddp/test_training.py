@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.testing.launching import until
+from geartrain_testing.launching import until
 
 from .cases import CASES, Net, ddp, one_trainer, samples, train
 

@@ -13,9 +13,9 @@ import torch
 
 import geartrain as gt
 from geartrain import accelerators, callbacks, loggers, strategies
-from geartrain.callbacks.callback import Adapter, Callback
-from geartrain.porting import names
 from geartrain.step import check_data, check_module
+from geartrain_callbacks.callback import Adapter, Callback
+from geartrain_port import names
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "from-lightning.md").read_text(encoding="utf-8")

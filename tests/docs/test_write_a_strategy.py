@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from geartrain import hookspecs, parallel
-from geartrain.commands.new import _TEMPLATES
+from geartrain_testing.new import _TEMPLATES
 
 from . import blocks
 

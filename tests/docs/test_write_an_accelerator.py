@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from geartrain import hookspecs
-from geartrain.commands.new import _TEMPLATES
+from geartrain_testing.new import _TEMPLATES
 
 from . import blocks
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from geartrain.testing.launching import Launched, free_port, launched, listening, until
+from geartrain_testing.launching import Launched, free_port, launched, listening, until
 
 CELL = str(Path(__file__).with_name("cell.py"))
 #: Loader workers (``p``: persistent), and how they start.

@@ -3,7 +3,7 @@
 
 import pytest
 
-from geartrain.testing.launching import HAS_PROC
+from geartrain_testing.launching import HAS_PROC
 
 from .failure_cells import Cell, run_cells
 

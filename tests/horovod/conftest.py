@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
 HAS = all(find_spec(name) is not None for name in ("horovod", "geartrain_horovod"))

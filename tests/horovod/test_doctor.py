@@ -13,8 +13,8 @@ import pytest
 
 from geartrain import UsageError
 from geartrain.commands import doctor_software
-from geartrain.commands.doctor_findings import examine
 from geartrain.registry import Registry
+from geartrain_doctor.findings import examine
 from geartrain_horovod import checks, installed
 from geartrain_horovod.installed import torch_version
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from geartrain.testing.launching import Launched, until
 from geartrain_horovod.elastic import Elastic
+from geartrain_testing.launching import Launched, until
 
 pytestmark = [
     pytest.mark.horovod,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.launching import Launched, until
 from geartrain_horovod.installed import missing
+from geartrain_testing.launching import Launched, until
 
 pytestmark = [
     pytest.mark.horovod,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]

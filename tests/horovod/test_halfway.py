@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.launching import Launched
 from geartrain_horovod.installed import facts, missing
+from geartrain_testing.launching import Launched
 
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
 SCRIPTS = Path(sysconfig.get_path("scripts"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.launching import Launched, free_port, launched
+from geartrain_testing.launching import Launched, free_port, launched
 
 pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed")
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain.testing.launching import launched
+from geartrain_testing.launching import launched
 
 from ..ddp import cases, manual, session_cases
 

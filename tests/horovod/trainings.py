@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.testing.launching import until
+from geartrain_testing.launching import until
 
 RANKS, BATCH, STEPS = int(os.environ.get("RANKS", "3")), 4, 3
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.porting import port
-from geartrain.testing.launching import Launched, free_port, launched
+from geartrain_port import port
+from geartrain_testing.launching import Launched, free_port, launched
 
 from ..cuda.fake_pynvml import FakeGPU, FakeNVML
 from . import completion

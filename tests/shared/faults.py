@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from geartrain.testing.launching import Launched, until
+from geartrain_testing.launching import Launched, until
 
 #: Seconds in which a program comes to its fault, and from there to its end.
 STARTED, PROMPT = 60, 18

@@ -23,7 +23,6 @@ import torch
 import torch._dynamo  # which torch's optimizers import when the first one is made
 from warm import count_for_test
 
-import geartrain.session
 import geartrain.trainer  # noqa: F401 (and all else that a rank would spend its first second on)
 
 #: Seconds between two looks at the ranks, that ranks have to end after one has failed, and that what they started has after them.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from geartrain.testing.launching import _CLEARED, Launched, launched
+from geartrain_testing.launching import _CLEARED, Launched, launched
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from several_ranks import command, results
 
-from geartrain.testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
+from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
 
 from .models import Net, loader, trainer
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.testing.capabilities import SWITCHES, Capabilities
+from geartrain_testing.capabilities import SWITCHES, Capabilities
 
 
 def test_of_a_mapping_an_object_and_nothing():
@@ -34,7 +34,7 @@ def test_switches_are_those_that_are_on_or_off():
 
 
 def test_neither_geartrain_nor_the_programs_import_pytest():
-    code = "import sys, geartrain, geartrain.testing.program, geartrain.testing.scenarios; sys.exit('pytest' in sys.modules)"
+    code = "import sys, geartrain, geartrain_testing.program, geartrain_testing.scenarios; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

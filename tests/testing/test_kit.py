@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from geartrain.testing.checks import equals_one_process, identical_on_ranks
-from geartrain.testing.kit import Report, _slow_or_hung
-from geartrain.testing.recorder import save
+from geartrain_testing.checks import equals_one_process, identical_on_ranks
+from geartrain_testing.kit import Report, _slow_or_hung
+from geartrain_testing.recorder import save
 
 EXPECTED = [2.0, 1.5, 1.0]
 
@@ -49,7 +49,7 @@ class Recorded:
     """A kit whose programs have run: these are the records of its ranks, and of one process."""
 
     def __init__(self, folder, ranks, **capabilities):
-        from geartrain.testing.capabilities import Capabilities
+        from geartrain_testing.capabilities import Capabilities
 
         self.can = Capabilities(**capabilities)
         for where, records in (("ours", ranks), ("one", [record()])):

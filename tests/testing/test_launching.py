@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.testing.launching import HAS_PROC, Launched, launched, listening, until
+from geartrain_testing.launching import HAS_PROC, Launched, launched, listening, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 

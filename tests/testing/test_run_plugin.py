@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import geartrain as gt
 from geartrain.callbacks import Callback, EarlyStopping
 from geartrain.testing import run_plugin
-from geartrain.testing.nets import Net
+from geartrain_testing.nets import Net
 
 
 class Norm:

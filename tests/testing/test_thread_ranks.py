@@ -12,13 +12,13 @@ from threads import on_threads
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-import geartrain.testing.recorder
+import geartrain_testing.recorder
 from geartrain.testing import Capabilities, ThreadRanks
-from geartrain.testing.cases import Cases
-from geartrain.testing.cases_training import TrainingCases
-from geartrain.testing.kit import BATCH, Report, Reports
-from geartrain.testing.program import Job, Request
-from geartrain.testing.scenarios import SCENARIOS
+from geartrain_testing.cases import Cases
+from geartrain_testing.cases_training import TrainingCases
+from geartrain_testing.kit import BATCH, Report, Reports
+from geartrain_testing.program import Job, Request
+from geartrain_testing.scenarios import SCENARIOS
 
 # --- the kit's cases -----------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class ThreadJob(Job):
 
     def trainer(self, *plugins, **options):
         more = {"strategy": ThreadRanks(self.ranks, first=self.ranks // 3)} if self.request.devices > 1 else {}
-        recorder = geartrain.testing.recorder.Recorder(str(self.folder))
+        recorder = geartrain_testing.recorder.Recorder(str(self.folder))
         return one_trainer(plugins=[*plugins, recorder], **more, **options)
 
 
@@ -65,7 +65,7 @@ class TestConformance(TrainingCases, Cases):
     @classmethod
     def kit(cls, request, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(geartrain.testing.recorder, "LATE", 0)  # no other rank runs meanwhile
+            patch.setattr(geartrain_testing.recorder, "LATE", 0)  # no other rank runs meanwhile
             yield KitInProcess(tmp_path_factory.mktemp("kit"), request.param)
             for name in [name for name in sys.modules if name.startswith("conformance_plugin")]:
                 del sys.modules[name]

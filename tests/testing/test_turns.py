@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-import geartrain.testing.turns
+import geartrain_testing.turns
 from geartrain import TrainingError
-from geartrain.testing.turns import Turns
+from geartrain_testing.turns import Turns
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ def test_an_interrupt_ends_a_rank_at_its_next_collective():
 
 
 def test_an_interrupt_ends_a_rank_that_comes_to_no_collective(monkeypatch):
-    monkeypatch.setattr(geartrain.testing.turns, "PATIENCE", 0.1)
+    monkeypatch.setattr(geartrain_testing.turns, "PATIENCE", 0.1)
     began, torn_down = time.monotonic(), []
 
     def work(turns, rank):

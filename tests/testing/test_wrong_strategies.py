@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain.testing import StrategyConformance
-from geartrain.testing.program import COMPARED
+from geartrain_testing.program import COMPARED
 
 from ..sites import PACKAGES
 from .wrong import EQUAL, each

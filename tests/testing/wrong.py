@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from geartrain.testing.program import COMPARED
+from geartrain_testing.program import COMPARED
 
 EQUAL = "test_equals_one_process[{}]".format
 #: Cases whose scenarios share programs; the others have programs of their own and are asked for by name.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from several_ranks import program, results, run
 
-from geartrain.testing.launching import until
+from geartrain_testing.launching import until
 
 from .cases import COMMAND, geartrain, python
 from .programs import train_for_ever, train_on_a_rank, train_online, train_twice

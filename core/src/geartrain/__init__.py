@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.run import Run, World
     from geartrain.seeding import seed_everything
-    from geartrain.session.session import Session
     from geartrain.trainer import Trainer
+    from geartrain_session import Session
 
     Fabric = Session
     LightningModule = Module
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Public name -> the module that has it (and its name there, where users of Lightning know it by another).
 _LAZY = {
     "DataModule": "geartrain.module",
-    "Fabric": "geartrain.session.session:Session",
+    "Fabric": "geartrain_session:Session",
     "Layout": "geartrain.plan",
     "LightningDataModule": "geartrain.module:DataModule",
     "LightningModule": "geartrain.module:Module",
@@ -40,7 +40,7 @@ _LAZY = {
     "Plan": "geartrain.plan",
     "PlanRequest": "geartrain.plan",
     "Run": "geartrain.run",
-    "Session": "geartrain.session.session",
+    "Session": "geartrain_session",
     "Trainer": "geartrain.trainer",
     "World": "geartrain.run",
     "cli": "geartrain.commands",
@@ -48,11 +48,10 @@ _LAZY = {
 }
 
 #: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
-_MODULES = ("accelerators", "callbacks", "loggers", "strategies", "tuning")
+_MODULES = ("accelerators", "callbacks", "loggers", "strategies", "testing", "tuning")
 
 __all__ = [
     "DataModule",
-    "Fabric",
     "GeartrainError",
     "Layout",
     "LightningDataModule",
@@ -61,7 +60,6 @@ __all__ = [
     "Plan",
     "PlanRequest",
     "Run",
-    "Session",
     "Trainer",
     "TrainingError",
     "UsageError",
@@ -80,14 +78,19 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"geartrain.{name}")
     if name not in _LAZY:
-        from geartrain.porting.names import known
+        from geartrain.hints import write_instead
 
-        raise AttributeError(f"module 'geartrain' has no attribute {name!r}{known(name)}")
+        raise AttributeError(f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}")
     module, _, attribute = _LAZY[name].partition(":")
-    value = getattr(import_module(module), attribute or name)
+    if module == "geartrain_session":
+        from geartrain.lazy_names import import_from
+
+        value = getattr(import_from(module, f"geartrain.{name}"), attribute or name)
+    else:
+        value = getattr(import_module(module), attribute or name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_LAZY, *_MODULES})

@@ -14,7 +14,7 @@ from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.folder import LastCheckpoint, RunFolder
-from geartrain.builtin.precision import ScaledPrecision, precision_plugin
+from geartrain.builtin.precision import ScaledPrecision
 from geartrain.choosing import choose_accelerator, choose_devices, choose_precision, choose_strategy
 from geartrain.errors import UsageError
 from geartrain.hooks import Hooks
@@ -24,7 +24,7 @@ from geartrain.parts import Choice, Part, state_of
 from geartrain.paths import user_path
 from geartrain.plan import Plan, make_plan
 from geartrain.process.environment import Place, starts_rank_0
-from geartrain.registry import KNOWN, Registry, file_plugin, is_file, make
+from geartrain.registry import KNOWN, Registry, file_plugin, has_hookimpls, is_file, make
 
 #: What manual optimisation is called among the parts.
 _MANUAL = "manual_optimisation"
@@ -65,9 +65,9 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
     indices = choose_devices(chip, devices, asked.assume)
     scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
-    dtype = choose_precision(asked.precision, __version__)
+    dtype = choose_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
-    parts = (*core_parts(options, dtype, output, starts_rank_0(place, num_nodes)), chip, scheme, *extra)
+    parts = (*core_parts(options, output, starts_rank_0(place, num_nodes)), dtype, chip, scheme, *extra)
     hooks = Hooks(parts)
     if starts_rank_0(place, num_nodes):
         _warn_of_failed(registry, asked, (chip, scheme, *extra))
@@ -79,7 +79,7 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
         tuple(part.choice for part in extra),
         indices,
         num_nodes=num_nodes,
-        precision=dtype,
+        precision=dtype.choice,
         passed_over=passed | also_passed,
         options=options,
         output=None if options.fast_dev_run else output,
@@ -110,15 +110,12 @@ def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes:
     return devices, place.nodes if num_nodes == 1 else num_nodes
 
 
-def core_parts(options: Options, precision: Choice, output: Path | None, first: bool) -> list[Part]:
+def core_parts(options: Options, output: Path | None, first: bool) -> list[Part]:
     """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
 
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
-    computes = precision_plugin(precision.name)
-    if computes is not None:
-        parts.append(Part(precision, computes))
     if options.gradient_clip_val is not None:
         parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:
@@ -148,10 +145,7 @@ def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, .
     from geartrain.builtin.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
     from geartrain.builtin.scaling import ManuallyScaledPrecision
 
-    same = [
-        Part(part.choice, ManuallyScaledPrecision(part.choice.name, part.plugin._dtype)) if type(part.plugin) is ScaledPrecision else part
-        for part in parts
-    ]
+    same = [Part(part.choice, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
     return (
         *same,
         _core_part(_MANUAL, ManualOptimisation(), "automatic_optimization = False"),
@@ -206,15 +200,14 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
     Raises:
         UsageError: no callback, one with methods that would never be called, or a duration that cannot be read.
     """
-    parts = []
-    if callbacks:  # imported here: a run without them need not pay for it
-        from geartrain.callbacks.callback import callback_parts
-
-        parts = callback_parts(registry, callbacks)
+    given = list(callbacks) if isinstance(callbacks, Iterable) and not isinstance(callbacks, str) else [callbacks]
+    for one in given:
+        if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
+            fix = f"plugins=[{one!r}]" if isinstance(one, str) else "an object of a subclass of geartrain.callbacks.Callback"
+            raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
+    parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]
     if max_time is not None:
-        from geartrain.callbacks.timer import Timer
-
-        parts.append(registry.adopt("plugin", Timer(max_time), f"max_time={max_time!r}"))
+        parts.append(registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}"))
     return parts
 
 
@@ -235,7 +228,7 @@ class Recipe:
 
 
 def recipes(parts: Iterable[Part]) -> list[Recipe]:
-    """How to make the chosen accelerator, strategy and plugins again. What has a name or a file is made anew from it, because it may
+    """How to make the chosen precision, accelerator, strategy and plugins again. What has a name or a file is made anew from it, because it may
     hold what cannot travel (files, connections), and given its state."""
     return [
         Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)

@@ -15,7 +15,6 @@ from geartrain._version import __version__
 from geartrain.errors import TrainingError, UsageError
 from geartrain.fit_state import fit_state
 from geartrain.module import overridden
-from geartrain.parts import Part
 from geartrain.paths import user_path
 from geartrain.process.environment import detect
 from geartrain.resume import load_fit, refuse
@@ -23,7 +22,6 @@ from geartrain.run import Run
 from geartrain.whole_files import make_folder, reason
 
 if TYPE_CHECKING:
-    from geartrain.callbacks.model_checkpoint import ModelCheckpoint
     from geartrain.hooks import Hooks
 
 #: The checkpoint that the run's folder gets after each epoch.
@@ -125,7 +123,7 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
     if given is None or (resumes and given == "auto"):
         return None if given is None else newest_last(hooks, output)
     path = (
-        _best(hooks.parts)
+        _best(hooks, output)
         if given == "best"
         else _last(hooks, output, resumes)
         if given == "last"
@@ -140,25 +138,23 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
     raise UsageError(f"{what}. Fix: pass an existing file")
 
 
-def model_checkpoints(parts: Iterable[Part]) -> list[ModelCheckpoint]:
-    """The trainer's ``ModelCheckpoint`` plugins, in the order given."""
-    from geartrain.callbacks.model_checkpoint import ModelCheckpoint  # its own imports include this file
-
-    return [part.plugin for part in parts if isinstance(part.plugin, ModelCheckpoint)]
+def best_checkpoints(hooks: Hooks, output: Path | None) -> list[Path]:
+    """Return the best checkpoints that plugins have saved: one for each plugin that has saved any."""
+    return list(chain.from_iterable(hooks.find_checkpoint(which="best", output=output)))
 
 
-def _best(parts: Iterable[Part]) -> Path:
-    those = model_checkpoints(parts)
-    if not those:
+def _best(hooks: Hooks, output: Path | None) -> Path:
+    found = best_checkpoints(hooks, output)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"'best' may be {' or '.join(map(str, found))}. Fix: give one of these files")
+    if all(choice.is_core for choice in hooks.implementers("find_checkpoint")):
         raise UsageError(
             "'best' is what this trainer's own fit found, and it has no ModelCheckpoint. "
             "Fix: plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks, or give a file"
         )
-    if len(those) > 1:
-        raise UsageError(f"'best' may be of {', '.join(map(repr, those))}. Fix: give the best_model_path of one")
-    if not those[0].best_model_path:
-        raise UsageError(f"{those[0]!r} has saved no checkpoint that could be the best. Fix: fit first, with save_top_k other than 0")
-    return Path(those[0].best_model_path)
+    raise UsageError("no checkpoint was saved that could be the best. Fix: fit first, with save_top_k other than 0")
 
 
 def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
@@ -179,29 +175,21 @@ def is_last(path: Path) -> bool:
 
 
 def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
-    """Return the newest whole last checkpoint of the run's folder and of the trainer's ``ModelCheckpoint`` plugins.
+    """Return the newest whole last checkpoint that the run's folder or a plugin has.
 
-    Without one, return the newest whole checkpoint of these folders from which a ``fit`` can resume; ``None`` if nothing was saved.
+    Without one, return the furthest whole checkpoint of theirs from which a ``fit`` can resume; ``None`` if nothing was saved.
 
     Raises:
         TrainingError: something was saved, and all of it is damaged.
     """
-    lasts = [] if output is None else [output / LAST]  # first: of two in one tick of the clock, an epoch's end is the later
-    folders = [] if output is None else [output / "checkpoints"]
-    for one in model_checkpoints(hooks.parts):
-        folder = None if output is None else folders[0] if one.dirpath is None else Path(one.dirpath)
-        if folder is not None and output is not None and not folder.resolve().is_relative_to(output.resolve()):
-            folder = None  # what another process saved elsewhere may be another run's
-        folders += [] if folder is None or folder in folders else [folder]
-        if one.last_model_path:
-            lasts.append(Path(one.last_model_path))
-        elif one.save_last and folder is not None:
-            lasts += filter(is_last, sorted(folder.glob("last*.ckpt")))
+    # The folder's first, which comes last: of two in one tick of the clock, an epoch's end is the later.
+    lasts = list(chain.from_iterable(reversed(hooks.find_checkpoint(which="last", output=output))))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)
     damaged: list[Path] = []
-    for path in chain(_newest_first(lasts), _furthest_first(folders)):
+    others = dict.fromkeys(chain.from_iterable(hooks.find_checkpoint(which="any", output=output)))
+    for path in chain(_newest_first(lasts), _furthest_first(others)):
         if _is_whole(path):
             if damaged or path not in lasts:
                 _warn_of(damaged, path)
@@ -219,9 +207,9 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted((path for path in paths if path.is_file()), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _furthest_first(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the checkpoints of these folders from which a fit can resume, by what they hold, as one may be a copy; then damaged ones."""
-    found = {path: checkpoint_file.peek(path) for folder in folders for path in sorted(folder.rglob("*.ckpt"))}
+def _furthest_first(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the checkpoints from which a fit can resume, by what they hold, as one may be a copy; then damaged ones."""
+    found = {path: checkpoint_file.peek(path) for path in paths}
     fits = {path: checkpoint_file.progress(fit) for path, fit in found.items() if fit}
     yield from sorted(fits, key=lambda path: fits[path], reverse=True)
     for path in (path for path in found if path not in fits):

@@ -8,21 +8,15 @@ from typing import Any
 from geartrain.devices import parse_devices
 from geartrain.errors import UsageError
 from geartrain.hardware import ask, priority_of, visible
-from geartrain.parts import Choice, Part
+from geartrain.parts import Part
 from geartrain.process.environment import detect
 from geartrain.process.relaunch import why_not
 from geartrain.registry import KNOWN, Candidate, Registry
 
 #: What ``accelerator="gpu"`` may take.
 _GPUS = ("cuda", "mps")
-#: What is typed -> the precision. A number alone is mixed where weights of that size train badly, as Lightning has it.
-_PRECISIONS = {
-    **{name: name for name in ("32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed")},
-    "32": "32-true",
-    "64": "64-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-}
+#: Short forms of precisions. A number alone is mixed if weights of that size train badly, as in Lightning.
+_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 # --- accelerator ---------------------------------------------------------------------------------------------------------
@@ -178,15 +172,16 @@ def _why_not(candidate: Candidate, reason: str) -> str:
 # --- precision -----------------------------------------------------------------------------------------------------------
 
 
-def choose_precision(given: Any, version: str) -> Choice:
-    """The precision, by its name or a short form: ``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true.
+def choose_precision(registry: Registry, given: Any) -> Part:
+    """Return the precision: by its name, in a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true), or an object.
 
     Raises:
         UsageError: there is none of that name.
     """
-    name = _PRECISIONS.get(str(given).lower()) if isinstance(given, str | int) else None
-    if name is None:
-        long = dict.fromkeys(_PRECISIONS.values())
-        short = (known for known in _PRECISIONS if known not in long)
-        raise UsageError(f"precision={given!r} is not known. Fix: one of {', '.join(long)}; in short {', '.join(short)}")
-    return Choice(name, "precision", "geartrain", version, f"--precision {given}" if given != "32-true" else "the default")
+    if not isinstance(given, str | int) or isinstance(given, bool):
+        return registry.adopt("precision", given, "given as an object")
+    name = _PRECISIONS.get(str(given).lower(), str(given))
+    known = [candidate.name for candidate in registry.of("precision")]
+    if name.lower() not in (one.lower() for one in known):
+        raise UsageError(f"precision={given!r} is not known. Fix: one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}")
+    return registry.select("precision", name, {}, f"--precision {given}" if given != "32-true" else "the default")

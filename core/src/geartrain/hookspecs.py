@@ -301,6 +301,17 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
 
 
 @every
+def find_checkpoint(which: str, output: Path | None) -> Sequence[Path]:
+    """Say which checkpoints of this trainer's runs you know.
+
+    Fired: in the starting process, before anything starts, if ``ckpt_path`` is ``"best"``, ``"last"`` or ``"auto"``.
+    Arguments: ``which`` is ``"best"``; ``"last"``, the newest checkpoint from which a ``fit`` can resume; or ``"any"``, all that you
+        saved for the run. ``output`` is the folder of the run.
+    Returns: files, which need not exist; an empty list if you know none.
+    """
+
+
+@every
 def device_stats(run: Run) -> dict[str, float] | None:
     """Report figures of the device, units in their names (``gpu0_memory_used_mib``).
 

@@ -1,12 +1,15 @@
-"""How ``geartrain.strategies`` and ``geartrain.accelerators`` find names in whatever is installed."""
+"""How ``geartrain.strategies``, ``geartrain.callbacks`` and the like find names in the distributions that are installed."""
 
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
+from geartrain.hints import write_instead
 from geartrain.registry import GROUPS, KNOWN, canonical
 
 
@@ -42,12 +45,36 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         )
     for ep in (ours or found).values():
         return ep.load()
-    from geartrain.porting.names import known
-
-    if answer := known(f"{module.rpartition('.')[2]}.{attribute}"):
+    if answer := write_instead(module, attribute):
         raise ImportError(f"{module} has no {attribute!r}{answer}", name=module)
     have = ", ".join(names(kind))
     raise AttributeError(f"{module} has no {attribute!r}. Installed: {have}")
+
+
+def import_from(package: str, wanted: str) -> ModuleType:
+    """Import a package that another distribution of ours brings.
+
+    Args:
+        package: its name; that of the distribution is the same, with dashes.
+        wanted: what the user asked for, for the error.
+
+    Raises:
+        ImportError: it is not installed; ends in the ``pip install`` line.
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+    distribution = package.replace("_", "-")
+    raise ImportError(f"{wanted} is not installed. Fix: pip install {distribution}", name=distribution)
+
+
+def forward(module: str, package: str, attribute: str) -> Any:
+    """Return what ``from <module> import <attribute>`` gives, if all names of the module are those of one package."""
+    if attribute.startswith("__") and attribute != "__all__":  # a __path__ would make the package's modules importable twice
+        raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
+    return getattr(import_from(package, module), attribute)
 
 
 def names(kind: str) -> list[str]:

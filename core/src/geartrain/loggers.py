@@ -6,7 +6,7 @@ from typing import Any
 
 from geartrain.lazy_names import names, resolve
 
-_HOMES = {"MLflow": "mlflow", "TensorBoard": "tensorboard", "WandB": "wandb"}
+_HOMES = {"CSVLogger": "csv", "MLflow": "mlflow", "TensorBoard": "tensorboard", "WandB": "wandb"}
 
 
 def __getattr__(name: str) -> Any:

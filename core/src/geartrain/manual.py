@@ -66,7 +66,7 @@ class Manual:
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
         owner = run.hooks.owner("backward")
-        if options and owner is not None and not owner.is_core:
+        if options and owner is not None and owner.distribution != "geartrain":
             raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
         if on.on_before_backward is not None:
             on.on_before_backward(loss)

@@ -2,8 +2,8 @@
 
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
   rank.
-- ``reserve``, ``variables``, ``threads``, ``join``, ``outcome``, ``take_back``, ``belongings``, ``hear_signals``, ``is_connection``,
-  ``is_timeout``, ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``belongings``, ``hear_signals``, ``is_connection``, ``is_timeout``, ``refusals``:
+  for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
 - ``RankMonitor``, ``judge``, ``Failure``, ``left_early``, ``Stopped``, ``is_stopped``, ``Patience``: how ranks end, which one is to blame,
   and how long a supervisor waits.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from geartrain.data import DataSource
 from geartrain.errors import TrainingError
 from geartrain.pickles import refusals
 from geartrain.process import is_connection, is_timeout
 from geartrain.process.environment import Place, detect
 from geartrain.process.failures import Failure, RankMonitor, judge, left_early
-from geartrain.process.handover import belongings, outcome, take_back
 from geartrain.process.launch import join, launch, reserve, threads, variables
 from geartrain.process.patience import Patience
 from geartrain.process.signals import hear_signals
@@ -60,11 +60,9 @@ __all__ = [
     "launch",
     "left_early",
     "name_absent_ranks",
-    "outcome",
     "refusals",
     "reserve",
     "shard",
-    "take_back",
     "threads",
     "variables",
 ]
@@ -72,6 +70,21 @@ __all__ = [
 
 #: Bytes of gradients that one all-reduce carries, as DDP's buckets do.
 _BUCKET = 25 * 2**20
+
+
+def belongings(run: Run, worker: Any) -> dict[str, Any]:
+    """What a run takes along, by the name under which its user knows it: for an error about something that cannot go."""
+    source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
+    given = (
+        {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
+    )
+    plugins = {part.choice.label: part.plugin for part in run.trainer._parts if part.source is None and not part.choice.is_core}
+    given |= getattr(worker, "belongings", {})  # of a Session's function
+    return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
+
+
+def _argument(command: str, stage: str) -> str:
+    return "dataloaders" if command != "fit" else "train_dataloaders" if stage == "train" else "val_dataloaders"
 
 
 def group(run: Run) -> None:

@@ -28,8 +28,8 @@ class Choice:
 
     @property
     def is_core(self) -> bool:
-        """Whether it is core's own, made anew from the plan in every process."""
-        return self.kind in ("core", "precision", "default")
+        """True if it is one of core's own parts, which every process makes from the plan."""
+        return self.kind in ("core", "default")
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "distribution": self.distribution, "version": self.version, "reason": self.reason}

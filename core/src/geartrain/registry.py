@@ -22,11 +22,17 @@ from importlib_metadata import EntryPoint, entry_points
 from geartrain._version import __version__
 from geartrain.errors import UsageError, describe, nearest
 from geartrain.hardware import ask
+from geartrain.hints import hint
 from geartrain.parts import Choice, Part
-from geartrain.porting.names import SPELT
 
 #: kind -> entry-point group.
-GROUPS = {"accelerator": "geartrain.accelerators", "strategy": "geartrain.strategies", "plugin": "geartrain.plugins"}
+GROUPS = {
+    "accelerator": "geartrain.accelerators",
+    "strategy": "geartrain.strategies",
+    "precision": "geartrain.precisions",
+    "plugin": "geartrain.plugins",
+    "command": "geartrain.commands",
+}
 
 #: Names that geartrain's own distributions provide: (kind, name) -> distribution. What is not here gets no install line.
 KNOWN = {
@@ -39,10 +45,21 @@ KNOWN = {
     ("strategy", "spawn"): "geartrain-spawn",
     ("strategy", "horovod"): "geartrain-horovod",
     ("strategy", "bagua"): "geartrain-bagua",
+    **dict.fromkeys(
+        [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
+        + [("plugin", name) for name in ("nan_guard", "norms", "throughput", "timer")],
+        "geartrain-callbacks",
+    ),
+    ("plugin", "csv"): "geartrain-csv",
     ("plugin", "device_stats"): "geartrain-device-stats",
     ("plugin", "tensorboard"): "geartrain-tensorboard",
     ("plugin", "wandb"): "geartrain-wandb",
     ("plugin", "mlflow"): "geartrain-mlflow",
+    ("command", "conformance"): "geartrain-testing",
+    ("command", "doctor"): "geartrain-doctor",
+    ("command", "new"): "geartrain-testing",
+    ("command", "port"): "geartrain-port",
+    ("command", "tune"): "geartrain-tuner",
 }
 
 #: Names that users of Lightning may type and that no distribution provides.
@@ -155,9 +172,8 @@ class Registry:
             return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
         if key in NOT_SHIPPED:
             return f"there is no {kind} {name!r}: no geartrain distribution provides it. Installed: {', '.join(installed)}."
-        if kind == "strategy" and key[1] in SPELT:
-            new, options = SPELT[key[1]]
-            return f"there is no strategy {name!r}. Fix: strategy={new!r}" + (f" with strategy_options={options}" if options else "")
+        if instead := hint(kind, key[1]):
+            return f"there is no {kind} {name!r}. Fix: {instead}"
         other = next((c for c in self.candidates if c.name.lower() == name.lower()), None)
         if other:
             return f"{name!r} is no {kind} but belongs to --{other.kind}. Fix: --{other.kind} {other.name}"
@@ -170,10 +186,10 @@ class Registry:
     # --- load ------------------------------------------------------------------------------------------------------------
 
     def load(self, candidate: Candidate) -> Any:
-        """Import a candidate's class.
+        """Import a candidate's class; of a command, its function.
 
         Raises:
-            UsageError: it needs another geartrain; the import failed, or gave something else than a class; the cause is attached.
+            UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
         """
         if needed := _other_core(candidate):
             candidate.state, candidate.reason = "failed", f"it requires {needed}, and geartrain {__version__} is installed"
@@ -190,9 +206,10 @@ class Registry:
             hint = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
             hint = "pip install torch" if getattr(error, "name", None) == "torch" else hint
             raise UsageError(f"{candidate.label} could not be imported: {candidate.reason}. Fix: {hint}") from error
-        if not inspect.isclass(loaded):
-            candidate.state, candidate.reason = "failed", f"its entry point gives {loaded!r}, not a class"
-            raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a class in its [project.entry-points]")
+        wanted, fits = ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
+        if not fits(loaded):
+            candidate.state, candidate.reason = "failed", f"its entry point gives {loaded!r}, not a {wanted}"
+            raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a {wanted} in its [project.entry-points]")
         return loaded
 
     def probe(self, candidate: Candidate) -> Any:
@@ -231,9 +248,14 @@ class Registry:
         return Part(choice, plugin, dict(options or {}), source=candidate.name)
 
     def adopt(self, kind: str, given: Any, reason: str) -> Part:
-        """A part for an object or a class that the user made; its entry point's name where it has one."""
+        """Return the part of an object or a class that the user made; named as its entry point, if it has one.
+
+        An object that is no plugin itself may have ``as_plugin()``, which returns the plugin that stands for it.
+        """
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
+        if hasattr(plugin, "as_plugin"):
+            return Part(Choice(cls.__name__, kind, None, None, reason), plugin.as_plugin())
         for candidate in self.of(kind):
             if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
@@ -379,15 +401,13 @@ def file_plugin(spec: str) -> tuple[str, Any]:
     file, _, wanted = spec.partition(":")
     module = load_file(Path(file).expanduser())
     classes = {
-        name: cls
-        for name, cls in vars(module).items()
-        if inspect.isclass(cls) and cls.__module__ == module.__name__ and _has_hookimpls(cls)
+        name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
     }
     if wanted:
         if wanted not in classes:
             raise UsageError(f"{file} has no plugin class {wanted!r}. {nearest(wanted, classes)}")
         return wanted, classes[wanted]
-    if _has_hookimpls(module):
+    if has_hookimpls(module):
         if classes:
             raise UsageError(f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}")
         return module.__name__, module
@@ -398,6 +418,7 @@ def file_plugin(spec: str) -> tuple[str, Any]:
     return module.__name__, next(iter(classes.values()))
 
 
-def _has_hookimpls(thing: Any) -> bool:
+def has_hookimpls(thing: Any) -> bool:
+    """True if a class, an object or a module has something marked with ``@hookimpl``."""
     found = (getattr(thing, name, None) for name in dir(thing))
     return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)

@@ -115,8 +115,6 @@ class Run:
     #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
     #: ranks come and go; all ranks have the same.
     commit: dict[str, Any] | None = None
-    #: In a process that the run was handed over to: what its module had then; see ``process/handover.py``.
-    handed_over: frozenset[str] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.
     should_stop: bool = False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -14,27 +13,24 @@ import torch
 from torch import nn
 
 from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
-from geartrain.checkpoint import Start, find, model_checkpoints
+from geartrain.checkpoint import Start, best_checkpoints, find
 from geartrain.data import DataSource, loader_batch_size, read_loaders
 from geartrain.errors import TrainingError, UsageError
+from geartrain.hints import write_instead
 from geartrain.hooks import Hooks
 from geartrain.hparams import hyperparameters
 from geartrain.module import DataModule, Module
 from geartrain.names import warn_of_others
-from geartrain.options import Options, refuse_unknown, refuse_unknown_of_fit
+from geartrain.options import Options, refuse_unknown
 from geartrain.placed import Placed
 from geartrain.plain import as_module
 from geartrain.plan import Plan, check_joins, complete
-from geartrain.porting.names import OF_TRAINER, member
 from geartrain.process.environment import detect
 from geartrain.registry import Registry
 from geartrain.run import Run
 from geartrain.seeding import seed_everything
 from geartrain.step import check_data, check_module, refuse_automatic
 from geartrain.worker import work
-
-if TYPE_CHECKING:
-    from geartrain.callbacks.model_checkpoint import ModelCheckpoint
 
 
 class Trainer(Placed):
@@ -121,7 +117,7 @@ class Trainer(Placed):
         assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, [name for name in inspect.signature(Trainer).parameters if name != "unknown"], accelerator)
+        refuse_unknown("Trainer", unknown, Trainer)
         if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
             raise UsageError(f"fast_dev_run={fast_dev_run!r} must be True, False or a number of batches.")
         tries = int(fast_dev_run)
@@ -200,7 +196,7 @@ class Trainer(Placed):
             TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
                 with a note where a plugin's hook raised them.
         """
-        refuse_unknown_of_fit(unknown)
+        refuse_unknown("Trainer.fit", unknown, self.fit)
         if ckpt_path is not None and checkpoint is not None:
             raise UsageError("ckpt_path= goes on with everything, checkpoint= starts from the weights alone. Fix: give one of them")
         given, resumes = {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path is not None
@@ -370,7 +366,7 @@ class Trainer(Placed):
             raise UsageError(f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first")
         if datamodule is None and given[command] is None:
             datamodule = self.datamodule
-        if checkpoint is None and any(one.best_model_path for one in model_checkpoints(self._parts)):
+        if checkpoint is None and best_checkpoints(self.hooks, self.output):
             checkpoint = "best"
             if self.is_global_zero:
                 warnings.warn(f"{command} without a model reads the best weights. Say ckpt_path='best', or give the model", stacklevel=4)
@@ -392,7 +388,7 @@ class Trainer(Placed):
         made = state.pop("recipes")
         vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _run=None)
         # This process did not begin the run's folder: whoever handed the trainer over did.
-        self._parts = (*core_parts(self.plan.options, self.plan.precision, self.output, False), *remake(self.registry, made))
+        self._parts = (*core_parts(self.plan.options, self.output, False), *remake(self.registry, made))
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:
             self.datamodule.trainer = self
@@ -404,7 +400,7 @@ class Trainer(Placed):
             try:
                 return object.__getattribute__(self, name)  # again, for its error: a property's own among them
             except AttributeError as error:
-                raise AttributeError(f"{error}{member(OF_TRAINER, name)}", name=name, obj=self) from None
+                raise AttributeError(f"{error}{write_instead('Trainer', name)}", name=name, obj=self) from None
 
     # --- what one asks a trainer -----------------------------------------------------------------------------------------
 
@@ -440,9 +436,9 @@ class Trainer(Placed):
         return _as_tensors(self._run.logs.logged if self._run else {})
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
+    def checkpoint_callback(self) -> Any:
         """The first ``ModelCheckpoint`` among the plugins, or ``None``."""
-        return next(iter(model_checkpoints(self._parts)), None)
+        return next((part.plugin for part in self._parts if hasattr(part.plugin, "best_model_path")), None)
 
     @property
     def precision(self) -> str:

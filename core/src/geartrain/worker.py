@@ -20,11 +20,11 @@ from geartrain.checkpoint import Start, load
 from geartrain.data import DataSource, count_batches, describe, end_workers, length, loader_batch_size
 from geartrain.errors import TrainingError, UsageError
 from geartrain.evaluation import evaluate
+from geartrain.hints import write_instead
 from geartrain.hooks import fire
 from geartrain.logs import Logs
 from geartrain.module import DataModule, Module
 from geartrain.optim import needs_closure, read_optimizers
-from geartrain.porting.names import MEMBERS, member
 from geartrain.process import leave, report
 from geartrain.process.forks import share_temporary_folder
 from geartrain.rounds import is_sure
@@ -233,7 +233,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     except BaseException as error:
         failures.append(error)
         run.hooks.blame(error)
-        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := member(MEMBERS, str(error.name))):
+        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := write_instead("Module", str(error.name))):
             error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
         report(error)
         _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))

@@ -11,8 +11,8 @@ import pytest
 import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import Callback, EarlyStopping
-from geartrain.callbacks.callback import CALLED, NOT_CALLED, Adapter
 from geartrain.step import ModuleHooks
+from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
 
 from ..models import EvalNet, Logging, Net, Own, fit, loader, trainer
 

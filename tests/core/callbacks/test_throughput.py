@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Throughput
-from geartrain.callbacks.throughput import _known_peak
+from geartrain_callbacks.throughput import _known_peak
 
 from ..models import EvalNet, Loggers, Net, Pretend, fit, loader, samples
 
@@ -22,7 +22,7 @@ def clock(monkeypatch):
     """The clock of the figures; each training step takes half a second of it, each validation batch 100 s."""
     clock = SimpleNamespace(now=5.0)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr("geartrain.callbacks.throughput.time", clock)
+    monkeypatch.setattr("geartrain_callbacks.throughput.time", clock)
 
     class Ticks:
         @hookimpl(wrapper=True)
@@ -116,7 +116,7 @@ def test_known_peaks(name, precision, peak, monkeypatch):
 
 def test_the_device_is_waited_for_at_flushes_only(clock, monkeypatch):
     waits = []
-    monkeypatch.setattr("geartrain.callbacks.throughput._wait", lambda device: waits.append(clock.now))
+    monkeypatch.setattr("geartrain_callbacks.throughput._wait", lambda device: waits.append(clock.now))
     lines(clock, log_every_n_steps=3)
     assert waits == [6.5, 8.0]
 

@@ -17,7 +17,7 @@ def clock(monkeypatch):
     """The timer's clock; each training step takes a second of it."""
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("geartrain.callbacks.timer.time", clock)
+    monkeypatch.setattr("geartrain_callbacks.timer.time", clock)
     return clock
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from geartrain.process import stopped
 from geartrain.process.stopped import Stopped
-from geartrain.testing.launching import until
+from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a process's state is read from /proc")

@@ -15,7 +15,7 @@ from geartrain.process import begin, leave, relaunch, report, workers
 from geartrain.process.signals import Interrupted
 from geartrain.process.stopped import is_stopped
 from geartrain.process.workers import Workers
-from geartrain.testing.launching import HAS_PROC, until
+from geartrain_testing.launching import HAS_PROC, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import TrainingError, UsageError
 from geartrain.tuning import Tuner
-from geartrain.tuning.batch_size import is_out_of_memory
+from geartrain_tuner.batch_size import is_out_of_memory
 
 from ..models import Stream, loader, samples, trainer
 from .cases import Data, Never, Room, Watch, scale, snapshot

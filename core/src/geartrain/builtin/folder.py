@@ -41,6 +41,12 @@ class RunFolder:
         self._started = 0.0
         self._last: dict[str, float] = {}
 
+    @hookimpl
+    def find_checkpoint(self, which: str) -> list[Path]:
+        if which == "any":
+            return sorted((self.path / "checkpoints").rglob("*.ckpt"))
+        return [self.path / LAST] if which == "last" else []
+
     @contextmanager
     def reserved(self, resumes: bool = False) -> Iterator[None]:
         """Keep other runs out of the folder until the block ends, in which a run of this object starts and ends.

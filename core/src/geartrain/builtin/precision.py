@@ -1,7 +1,8 @@
 """``precision``: in which floating-point format the step methods compute, and in which the weights are kept.
 
 ``*-true`` keeps weights and batches in that format. ``*-mixed`` keeps weights in float32 and lets torch's autocast choose the format of
-each operation: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. 32-true is no part at all: it is what torch does.
+each operation: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. Entry points of the group ``geartrain.precisions`` name the
+classes; a plugin that brings another precision does the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from geartrain.run import Run
 
 #: The metric that counts, epoch by epoch, the optimizer steps that the gradient scaler skipped.
 SKIPPED = "skipped_steps"
+
+
+class FullPrecision:
+    """``32-true``: nothing to do, it is what torch does."""
 
 
 class TruePrecision:
@@ -65,6 +70,20 @@ class TruePrecision:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
+class DoublePrecision(TruePrecision):
+    """``64-true``."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+
+
+class BF16Precision(TruePrecision):
+    """``bf16-true``."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+
+
 class MixedPrecision:
     """Step methods run under autocast; weights, gradients and optimizer states stay in float32.
 
@@ -104,8 +123,15 @@ class MixedPrecision:
             return (yield)
 
 
+class BF16MixedPrecision(MixedPrecision):
+    """``bf16-mixed``."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-mixed", torch.bfloat16)
+
+
 class ScaledPrecision(MixedPrecision):
-    """Mixed precision in float16, whose small gradients would become zero: the loss is scaled up for backward and the gradients down
+    """``16-mixed``: mixed precision in float16, whose small gradients would become zero: the loss is scaled up for backward and the gradients down
     before clipping. A step whose gradients overflowed is skipped, counted, and the scale halved.
 
     torch reads on the CPU whether gradients overflowed, so the CPU waits for the device once a step; bf16-mixed has no scaler.
@@ -117,6 +143,9 @@ class ScaledPrecision(MixedPrecision):
     same_on_all_ranks = True
 
     _scaler: torch.amp.GradScaler
+
+    def __init__(self) -> None:
+        super().__init__("16-mixed", torch.float16)
 
     @hookimpl
     def check_plan(self, module: Module | type[Module]) -> None:
@@ -179,12 +208,14 @@ class ScaledPrecision(MixedPrecision):
         return self._stepped
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._scaler.state_dict()
+        """Return the scale; nothing before the run is set up."""
+        state: dict[str, Any] = self._scaler.state_dict() if hasattr(self, "_scaler") else {}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with this scale."""
-        self._scaler.load_state_dict(state)
+        """Continue with this scale."""
+        if state:
+            self._scaler.load_state_dict(state)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         """Called where ``optimizer.step`` is: a fused optimizer is called also to skip, and finds the overflow in ``found_inf``."""
@@ -204,17 +235,3 @@ class ScaledPrecision(MixedPrecision):
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-
-
-def precision_plugin(name: str) -> TruePrecision | MixedPrecision | None:
-    """What trains in a precision; ``None`` for 32-true, where nothing need be done."""
-    match name:
-        case "64-true":
-            return TruePrecision(torch.float64)
-        case "bf16-true":
-            return TruePrecision(torch.bfloat16)
-        case "bf16-mixed":
-            return MixedPrecision(name, torch.bfloat16)
-        case "16-mixed":
-            return ScaledPrecision(name, torch.float16)
-    return None

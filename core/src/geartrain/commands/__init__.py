@@ -1,40 +1,41 @@
-"""The command line: ``geartrain fit|validate|test|predict|tune|explain|plugins|doctor|conformance|new|port``; ``geartrain.cli`` of scripts.
+"""The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
+
+A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. One that trains what a TARGET names
+also takes ``target=None, defaults=None``, and is then a command of scripts with ``geartrain.cli``, too.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, UsageError, nearest
 from geartrain.panel import TRACEBACK, panel, traceback_text
+from geartrain.registry import KNOWN, Registry
 
 if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
-#: command -> (the module that has it, what it does).
-_COMMANDS = {
-    "fit": ("run", "train a module"),
-    "validate": ("run", "validate a module"),
-    "test": ("run", "test a module"),
-    "predict": ("run", "predict with a module"),
-    "tune": ("tune", "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)"),
-    "explain": ("explain", "show the plan and who answers each hook; starts nothing"),
-    "plugins": ("plugins", "list what is installed, and why what cannot be used"),
-    "doctor": ("doctor", "examine this machine; ends with what to fix"),
-    "conformance": ("conformance", "test whether an installed strategy does what every strategy must"),
-    "new": ("new", "write a package with a strategy, an accelerator or a plugin of your own"),
-    "port": ("port", "rewrite a script that was written for PyTorch Lightning"),
+#: What the commands of geartrain's own distributions do; other commands are described by the summary of their distribution.
+_HELP = {
+    "fit": "train a module",
+    "validate": "validate a module",
+    "test": "test a module",
+    "predict": "predict with a module",
+    "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
+    "explain": "show the plan and who answers each hook; starts nothing",
+    "plugins": "list what is installed, and why what cannot be used",
+    "doctor": "examine this machine; ends with what to fix",
+    "conformance": "test whether an installed strategy does what every strategy must",
+    "new": "write a package with a strategy, an accelerator or a plugin of your own",
+    "port": "rewrite a script that was written for PyTorch Lightning",
 }
-
-#: Commands that take no target.
-_NO_TARGET = ("plugins", "doctor", "conformance", "new", "port")
 
 _USAGE = """\
 usage: geartrain COMMAND TARGET [options]
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:11} {what}" for name, (_, what) in _COMMANDS.items())))
+        print(_USAGE.format(commands="\n".join(f"  {name:11} {what}" for name, what in _listed(Registry()).items())))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
@@ -68,11 +69,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], rest), whole)
 
 
-def _command(name: str) -> Callable[[str, list[str]], Any]:
-    if name not in _COMMANDS:
-        raise UsageError(f"there is no command {name!r}. {nearest(name, _COMMANDS)}")
-    # Imported when asked for: `geartrain plugins` must not pay for torch.
-    command: Callable[[str, list[str]], Any] = import_module(f"geartrain.commands.{_COMMANDS[name][0]}").command
+def _listed(registry: Registry) -> dict[str, str]:
+    """Return each command and what it does, from metadata alone; also those that another distribution of ours would bring."""
+    installed = {candidate.name: candidate for candidate in registry.of("command")}
+    listed = {name: what for name, what in _HELP.items() if name in installed}
+    for name, candidate in installed.items():
+        distribution = candidate.entry_point.dist
+        listed.setdefault(name, str(distribution.metadata["Summary"] or "") if distribution else "")
+    for name in _HELP:
+        listed.setdefault(name, f"{_HELP[name]} (not installed: pip install {KNOWN.get(('command', name), 'geartrain')})")
+    return listed
+
+
+def _command(name: str) -> Callable[..., Any]:
+    """Import the function of a command: only when it is asked for, because `geartrain plugins` must not pay for torch.
+
+    Raises:
+        UsageError: there is no such command, it is not installed, or it cannot be imported.
+    """
+    registry = Registry()
+    names = [candidate.name for candidate in registry.of("command")]
+    if name not in names:
+        if ("command", name) in KNOWN:
+            raise UsageError(f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}")
+        raise UsageError(f"there is no command {name!r}. {nearest(name, [*names, *(n for kind, n in KNOWN if kind == 'command')])}")
+    command: Callable[..., Any] = registry.load(registry.find("command", name))
     return command
 
 
@@ -122,11 +143,22 @@ def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None
         SystemExit: with 1 or 2, as the command line exits.
     """
     arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
-    name = arguments.pop(0) if arguments and arguments[0] in _COMMANDS and arguments[0] not in _NO_TARGET else "fit"
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "fit"
     done: list[Any] = []
-    module = import_module(f"geartrain.commands.{_COMMANDS[name][0]}")
-    code = _guarded(name, lambda: done.append(module.command(name, arguments, target=(model, data), defaults=defaults)), whole)
+    code = _guarded(name, lambda: done.append(_of_target(name)(name, arguments, target=(model, data), defaults=defaults)), whole)
     if code:
         raise SystemExit(code)
     trainer: Trainer = done[0]
     return trainer
+
+
+def _of_target(name: str) -> Callable[..., Any]:
+    """Return the function of a command that takes a target.
+
+    Raises:
+        UsageError: it takes none.
+    """
+    command = _command(name)
+    if "target" not in inspect.signature(command).parameters:
+        raise UsageError(f"{name!r} takes no target, so a script has no such command. Fix: geartrain {name}")
+    return command

@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from geartrain.commands.target import Target, find_target
 from geartrain.errors import UsageError, nearest
-from geartrain.options import RENAMED
+from geartrain.hints import hint
 from geartrain.paths import user_path
 from geartrain.registry import Registry, file_plugin, is_file
 from geartrain.trainer import Trainer
@@ -31,32 +31,12 @@ _SPELT_OTHERWISE = {
     *("accelerator", "strategy", "plugins", "callbacks", "block"),
     *("accelerator_options", "strategy_options", "plugin_options", "assume"),
 }
-#: Commands with options of their own -> option -> (type, default, what it does).
-_OWN: dict[str, dict[str, tuple[Any, Any, str]]] = {
-    "tune lr": {
-        "min_lr": (float, 1e-8, "the first learning rate"),
-        "max_lr": (float, 1.0, "the last learning rate"),
-        "num_training": (int, 100, "optimizer steps to train"),
-        "mode": (Literal["exponential", "linear"], "exponential", "how the learning rate grows"),
-        "early_stop_threshold": (float | None, 4.0, "end once the averaged loss is above so many times its best; null for never"),
-        "json": (bool, False, "print what was found as JSON"),
-    },
-    "tune batch-size": {
-        "mode": (Literal["power", "binsearch"], "power", "double until a batch does not run; binsearch goes on between the last two"),
-        "init_val": (int, 2, "the batch size to begin with"),
-        "max_trials": (int, 25, "batch sizes to try at most"),
-        "steps_per_trial": (int, 3, "optimizer steps of each trial"),
-        "batch_arg_name": (str, "batch_size", "the attribute of the data module or the module that train_dataloader reads"),
-        "json": (bool, False, "print what was found as JSON"),
-    },
-}
 #: Options that some commands do not have: in a config file that another command's --print-config wrote they say nothing.
-_OF_SOME = {"checkpoint", "resume", "json", "assume", *(option for options in _OWN.values() for option in options)}
-#: Options of LightningCLI that are not Trainer's arguments -> what to write.
-_OF_LIGHTNINGS_CLI = {
-    "ckpt_path": "--checkpoint FILE for its weights, or fit --resume FILE to go on from there",
-    "seed_everything": "--seed",
-    "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
+_OF_SOME = {
+    *("checkpoint", "resume", "json", "assume"),
+    # of geartrain tune
+    *("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold"),
+    *("init_val", "max_trials", "steps_per_trial", "batch_arg_name"),
 }
 
 
@@ -101,11 +81,18 @@ class Request:
         return made.model, made.get("data")
 
 
-def read(command: str, argv: list[str], target: Target | None, defaults: Mapping[str, Any] | None = None) -> Request:
+def read(
+    command: str,
+    argv: list[str],
+    target: Target | None,
+    defaults: Mapping[str, Any] | None = None,
+    options: Mapping[str, tuple[Any, Any, str]] | None = None,
+) -> Request:
     """Read the arguments of one command and make its trainer.
 
     Args:
         defaults: options under those of config files, as a config file would have them.
+        options: the command's own options -> (type, default, help).
 
     Raises:
         UsageError: anything wrong with them.
@@ -120,7 +107,7 @@ def read(command: str, argv: list[str], target: Target | None, defaults: Mapping
             argv = argv[1:]
     names = first_pass(argv, defaults or {})
     registry = Registry(names.repeated["block"])
-    parser, groups = build_parser(command, target, names, registry)
+    parser, groups = build_parser(command, target, names, registry, options or {})
     values = _parse(parser, names)
     assert target is not None  # without one, --help was asked for and has exited
     given = values.get("checkpoint")
@@ -249,7 +236,9 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 # --- second pass: values -------------------------------------------------------------------------------------------------
 
 
-def build_parser(command: str, target: Target | None, names: Names, registry: Registry) -> tuple[ArgumentParser, dict[str, str]]:
+def build_parser(
+    command: str, target: Target | None, names: Names, registry: Registry, options: Mapping[str, tuple[Any, Any, str]]
+) -> tuple[ArgumentParser, dict[str, str]]:
     """The parser with every option there is, and the plugins' groups: key in the values -> plugin's name."""
     parser = _Parser(prog=f"geartrain {command}" + (" TARGET" if target is None else ""), exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name")
@@ -265,7 +254,7 @@ def build_parser(command: str, target: Target | None, names: Names, registry: Re
     if command == "fit":
         text = "go on from this checkpoint as if fit had not stopped; without a value from the last one in --output, auto: if there is one"
         parser.add_argument("--resume", type=str | None, default=None, help=text)
-    for option, (kind, default, text) in _OWN.get(command, {}).items():
+    for option, (kind, default, text) in options.items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
     parser.add_class_arguments(Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False)
     if target is not None:
@@ -344,9 +333,8 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
 
 
 def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
-    renamed = {**RENAMED, **_OF_LIGHTNINGS_CLI}
-    if name in renamed:
-        return f"there is no option --{name}. Write: {renamed[name]}"
+    if instead := hint("option", name):
+        return f"there is no option --{name}. Write: {instead}"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
     options = [option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--" and option[-1] != "+"]
     group = name.partition(".")[0]
@@ -357,7 +345,7 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
             return f"--{typed}: {group}.py is a file of functions and takes no options. Fix: a class with a typed __init__"
         if group == "trainer":
             own = name.split(".")[1].removesuffix("+")
-            write = renamed.get(own, f"--{own}; in a config file {own} without the section trainer")
+            write = hint("option", own) or f"--{own}; in a config file {own} without the section trainer"
             return f"there is no option --{typed}: the trainer's options have no prefix. Write: {write}"
         if group == kind:
             return f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
@@ -365,8 +353,8 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
             return f"--{typed}: its {kind} must be chosen by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
     near = [re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option) for option in options if ("." in option) == ("." in name)]
-    hint = nearest(typed, [*near, "plugin", "quiet"])
-    return f"there is no option --{typed}. {hint if hint.startswith('Did') else 'See --help.'}"
+    answer = nearest(typed, [*near, "plugin", "quiet"])
+    return f"there is no option --{typed}. {answer if answer.startswith('Did') else 'See --help.'}"
 
 
 def _trainer_arguments(names: Names, values: Namespace, groups: Mapping[str, str]) -> dict[str, Any]:

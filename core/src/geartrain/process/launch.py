@@ -21,7 +21,6 @@ from geartrain.errors import UsageError
 from geartrain.process import begin, disconnect_if_failed, environment, rendezvous, report
 from geartrain.process.environment import STARTED_BY, Place
 from geartrain.process.forks import adopt_temporary_folder, guard_forks
-from geartrain.process.handover import registered_names
 from geartrain.process.signals import hear_signals
 from geartrain.process.workers import Workers, at_exit
 
@@ -71,7 +70,7 @@ def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: tim
 
 def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
     """Call ``worker`` as the rank that ``place`` says, in a process that something else has started and watches; ``run`` is the
-    caller's, unpickled or forked. :func:`outcome` then says what it brings back.
+    caller's, unpickled or forked.
 
     Args:
         number: which run of the program this is; the same on every rank.
@@ -80,7 +79,7 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
     Returns:
         What ``worker`` returned in this process.
     """
-    run.trainer.place, run.handed_over = place, registered_names(run.module)
+    run.trainer.place = place
     with hear_signals(), _connected(run, place, f"joined/{number}", timeout):
         return worker(place.local_rank)
 

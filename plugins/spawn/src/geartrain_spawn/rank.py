@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import Place, join, outcome, threads, variables
+from geartrain.parallel import Place, join, threads, variables
 from geartrain_spawn.files import AnonymousFile
+from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
 
 
@@ -120,8 +121,9 @@ def main(job: Job) -> None:
         # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
         run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
+        known = registered_names(run.module)
         result = join(run, worker, job.place, job.number, job.timeout)
-        job.answer.dump(outcome(run, result) if job.place.local_rank == 0 else DONE)
+        job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
         _tell(job, error)
         sys.exit(1)

@@ -33,10 +33,10 @@ from geartrain.parallel import (
     judge,
     left_early,
     reserve,
-    take_back,
 )
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
+from geartrain_spawn.handover import take_back
 
 #: Those of the seeds that this system has, the default first.
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]

@@ -1,0 +1,32 @@
+"""What to write in place of a name that does not exist: the vocabularies of other frameworks, brought by plugins."""
+
+from __future__ import annotations
+
+from importlib_metadata import entry_points
+
+
+def hint(owner: str, name: str) -> str:
+    """Return what the installed vocabularies suggest for a name; empty if none of them knows it.
+
+    Call it only while an error is being raised: it imports the vocabularies, which are entry points of the group ``geartrain.hints``.
+    Each is a function ``hint(owner, name) -> str``.
+
+    Args:
+        owner: what has no such name: ``"geartrain"``, ``"geartrain.callbacks"`` or another module, ``"Module"``, ``"Trainer"``,
+            ``"Session"``, the calls ``"Trainer()"`` and ``"Trainer.fit()"``, ``"option"`` of the command line, ``"strategy"`` or
+            another kind of plugin.
+    """
+    for vocabulary in entry_points(group="geartrain.hints"):
+        try:
+            suggested = str(vocabulary.load()(owner, name) or "")
+        except Exception:  # a broken vocabulary must not hide the error that is being raised
+            continue
+        if suggested:
+            return suggested
+    return ""
+
+
+def write_instead(owner: str, name: str) -> str:
+    """Return the end of an error: ``". Write: ..."``, or nothing."""
+    suggested = hint(owner, name)
+    return f". Write: {suggested}" if suggested else ""

@@ -1,0 +1,14 @@
+"""``from geartrain.testing import run_plugin``: what plugins are tested with, of the distribution geartrain-testing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from geartrain.lazy_names import forward
+
+if TYPE_CHECKING:
+    from geartrain_testing import *  # noqa: F403 (for type checkers and editors)
+
+
+def __getattr__(name: str) -> Any:
+    return forward(__name__, "geartrain_testing", name)

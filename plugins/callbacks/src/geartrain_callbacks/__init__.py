@@ -1,0 +1,44 @@
+"""Callbacks: plugins, each a small file. ``from geartrain.callbacks import EarlyStopping``.
+
+They are chosen as any plugin is: ``Trainer(plugins=[EarlyStopping("val_loss")])``, or ``--plugin early_stopping``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from geartrain_callbacks._version import __version__
+from geartrain_callbacks.callback import Callback
+from geartrain_callbacks.early_stopping import EarlyStopping
+from geartrain_callbacks.ema import EMA
+from geartrain_callbacks.lr_monitor import LearningRateMonitor
+from geartrain_callbacks.model_checkpoint import ModelCheckpoint
+from geartrain_callbacks.model_summary import ModelSummary
+from geartrain_callbacks.nan_guard import NaNGuard
+from geartrain_callbacks.norms import Norms
+from geartrain_callbacks.throughput import Throughput
+from geartrain_callbacks.timer import Timer
+
+__all__ = [
+    "EMA",
+    "Callback",
+    "EarlyStopping",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "NaNGuard",
+    "Norms",
+    "Throughput",
+    "Timer",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Only for names that are not here: those of Lightning's callbacks get what to write instead."""
+    from geartrain.hints import write_instead
+
+    if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):
+        # An ImportError, because "from geartrain.callbacks import NAME" would replace the text of an AttributeError.
+        raise ImportError(f"geartrain.callbacks has no {name!r}{answer}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

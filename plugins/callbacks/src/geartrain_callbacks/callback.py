@@ -1,0 +1,257 @@
+"""Callbacks as PyTorch Lightning has them: classes with ``on_train_start(self, trainer, pl_module)`` and the like.
+
+Each method is called where the module's own hook of that name is, just before it: it is put in front of it when the run is set up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from geartrain.errors import UsageError, nearest
+from geartrain.hookspecs import hookimpl
+from geartrain.names import OF_PLUGINS, STATE, refuse_half_a_state, refuse_misspelt
+from geartrain.run import Run, World
+from geartrain.step import IN_STEP, refuse_unrun
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from geartrain.module import Module
+    from geartrain.trainer import Trainer
+
+#: Methods of Lightning's callbacks that geartrain would never call -> what to do instead.
+NOT_CALLED = {
+    "on_save_checkpoint": "state_dict of the callback, or on_save_checkpoint of the module",
+    "on_load_checkpoint": "load_state_dict of the callback, or on_load_checkpoint of the module",
+    "on_before_optimizer_setup": "configure_optimizers of the module",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup",
+    "on_init_start": "__init__",
+    "on_init_end": "__init__",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+}
+
+
+class Callback:
+    """Base of callbacks written as for PyTorch Lightning; overrides what it needs. ``Trainer(callbacks=[MyCallback()])``.
+
+    ``trainer`` is the :class:`geartrain.Trainer`, ``pl_module`` the user's module. Callbacks are called in the order given, each
+    before the module's own hook of that name; ``on_exception`` and ``teardown`` in the reverse order. One that keeps state has
+    ``state_dict()`` and ``load_state_dict(state)``.
+    """
+
+    def as_plugin(self) -> Adapter:
+        """Return the plugin that calls this callback; ``Trainer(callbacks=[...])`` asks for it."""
+        return Adapter(self)
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """In each process, after ``prepare_data`` and before ``setup`` of data module and module; ``stage`` is fit, validate, test or
+        predict."""
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """In each process at the end, after the module's ``teardown``, also after an error."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """The run failed or was interrupted."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """After set-up of ``fit``."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """At the end of ``fit``."""
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before the sanity check."""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After the sanity check."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before the first epoch, after the sanity check."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before each epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After each epoch and its validation, before its metrics are reported."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        """Before each training batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After each training batch; ``outputs`` is what ``training_step`` returned, detached."""
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+        """Before gradients are cleared."""
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Any) -> None:
+        """Before each backward."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
+        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+        """Before each optimizer's step; gradients are reduced and clipped."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before validation, the sanity check's too."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After validation, when its metrics are known."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before validation's first batch."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After validation's last batch, before its metrics are reported."""
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each validation batch."""
+
+    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before testing."""
+
+    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After testing."""
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After the last test batch."""
+
+    def on_test_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each test batch."""
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before prediction."""
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Before the first batch to predict."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """After the last batch to predict."""
+
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each batch to predict."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After each batch to predict."""
+
+
+#: What a callback may override.
+CALLED = tuple(name for name, thing in vars(Callback).items() if inspect.isfunction(thing) and name != "as_plugin")
+
+
+class Adapter:
+    """The plugin that calls one callback's methods.
+
+    Raises:
+        UsageError: the callback has a method that would never be called, or nothing that would.
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        self.callback, self._is_set_up = callback, False
+        name = type(callback).__name__
+        refuse_misspelt(callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], Callback)
+        refuse_half_a_state(callback, f"callback {name}")
+        for method in dir(callback):
+            if method in OF_PLUGINS or hasattr(inspect.getattr_static(callback, method), "geartrain_impl"):
+                raise UsageError(
+                    f"callback {name}.{method} is for a plugin, and would be ignored here. Fix: no Callback, but plugins=[...]"
+                )
+            if method in NOT_CALLED:
+                raise UsageError(f"callback {name}.{method} would never be called. Use instead: {NOT_CALLED[method]}")
+            if method.startswith("on_") and method not in CALLED and callable(getattr(callback, method)):
+                raise UsageError(f"callback {name}.{method} would never be called. {nearest(method, CALLED)}")
+        refuse_unrun(type(callback), CALLED)
+        self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, m)}
+        if not self._methods:
+            raise UsageError(f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing")
+        if all(callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")):
+            self.state_dict, self.load_state_dict = callback.state_dict, callback.load_state_dict  # type: ignore[attr-defined]
+            self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
+
+    @hookimpl(wrapper=True)
+    def setup_process_group(self, run: Run) -> Generator[None, World, World]:
+        world = yield
+        run.before_setup.append(partial(self._set_up, run))
+        return world
+
+    def _set_up(self, run: Run) -> None:
+        self._is_set_up = True
+        self._call(run, "setup", run.command)
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        """Put the callback's methods in front of the module's own hooks."""
+        for name, method in self._methods.items():
+            if hasattr(run.on, name):
+                setattr(run.on, name, _before(run, name, method, getattr(run.on, name)))
+        run.on.in_step |= any(name in self._methods for name in IN_STEP)
+
+    @hookimpl
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._call(run, "on_exception", error)
+
+    @hookimpl(wrapper=True)
+    def teardown_process_group(self, run: Run) -> Generator[None, None, None]:
+        try:
+            if self._is_set_up:
+                self._call(run, "teardown", run.command)
+        finally:
+            self._is_set_up = False
+            yield
+
+    def _call(self, run: Run, name: str, *arguments: Any) -> None:
+        if name in self._methods:
+            self._methods[name](run.trainer, run.module, *arguments)
+
+
+def _overrides(callback: Any, name: str) -> bool:
+    method = getattr(callback, name, None)
+    return callable(method) and getattr(method, "__func__", method) is not getattr(Callback, name)
+
+
+def _before(run: Run, name: str, method: Callable[..., Any], own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The callback's method, and then what was there: the next callback's, or the module's own."""
+    trainer, module, parameters = run.trainer, run.module, inspect.signature(method).parameters.values()
+    evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
+    full = 6 if name.endswith("_end") else 5
+    takes_all = len(parameters) >= full or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+    def call(*arguments: Any) -> Any:
+        given = (trainer, module, *arguments)
+        if evaluates and takes_all and len(given) < full:
+            given = (*given, 0)  # Lightning gives dataloader_idx even where there is one loader
+        method(*given)
+        return None if own is None else own(*arguments)
+
+    return call

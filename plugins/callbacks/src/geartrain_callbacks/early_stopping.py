@@ -1,0 +1,153 @@
+"""``early_stopping``: end training when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
+from geartrain_callbacks.stopping import say, stop_together
+
+
+class EarlyStopping:
+    """Ends training when a metric no longer gets better; names and meanings as in PyTorch Lightning.
+
+    All ranks go by rank 0's value, so they stop together even where the metric is logged without ``sync_dist``. Training ends at once.
+    Each value counts once: an epoch that does not log the metric is no check. A second ``fit`` with the same object goes on counting.
+
+    Args:
+        monitor: the metric's name.
+        min_delta: a change of less than this is no improvement.
+        patience: checks without improvement before training ends.
+        mode: whether ``"min"`` or ``"max"`` is better.
+        check_finite: end training when the metric is NaN or infinite.
+        stopping_threshold: end training once the metric is better than this.
+        divergence_threshold: end training once the metric is worse than this.
+        check_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
+            validation, if there is one, belongs to each epoch's end; else after each validation.
+        strict: raise where the metric was not logged; otherwise warn once.
+        verbose: say when the metric gets better.
+
+    Raises:
+        UsageError: a wrong ``mode``, ``patience``, or ``min_delta``; or no validation after which to look.
+        TrainingError: the metric was not logged.
+    """
+
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        strict: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_mode("early_stopping", mode)
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise UsageError(f"early_stopping: patience={patience!r} must be a whole number of checks, at least 0.")
+        if min_delta < 0:
+            raise UsageError(f"early_stopping: min_delta={min_delta!r} must not be below 0.")
+        self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
+        self.check_finite, self.strict, self.verbose = check_finite, strict, verbose
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._at_epoch_end = self._asked = self._warned = False
+        #: The best value so far.
+        self.best_score = math.inf if mode == "min" else -math.inf
+        #: The epoch and the step of the value that was checked last: each value counts once.
+        self._checked: tuple[int, int] | None = None
+        #: Checks since then.
+        self.wait_count = 0
+        #: The epoch in which training was ended, from 0; 0 also where it was not.
+        self.stopped_epoch = 0
+        #: Why training was ended; empty where it was not.
+        self.reason = ""
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._asked, self.reason = False, ""
+        if run.command == "fit":
+            self._checked = self._checked if run.resumed is not None else None
+            self._at_epoch_end = looks_after_epochs(run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end")
+
+    @hookimpl
+    def on_validation_end(self, run: Run) -> None:
+        if run.command == "fit" and run.stage == "validate" and not self._at_epoch_end:
+            self._check(run)
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        if self._at_epoch_end:
+            self._check(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+            "checked": self._checked,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting. ``patience`` is kept as it was given: whoever resumes may want to wait longer."""
+        self.wait_count, self.stopped_epoch = state["wait_count"], state["stopped_epoch"]
+        self.best_score = state["best_score"]
+        self._checked = None if state.get("checked") is None else tuple(state["checked"])
+
+    def _check(self, run: Run) -> None:
+        if self._asked:
+            return
+        value, when, known = run.logs.newest(self.monitor)
+        if value is None:
+            self._missing(known)
+            return
+        if when == self._checked:
+            return
+        self._checked = when
+        reason = self._judge(run, value)
+        if reason:
+            self._asked, self.reason, self.stopped_epoch = True, reason, run.epoch
+            stop_together(run)
+            say(run, f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+
+    def _missing(self, known: list[str]) -> None:
+        text = not_logged("early_stopping", self.monitor, known)
+        if self.strict:
+            raise TrainingError(f"{text} Fix: log it with self.log, or monitor another")
+        if not self._warned:
+            warnings.warn(f"{text} Training goes on without", stacklevel=2)
+            self._warned = True
+
+    def _judge(self, run: Run, value: float) -> str:
+        """Why training should end; empty where it should go on."""
+        if self.check_finite and not math.isfinite(value):
+            return f"{self.monitor} = {value} is not finite."
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return f"{self.monitor} = {value:.6g} is better than stopping_threshold={self.stopping_threshold}."
+        if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
+            return f"{self.monitor} = {value:.6g} is worse than divergence_threshold={self.divergence_threshold}."
+        delta = self.min_delta if self.mode == "max" else -self.min_delta
+        if self._better(value, self.best_score + delta):
+            if self.verbose:
+                say(run, f"early_stopping: {self.monitor} went from {self.best_score:.6g} to {value:.6g}.")
+            self.best_score, self.wait_count = value, 0
+            return ""
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return ""
+        return f"{self.monitor} was not better than {self.best_score:.6g} for {self.wait_count} checks."
+
+    def _better(self, a: float, b: float) -> bool:
+        return is_better(self.mode, a, b)

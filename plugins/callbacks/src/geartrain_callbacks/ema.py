@@ -1,0 +1,153 @@
+"""``ema``: an exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from geartrain.errors import UsageError
+from geartrain.evaluation import same_buffers
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+from geartrain_callbacks.stopping import say
+
+
+class EMA:
+    """Keeps ``average = decay · average + (1 - decay) · weights`` beside the weights, on their device; the CPU never waits for it.
+
+    Averaged are parameters and floating-point buffers (BatchNorm's statistics among them); other buffers are as the module has them.
+    Weights of 16 bits are averaged in 32: there, small changes would be rounded away. Every rank keeps the same average, since every
+    rank has the same weights; buffers are rank 0's. Under a strategy whose ranks have weights of their own each averages its own.
+
+    The module holds the average while it is validated during ``fit``, and from the end of ``fit`` on: what you test, predict with
+    and save afterwards is the average. In between it holds the weights that are trained. A ``fit`` that fails leaves those.
+
+    A checkpoint's ``model`` is what is validated: the average, with the weights as they are trained beside it as ``trained``; with
+    ``validate=False`` the other way round, with the average as ``average``. Before the first update there is nothing beside it.
+
+    Args:
+        decay: how much of the average stays at an update, between 0 and 1.
+        every: steps from one update to the next; ``decay`` is not adjusted to it.
+        start_step: the step from which it averages; before, the average is the weights as they are.
+        validate: whether to validate the average during ``fit``, and have it in checkpoints; otherwise the weights as they are trained.
+
+    Raises:
+        UsageError: a decay, ``every`` or ``start_step`` that cannot be; or a state that does not fit the module.
+    """
+
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
+    def __init__(self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
+            raise UsageError(f"ema: decay={decay!r} must lie between 0.0 and 1.0.")
+        for name, value, least in (("every", every, 1), ("start_step", start_step, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"ema: {name}={value!r} must be a whole number of steps, at least {least}.")
+        self.decay, self.every, self.start_step, self.validate = float(decay), every, start_step, validate
+        #: Updates done.
+        self.updates = 0
+        self._loaded: dict[str, torch.Tensor] | None = None
+        self._names: list[str] = []
+        self._weights: list[torch.Tensor] = []
+        self._average: list[torch.Tensor] = []
+        self._trained: list[torch.Tensor] | None = None
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        if run.command != "fit":
+            return
+        tensors = [*run.module.named_parameters(), *run.module.named_buffers()]
+        kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
+        self._names, self._weights, self._trained = list(kept), list(kept.values()), None
+        self._average = [t.to(torch.float32, copy=True) if t.element_size() < 4 else t.clone() for t in self._weights]
+        if self._loaded is None:
+            self.updates = 0
+        else:
+            self._restore(self._loaded)
+        self._loaded = None
+
+    @hookimpl
+    @torch.no_grad()
+    def on_step_end(self, run: Run) -> None:
+        if run.step < self.start_step:
+            return
+        if run.step % self.every == 0:
+            now = [w if w.dtype == a.dtype else w.to(a.dtype) for w, a in zip(self._weights, self._average, strict=True)]
+            if self.updates or self.start_step == 0:
+                torch._foreach_lerp_(self._average, now, 1.0 - self.decay)
+            else:
+                torch._foreach_copy_(self._average, now)
+            self.updates += 1
+
+    @hookimpl
+    def on_validation_start(self, run: Run) -> None:
+        if self.validate and run.command == "fit" and run.stage == "validate" and self.updates:
+            self._trained = [weight.clone() for weight in self._weights]
+            self._into_module(run)
+
+    @hookimpl
+    def on_validation_end(self) -> None:
+        self._back()
+
+    @hookimpl(wrapper=True)
+    def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
+        if run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
+            trained, average = self._states(run, state["model"])
+            state |= {"model": average, "trained": trained} if self.validate else {"model": trained, "average": average}
+        return (yield)
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._back()
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        if run.command == "fit" and self.updates:
+            self._into_module(run)
+            say(run, f"ema: the module now holds the average of {self.updates} updates.")
+
+    def state_dict(self) -> dict[str, Any]:
+        average = dict(zip(self._names, self._average, strict=True)) if self._loaded is None else self._loaded
+        return {"updates": self.updates, "average": {name: tensor.clone() for name, tensor in average.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on averaging with this state in the next ``fit``."""
+        self.updates, self._loaded = state["updates"], dict(state["average"]) or None
+
+    @torch.no_grad()
+    def _into_module(self, run: Run) -> None:
+        torch._foreach_copy_(self._weights, self._average)
+        same_buffers(run)
+
+    @torch.no_grad()
+    def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:
+        """The module's state with the weights as they are trained, and with the average: what it calls its own, and ties, is its affair.
+
+        Args:
+            wanted: what the checkpoint would have; what the module's ``on_save_checkpoint`` took out or added stays so.
+        """
+        now, states = [weight.clone() for weight in self._weights], []
+        for weights in (now if self._trained is None else self._trained, self._average):
+            torch._foreach_copy_(self._weights, weights)
+            found = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in run.module.state_dict().items()}
+            states.append({name: found.get(name, value) for name, value in wanted.items()})
+        torch._foreach_copy_(self._weights, now)
+        return states
+
+    @torch.no_grad()
+    def _back(self) -> None:
+        if self._trained is not None:
+            torch._foreach_copy_(self._weights, self._trained)
+            self._trained = None
+
+    @torch.no_grad()
+    def _restore(self, state: dict[str, torch.Tensor]) -> None:
+        shapes = {name: list(tensor.shape) for name, tensor in zip(self._names, self._average, strict=True)}
+        odd = sorted(set(shapes) ^ set(state)) or [n for n in shapes if shapes[n] != list(state[n].shape)]
+        if odd:
+            raise UsageError(f"geartrain[ema]: its state is of another module: {odd[0]} differs. Fix: the module that it averaged")
+        for name, average in zip(self._names, self._average, strict=True):
+            average.copy_(state[name])

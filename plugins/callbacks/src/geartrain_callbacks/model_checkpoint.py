@@ -1,0 +1,443 @@
+"""``model_checkpoint``: keep the best checkpoints by a metric."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from geartrain.checkpoint import checkpoint_state, is_last, save
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.paths import user_path
+from geartrain.plan import Plan
+from geartrain.run import Run
+from geartrain.whole_files import remove_abandoned
+from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
+from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
+from geartrain_callbacks.own_files import check_name, delete, is_own, written_after
+from geartrain_callbacks.stopping import say
+
+_FIX = "Fix: log it with self.log, or monitor another"
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What rank 0 decided at one look; every rank does the same. Files are names relative to the folder."""
+
+    #: The file of the newest among the best; empty where it is not among them.
+    name: str = ""
+    score: float | None = None
+    #: The file that it takes the place of.
+    drop: str = ""
+    last: str = ""
+    #: The metric is not there, and may still come: what to say.
+    missing: str = ""
+    #: It should be there.
+    error: str = ""
+    #: The metric has no value of these weights: the next validation or end of an epoch that gives one is the look.
+    owed: bool = False
+
+
+class ModelCheckpoint:
+    """Keeps the best checkpoints by a metric; names and meanings as in PyTorch Lightning.
+
+    Rank 0 decides what to save and what to delete, by its own value of the metric, and the others do the same: so all ranks name
+    the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
+    its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
+    the older file is the better; NaN is never among the best. A second ``fit`` with the same object goes on.
+
+    A file's score belongs to its weights. If the metric was not logged in the epoch, or in the step of ``every_n_train_steps``, at which it
+    looks, then it looks again after the next validation and at the end of the epoch, until there is a value of the weights that are there.
+
+    It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint in this folder or in the run's
+    continues with the files that the checkpoint lists and that still exist. From a checkpoint elsewhere it starts from scratch here, and
+    leaves the files there alone.
+
+    Args:
+        monitor: the metric's name; without, the newest checkpoint takes the place of the one before.
+        mode: whether ``"min"`` or ``"max"`` is better.
+        save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor`` -1, 0 or 1.
+        save_last: also save ``last.ckpt``, each time that it looks.
+        dirpath: the folder; default ``checkpoints`` in the run's folder.
+        filename: with ``epoch``, ``step`` and metrics in braces, ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
+        auto_insert_metric_name: put ``NAME=`` before each of them.
+        every_n_epochs: look only every n-th epoch; default each.
+        every_n_train_steps: look every so many optimizer steps instead.
+        save_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
+            validation, if there is one, belongs to each epoch's end; else after each validation.
+        verbose: say what is saved.
+
+    Raises:
+        UsageError: options that cannot be; neither ``dirpath`` nor a folder for the run; or no validation after which to look.
+        TrainingError: ``monitor`` or a metric of ``filename`` was not logged.
+    """
+
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
+    def __init__(
+        self,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool = False,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        auto_insert_metric_name: bool = True,
+        every_n_epochs: int | None = None,
+        every_n_train_steps: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        verbose: bool = False,
+    ) -> None:
+        check_mode("model_checkpoint", mode)
+        if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+            raise UsageError(f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1.")
+        if monitor is None and save_top_k > 1:
+            raise UsageError(f"model_checkpoint: save_top_k={save_top_k} best of what? Fix: monitor='val_loss', or save_top_k=1 or -1")
+        if save_top_k == 0 and not save_last:
+            raise UsageError("model_checkpoint: save_top_k=0 without save_last saves nothing. Fix: leave the plugin out, or save_last=True")
+        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_train_steps", every_n_train_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"model_checkpoint: {name}={value!r} must be a whole number, at least 1.")
+        if every_n_train_steps is not None and (every_n_epochs is not None or save_on_train_epoch_end is not None):
+            raise UsageError(
+                "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and save_on_train_epoch_end by epochs. "
+                "Fix: leave one out, or two of them with a filename each"
+            )
+        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
+        self.dirpath = None if dirpath is None else user_path(dirpath, "geartrain[model_checkpoint]: dirpath")
+        self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
+        if save_last and self.filename == "last":
+            raise UsageError("model_checkpoint: filename='last' is what save_last saves. Fix: another name")
+        self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
+        self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
+        self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
+        #: It has looked, and there was no value of the weights that were there.
+        self._owed = False
+        #: The score of the best file.
+        self.best_model_score: float | None = None
+        #: Drawn when it starts from scratch: by this it knows the files that it wrote.
+        self._identity = ""
+        #: The run's folder when the state was saved: compared, never opened.
+        self._output = ""
+        # Names are relative to the folder, so that a copy of the folder is complete.
+        self._best = self._last = ""
+        self._scores: dict[str, float] = {}
+        #: Files that the one which is being saved replaces.
+        self._old: list[str] = []
+        #: Where the next fit writes, and where the named files are.
+        self._planned = self._where = self.dirpath
+
+    def __repr__(self) -> str:
+        return f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, filename={self.filename!r})"
+
+    @property
+    def best_model_path(self) -> str:
+        """The best file so far; without ``monitor`` the newest; empty if there is none."""
+        return self._path(self._best)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest ``last.ckpt``; empty without ``save_last``."""
+        return self._path(self._last)
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """The best files, oldest first, and their scores."""
+        return {self._path(name): score for name, score in self._scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The file that the next better one replaces; empty while there is room."""
+        return self._path(self._kth_best())
+
+    @hookimpl
+    def find_checkpoint(self, which: str, output: Path | None) -> list[Path]:
+        if which == "best":
+            return [Path(self.best_model_path)] if self._best else []
+        folder = None if output is None else output / "checkpoints" if self.dirpath is None else self.dirpath
+        if folder is None or output is None or not folder.resolve().is_relative_to(output.resolve()):
+            folder = None  # what another process saved elsewhere may be another run's
+        if which == "any":
+            return [] if folder is None else sorted(folder.rglob("*.ckpt"))
+        if self._last:
+            return [Path(self.last_model_path)]
+        return list(filter(is_last, sorted(folder.glob("last*.ckpt")))) if self.save_last and folder is not None else []
+
+    # --- when to look ----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        folder = self._folder(plan)
+        if folder is None and not plan.options.fast_dev_run:
+            raise UsageError(
+                "geartrain[model_checkpoint] has no place to write. "
+                "Fix: --model_checkpoint.dirpath DIR, or a folder for the run (--output DIR)"
+            )
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise UsageError(f"geartrain[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
+        self._planned = folder
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._on = run.command == "fit" and not run.plan.options.fast_dev_run
+        self._validated = self._expected = self._warned = False
+        if self._on:
+            self._owed = self._owed and run.resumed is not None
+            self._settle(run)
+        self._looked = run.resumed is not None and bool(self._best or self._last)
+        if self._on and self._steps is None:
+            self._at_epoch_end = looks_after_epochs(run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end")
+
+    # Wrappers, so that it looks after all others: those that fail the run, those that put other weights in for the validation, and those
+    # whose state goes into the checkpoint.
+
+    @hookimpl(wrapper=True)
+    def on_step_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if self._on and self._steps is not None and run.step % self._steps == 0:
+            self._look(run, run.epoch)
+        return results
+
+    @hookimpl(wrapper=True)
+    def on_validation_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if self._on and run.stage == "validate":
+            self._validated = True
+            due = self._steps is None and not self._at_epoch_end and self._is_due(run)
+            self._expected |= due
+            if due or (self._owed and not self._at_epoch_end):
+                self._look(run, run.epoch, due)
+        return results
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if self._on:
+            self._expected |= self._validated or not run.loaders.get("validate")
+            due = self._steps is None and self._at_epoch_end and self._is_due(run)
+            if due or self._owed:
+                self._look(run, run.epoch + 1, due)
+        return results
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        if self._on and not self._looked and run.world.rank == 0:
+            when = f"every_n_epochs={self._epochs}" if self._steps is None else f"every_n_train_steps={self._steps}"
+            warnings.warn(
+                f"geartrain[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
+            )
+
+    def _settle(self, run: Run) -> None:
+        """Settle with which files this fit continues: on every rank with those that rank 0 finds."""
+        folder = self._folder(run.plan)
+        assert folder is not None  # check_plan has refused it
+        if run.world.rank == 0:
+            remove_abandoned(folder, SUFFIX, below="/" in self.filename)
+            if self._continues(run, folder):
+                self._drop_lost(folder)
+                self._delete_leftovers(run, folder)
+            else:
+                self._start_from_scratch(run, folder)
+            self._identity = self._identity or uuid4().hex
+        self._planned = self._where = folder
+        self._output = "" if run.output is None else str(run.output.resolve())
+        if run.world.size > 1:
+            self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
+
+    def _continues(self, run: Run, folder: Path) -> bool:
+        """True if the named files are those of this run, and not of one in another folder."""
+        if run.resumed is None or run.resumed.path is None:  # a second fit, or a checkpoint in memory
+            return self._where in (None, folder)
+        source, mine = run.resumed.path.resolve(), folder.resolve()
+        if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
+            return True
+        if run.output is None or not source.is_relative_to(home := run.output.resolve()):
+            return False
+        # A dirpath elsewhere belongs to the run that is in the same place as before, and not to a copy of it.
+        return mine.is_relative_to(home) or self._output == str(home)
+
+    def _start_from_scratch(self, run: Run, folder: Path) -> None:
+        if self._scores:  # otherwise nothing was the best by a metric
+            source = self._where if run.resumed is None else run.resumed.path
+            warnings.warn(
+                f"geartrain[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
+                "and this run starts its list of the best from scratch",
+                stacklevel=2,
+            )
+        self._identity = self._best = self._last = ""
+        self.best_model_score, self._scores, self._old = None, {}, []
+
+    def _drop_lost(self, folder: Path) -> None:
+        """Forget files that are not there, or that another run wrote."""
+        names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
+        lost = [name for name in names if not is_own(folder, name, self._identity)]
+        if not lost:
+            return
+        warnings.warn(
+            f"geartrain[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
+            stacklevel=2,
+        )
+        self._scores = {name: score for name, score in self._scores.items() if name not in lost}
+        self._last = "" if self._last in lost else self._last
+        if self._best in lost:
+            self._best = next(iter(self._ranked()), "")
+            self.best_model_score = self._scores.get(self._best)
+
+    def _delete_leftovers(self, run: Run, folder: Path) -> None:
+        """Delete what a kill left: files that were being replaced, and files that were saved after the checkpoint.
+
+        A checkpoint that is not the last one was chosen by the user: then later files stay.
+        """
+        if run.resumed is None:
+            return
+        kept = {self._best, self._last, *self._scores}
+        left = [name for name in self._old if name not in kept and is_own(folder, name, self._identity)]
+        if run.resumed.path is None or is_last(run.resumed.path):
+            left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept)
+        for name in left:
+            delete(folder, name)
+        self._old = []
+
+    def _is_due(self, run: Run) -> bool:
+        return (run.epoch + 1) % self._epochs == 0
+
+    # --- what to do ------------------------------------------------------------------------------------------------------
+
+    def _look(self, run: Run, epochs: int, due: bool = True) -> None:
+        """Save what is to be saved now; ``epochs`` are done. If it is not ``due``, this is for a look that found no value."""
+        self._looked = True
+        names = [*([] if self.monitor is None else [self.monitor]), *fields(self.filename)]
+        if names:
+            run.logs.refresh(*names)
+        turn = self._decide(run, epochs, due) if run.world.rank == 0 else None
+        if run.world.size > 1:
+            turn = run.hooks.broadcast(run=run, obj=turn, src=0)
+        assert turn is not None
+        if turn.error:
+            raise TrainingError(turn.error)
+        if turn.missing and not self._warned:
+            warnings.warn(f"{turn.missing} Until it is, nothing is kept as the best", stacklevel=2)
+            self._warned = True
+        names = [name for name in (turn.name, turn.last) if name]
+        before = self.state_dict()
+        self._remember(turn)  # first: the file that is saved is to know of itself
+        try:
+            state = checkpoint_state(run, epochs) if names else {}
+            for name in names:
+                save(run, state, Path(self._path(name)))
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        self._tell_and_delete(run, turn)
+
+    def _decide(self, run: Run, epochs: int, due: bool) -> _Turn:
+        folder = self._folder(run.plan)
+        assert folder is not None  # check_plan has refused it
+        last = free(folder, "last", self._last) if self.save_last else ""
+        score = None
+        if self.monitor is not None:
+            score, when = run.reported.get(self.monitor), run.logs.when.get(self.monitor, (-1, -1))
+            missing = ""
+            if score is None:
+                missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
+                if self._expected:
+                    return _Turn(error=f"{missing} {_FIX}")
+            elif when[0] == run.epoch and self._steps is not None and when[1] != run.step and epochs > run.epoch:
+                missing = (
+                    f"geartrain[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
+                    f"and it looks every {self._steps} steps. Fix: log it in each step."
+                )
+            if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
+                return _Turn(last=last if due else "", missing=missing, owed=True)
+        if not self._is_among_the_best(score):
+            return _Turn(last=last)
+        drop = self._kth_best() if self.monitor is not None else self._best if self.save_top_k == 1 else ""
+        try:
+            name = fill(self.filename, {**run.reported, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
+            return _Turn(free(folder, name, drop), score, drop, last)
+        except TrainingError as error:  # for all ranks alike
+            return _Turn(error=str(error))
+
+    def _is_among_the_best(self, score: float | None) -> bool:
+        if self.save_top_k <= 0 or score is None:
+            return self.save_top_k != 0
+        worst = self._kth_best()
+        return not math.isnan(score) and (not worst or is_better(self.mode, score, self._scores[worst]))
+
+    def _remember(self, turn: _Turn) -> None:
+        """Note what is about to be saved, and which files it replaces."""
+        self._owed = turn.owed
+        self._old = [name for name, new in ((turn.drop, turn.name), (self._last, turn.last)) if new and name not in ("", new)]
+        self._last = turn.last or self._last
+        if turn.name:
+            self._scores.pop(turn.drop, None)
+            if turn.score is None:
+                self._best = turn.name
+            else:
+                self._scores.pop(turn.name, None)
+                self._scores[turn.name] = turn.score
+                self._best = next(iter(self._ranked()), "")
+                self.best_model_score = self._scores.get(self._best)
+
+    def _tell_and_delete(self, run: Run, turn: _Turn) -> None:
+        if turn.name and self.verbose:
+            why = "" if turn.score is None else f": {self.monitor} = {turn.score:.6g}"
+            say(run, f"model_checkpoint: saved {self._path(turn.name)}{why}.")
+        if run.world.rank == 0 and self._where is not None:
+            for name in self._old:
+                delete(self._where, name)
+        self._old = []
+
+    def _kth_best(self) -> str:
+        ranked = self._ranked()
+        return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
+
+    def _ranked(self) -> list[str]:
+        """The files with a score, best first, and of equal ones the older."""
+        scored = {name: score for name, score in self._scores.items() if not math.isnan(score)}
+        return sorted(scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name])
+
+    def _path(self, name: str) -> str:
+        folder = self._where or self._planned
+        return str(folder / name) if name and folder is not None else ""
+
+    def _folder(self, plan: Plan) -> Path | None:
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        return None if plan.output is None else plan.output / "checkpoints"
+
+    # --- its state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "identity": self._identity,
+            "output": self._output,
+            "best_model_path": self._best,
+            "best_model_score": self.best_model_score,
+            "last_model_path": self._last,
+            "best_k_models": dict(self._scores),
+            "replaced": list(self._old),
+            "owed": self._owed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with these files.
+
+        Raises:
+            ValueError: a name that leads out of the folder.
+        """
+        if state == self.state_dict():
+            return
+        best, last = (name and check_name(name) for name in (state["best_model_path"], state["last_model_path"]))
+        scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
+        old = [check_name(name) for name in state["replaced"]]
+        self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]
+        self._best, self._last, self._scores, self._old = best, last, scores, old
+        self._owed = bool(state.get("owed"))
+        self._where = self._planned  # what a fit wrote in another process, it wrote there

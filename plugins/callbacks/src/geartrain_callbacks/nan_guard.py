@@ -1,0 +1,155 @@
+"""``nan_guard``: notice a loss or gradients that are no longer finite."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.optim import about_to_step
+from geartrain.plan import Plan
+from geartrain.run import Run
+from geartrain_callbacks.norms import norms_of
+from geartrain_callbacks.stopping import say, stop_together
+
+#: In place of a step: none was bad.
+_NEVER = 2**31 - 1
+
+
+class NaNGuard:
+    """Looks for NaN and infinity in the loss, or in the gradients after their reduction over ranks; all ranks do the same.
+
+    ``"stop"`` and ``"raise"`` keep on the device which step was the first bad one, and read it every ``log_every_n_steps`` steps and
+    after each epoch, where the CPU waits anyway: nothing waits in between, and up to there training goes on with what NaN made of
+    the weights. ``"skip"`` must know before the optimizer steps: the CPU waits for the device once a step, and several ranks agree
+    in one small collective. A skipped step has no gradients, so optimizers change nothing and schedulers wait; the metric
+    ``skipped_nan_steps`` counts them, epoch by epoch. What forward changed (BatchNorm's statistics) stays changed.
+
+    Args:
+        action: ``"stop"`` ends training, ``"raise"`` fails the run, ``"skip"`` leaves the step out.
+        check: ``"loss"`` or ``"gradients"``; the latter names the first parameter, and is refused with 16-mixed, whose scaler
+            makes infinite gradients on purpose and skips those steps by itself.
+
+    Raises:
+        UsageError: a wrong option, or one that the precision or the optimizer cannot have.
+        TrainingError: ``"raise"``, and something was not finite.
+    """
+
+    def __init__(self, action: Literal["stop", "skip", "raise"] = "stop", check: Literal["loss", "gradients"] = "loss") -> None:
+        for name, value, known in (("action", action, ("stop", "skip", "raise")), ("check", check, ("loss", "gradients"))):
+            if value not in known:
+                raise UsageError(f"nan_guard: {name}={value!r}. Fix: one of {', '.join(known)}")
+        self.action, self.check = action, check
+        #: What was not finite, and when; empty where nothing was.
+        self.reason = ""
+        #: Names -> int32 ``[len(names)]`` on the device: the first step (from 1) in which each was not finite.
+        self._first: dict[tuple[str, ...], torch.Tensor] = {}
+        self._drop = False
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if self.check == "gradients" and plan.precision.name == "16-mixed":
+            raise UsageError(
+                "geartrain[nan_guard]: with 16-mixed gradients overflow now and then, and the scaler skips those steps. "
+                "Fix: check='loss', or --precision bf16-mixed"
+            )
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self.reason, self._first, self._drop = "", {}, False
+        if self.action == "skip" and run.closure:
+            raise UsageError("geartrain[nan_guard] cannot skip steps of an optimizer that needs a closure. Fix: action='stop' or 'raise'")
+
+    @hookimpl
+    def on_epoch_start(self, run: Run) -> None:
+        if self.action == "skip":
+            self._count(run, 0)
+
+    # --- looking ---------------------------------------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def backward(self, run: Run, loss: torch.Tensor) -> Generator[None, Any, Any]:
+        if self.check == "loss":
+            self._note(run, ("the loss",), loss.detach().reshape(1))
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
+        if self.check == "gradients":
+            found = [(name, p.grad) for name, p in about_to_step(run).items() if p.grad is not None]
+            if found:  # by their largest element: a sum of squares of finite ones may overflow
+                self._note(run, tuple(name for name, _ in found), norms_of([grad for _, grad in found], float("inf")))
+        self._drop = self.action == "skip" and self._is_bad_anywhere(run)
+        if self._drop:
+            for optimizer in run.optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def optimizer_step(self, run: Run, optimizer: Optimizer) -> Generator[None, bool | None, bool | None]:
+        stepped = yield  # without gradients it changes nothing
+        return False if self._drop else stepped
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if self.action == "skip":
+            if self._drop:
+                self._count(run, 1)
+            self._first, self._drop = {}, False
+        elif run.step % run.plan.options.log_every_n_steps == 0 and self._look(run):
+            run.should_stop = True  # on every rank; the flush comes next
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        if self.action != "skip" and self._look(run):
+            stop_together(run)
+
+    def _note(self, run: Run, names: tuple[str, ...], values: torch.Tensor) -> None:
+        """Keep, on the device, where ``values`` (``[len(names)]``) are not finite for the first time."""
+        first = self._first.get(names)
+        if first is None:
+            first = self._first[names] = torch.full(values.shape, _NEVER, dtype=torch.int32, device=values.device)
+        torch.minimum(first, torch.where(torch.isfinite(values), _NEVER, run.step + 1).to(torch.int32), out=first)
+
+    # --- what follows ----------------------------------------------------------------------------------------------------
+
+    def _is_bad_anywhere(self, run: Run) -> bool:
+        """Whether this step is bad on any rank. The CPU waits for the device here."""
+        bad = any(bool((first < _NEVER).any()) for first in self._first.values())
+        return any(flag for flag, _ in self._told(run, bad, _NEVER))
+
+    def _look(self, run: Run) -> bool:
+        """Read what was noted, agree with the other ranks, and act once. The CPU waits for the device here."""
+        if self.reason:
+            return False
+        read = [(step, name) for names, first in self._first.items() for step, name in zip(first.tolist(), names, strict=True)]
+        step, where = min(read, key=lambda one: one[0], default=(_NEVER, ""))
+        told = self._told(run, step < _NEVER, step)
+        bad = [(when, rank) for rank, (flag, when) in enumerate(told) if flag]
+        if not bad:
+            return False
+        when, rank = min(bad)
+        if run.world.size > 1:
+            where = run.hooks.broadcast(run=run, obj=where, src=rank)
+        what = where if self.check == "loss" else f"the gradient of {where}"
+        self.reason = f"{what} was not finite in step {when}, on rank {rank}."
+        if self.action == "raise":
+            raise TrainingError(f"geartrain[nan_guard]: {self.reason} Fix: a smaller learning rate, clipping, or a look at that batch")
+        say(run, f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+        return True
+
+    def _told(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:
+        """Each rank's flag and step."""
+        if run.world.size == 1:
+            return [(flag, step)]
+        table = run.hooks.log_sync(run=run, values=torch.tensor([flag, step], dtype=torch.float64)).tolist()
+        return [(bool(row[0]), int(row[1])) for row in table]
+
+    def _count(self, run: Run, skipped: int) -> None:
+        run.log("skipped_nan_steps", skipped, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)

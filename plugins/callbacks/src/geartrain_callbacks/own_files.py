@@ -1,0 +1,80 @@
+"""Files of a ``model_checkpoint`` in its folder: which it wrote, and how they are deleted.
+
+Names of files come from checkpoints, so they are data: a name that leads out of the folder is refused, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from geartrain.checkpoint_file import peek, progress
+from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
+
+#: Keys of a ModelCheckpoint's state, by which it is told from other states.
+_KEYS = {"identity", "best_model_path", "last_model_path", "best_k_models"}
+
+
+def check_name(name: Any) -> str:
+    """Return a name that stands in a checkpoint.
+
+    Raises:
+        ValueError: it is no name of a checkpoint inside a folder.
+    """
+    if not isinstance(name, str) or not name.endswith(SUFFIX) or not is_inside(name):
+        raise ValueError(f"{name!r} is no name of a checkpoint inside the folder")
+    return name
+
+
+def is_own(folder: Path, name: str, identity: str) -> bool:
+    """True if the folder has a file of this name that no other run wrote. Of a file in a format of a strategy only the name is known."""
+    path = folder / name
+    if not path.exists() or not path.resolve().is_relative_to(folder.resolve()):
+        return False
+    states = _states_in(path)
+    return not states or any(state["identity"] == identity for state in states)
+
+
+def written_after(folder: Path, identity: str, after: tuple[int, int, int], known: Container[str]) -> Iterator[str]:
+    """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past some progress.
+
+    A checkpoint lists itself among its files: a copy that a user made under another name is not one of them.
+
+    Args:
+        after: epochs, steps, and batches of the epoch.
+        known: names that are not looked at.
+    """
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        name = path.relative_to(folder).as_posix()
+        for state in () if name in known else _states_in(path, after):
+            if state["identity"] == identity and name in (state["best_model_path"], state["last_model_path"], *state["best_k_models"]):
+                yield name
+                break
+
+
+def delete(folder: Path, name: str) -> None:
+    """Delete one file of the folder; of a link, the link."""
+    path = folder / name
+    try:
+        if not path.parent.resolve().is_relative_to(folder.resolve()):
+            raise OSError(f"it lies outside {folder}")
+        if path.is_dir() and not path.is_symlink():  # a strategy may save a folder
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:  # a file too many is no reason to end a training
+        warnings.warn(f"geartrain[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)
+
+
+def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:
+    """Return the states of all ModelCheckpoints in a file that was saved after some progress; of a file that cannot be read, none."""
+    with suppress(KeyError, TypeError, AttributeError):
+        fit = peek(path)
+        if fit and progress(fit) > after:
+            parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
+            return [state for part in parts for state in part.values() if isinstance(state, dict) and state.keys() >= _KEYS]
+    return []

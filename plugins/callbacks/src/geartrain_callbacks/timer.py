@@ -1,0 +1,124 @@
+"""``timer``: end training after so much time. ``Trainer(max_time=...)`` chooses it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.run import Run
+from geartrain_callbacks.stopping import say, stop_together
+
+#: How a limit may be given.
+Duration = str | float | timedelta | Mapping[str, float]
+
+
+class Timer:
+    """Ends training after so much time, on all ranks in the same step.
+
+    The first rank whose time is up says so, and at the next flush (``log_every_n_steps``, or the end of the epoch) all stop: steps
+    up to there are still done, and a validation that has begun is finished. The clock starts when the run is set up, before
+    the sanity check, and runs through validation.
+
+    Args:
+        duration: ``"DD:HH:MM:SS"``, seconds, a ``timedelta``, or its arguments: ``{"hours": 2, "minutes": 30}``.
+        interval: look after every ``"step"``, or only after every ``"epoch"``, when rank 0's clock decides.
+
+    Raises:
+        UsageError: a duration that cannot be read or is not above 0, or a wrong interval.
+    """
+
+    #: What is kept in a checkpoint is rank 0's.
+    same_on_all_ranks = True
+
+    def __init__(self, duration: Duration, interval: Literal["step", "epoch"] = "step") -> None:
+        if interval not in ("step", "epoch"):
+            raise UsageError(f"timer: interval={interval!r}. Fix: 'step' or 'epoch'")
+        #: The limit in seconds.
+        self.seconds, self.interval = seconds(duration), interval
+        self._before = 0.0
+        self._started: float | None = None
+        self._elapsed = 0.0
+        self._said = False
+
+    def time_elapsed(self) -> float:
+        """Seconds trained, with those of the state that was loaded."""
+        return self._elapsed if self._started is None else self._before + time.monotonic() - self._started
+
+    def time_remaining(self) -> float:
+        """Seconds left; 0 when the time is up."""
+        return max(0.0, self.seconds - self.time_elapsed())
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._started = time.monotonic() if run.command == "fit" else None
+        self._said = False
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if self.interval == "step" and not run.should_stop and self.time_elapsed() >= self.seconds:
+            run.should_stop = True  # the flush tells the other ranks
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        up = self.time_elapsed() >= self.seconds
+        if run.world.size > 1:  # the ranks' clocks differ, and the epoch's last flush is over
+            up = run.hooks.broadcast(run=run, obj=up, src=0)
+        if up:
+            stop_together(run)
+        if up or run.logs.stop:
+            self._say(run)
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._pause()
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._pause()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": self.time_elapsed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = self._elapsed = state["time_elapsed"]
+
+    def _pause(self) -> None:
+        if self._started is not None:
+            self._elapsed, self._started, self._before = self.time_elapsed(), None, 0.0
+
+    def _say(self, run: Run) -> None:
+        if not self._said and self.time_elapsed() >= self.seconds:
+            self._said = True
+            say(run, f"timer: {timedelta(seconds=self.seconds)} are over. Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+
+
+def seconds(duration: Duration) -> float:
+    """A duration in seconds.
+
+    Raises:
+        UsageError: it cannot be read, or is not above 0.
+    """
+    fix = "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
+    try:
+        if isinstance(duration, str):
+            clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
+            days, hours, minutes, rest = map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
+            found = ((days * 24 + hours) * 60 + minutes) * 60 + float(rest)
+        elif isinstance(duration, timedelta):
+            found = duration.total_seconds()
+        elif isinstance(duration, Mapping):
+            found = timedelta(**duration).total_seconds()
+        elif isinstance(duration, bool):
+            raise TypeError
+        else:
+            found = float(duration)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"timer: duration={duration!r} cannot be read. {fix}") from None
+    if not 0 < found < float("inf"):
+        raise UsageError(f"timer: duration={duration!r} must be above 0. {fix}")
+    return found

@@ -1,0 +1,288 @@
+"""A real all-reduce between two fresh processes, which meet as the processes of a run do: what ``geartrain doctor`` tries.
+
+``python -m geartrain_doctor.exchange BACKEND DEVICE SECONDS RESULT`` is one of the two.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from geartrain.process import bootstrap, is_connection, report
+from geartrain.process.environment import Place, detect
+from geartrain.process.patience import Patience
+
+#: Seconds that the two have from their start to the end of the all-reduce.
+DEADLINE = 60.0
+#: float32 numbers that are summed: 4 MiB. Every sum is below 2**24, so float32 holds it exactly.
+NUMBERS = 2**20
+#: How often the all-reduce is timed.
+TIMED = 5
+_RANKS = 2
+#: Lines of a process's output that are shown.
+_LINES = 40
+
+
+# --- the process that starts them ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One of the two, its files in ``folder``. The pipe is closed when the process has ended, however that was."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    folder: Path
+    #: Whether it had to be ended.
+    ended: bool = False
+
+    def told(self) -> dict[str, Any] | None:
+        """The error that it wrote."""
+        try:
+            message: dict[str, Any] = json.loads((self.folder / f"error-{self.number}").read_text())["message"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return message
+
+    def output(self) -> str:
+        path = self.folder / f"output-{self.number}"
+        return "\n".join(path.read_text(errors="replace").splitlines()[-_LINES:]) if path.exists() else ""
+
+    def _where(self) -> str:
+        """The innermost frame of the stack that it wrote, its main thread's."""
+        _, current, stack = self.output().rpartition("Current thread")
+        frame = re.search(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
+        return f": it is in {frame[3]}, {frame[1]}:{frame[2]}" if current and frame else ""
+
+    def failed(self) -> bool:
+        return self.process.returncode not in (0, None)
+
+    def why(self) -> str:
+        """How it failed, in one line."""
+        told, code = self.told(), self.process.returncode
+        if self.ended:
+            return f"rank {self.number} did not come to an end within {DEADLINE:g} s{self._where()}"
+        if told is not None:
+            return f"rank {self.number} failed: {str(told['message']).splitlines()[0]}"
+        return f"rank {self.number} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}")
+
+
+def all_reduce(backend: str, device: str) -> dict[str, Any]:
+    """Sum a known vector over two processes on this machine.
+
+    Args:
+        backend: torch.distributed's.
+        device: ``"cpu"``, or ``"cuda"`` for the first two GPUs that are visible.
+
+    Returns:
+        ``seconds`` from start to end, ``all_reduce_ms`` (the median of several), ``mib`` that were summed, ``error`` (one line, or
+        ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
+        error, and the end of its output.
+    """
+    from geartrain.process import rendezvous
+    from geartrain.process.signals import hear_signals
+
+    began, patience = time.monotonic(), Patience.from_environment()
+    facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
+    # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    with hear_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
+        store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
+        ranks: list[_Rank] = []
+        try:
+            with _later() if in_main_thread else nullcontext():
+                for number in range(_RANKS):
+                    place = Place("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
+                    ranks.append(_start(place, backend, device, Path(folder)))
+            _wait(ranks, patience)
+        finally:
+            _end(ranks, patience)
+        facts["seconds"] = round(time.monotonic() - began, 3)
+        failed = [rank for rank in ranks if rank.failed()]
+        if failed:
+            hung = [rank for rank in failed if rank.ended]
+            blamed = hung if len(hung) == len(failed) else [_first(failed)]
+            facts["error"] = "; ".join(rank.why() for rank in blamed)
+            facts["ranks"] = [_facts(rank, rank in blamed) for rank in ranks]
+        else:
+            facts["all_reduce_ms"] = json.loads((Path(folder) / "result-0").read_text())["ms"]
+    return facts
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
+    from geartrain.process.signals import SIGNALS
+
+    heard: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if heard:
+            signal.raise_signal(heard[0])
+
+
+def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
+    from geartrain.process import ERROR_FILE
+    from geartrain.process.launch import variables
+
+    number = place.rank
+    leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(leftovers)}
+    # -P: a file of the current folder that is called like a module of the standard library's is not imported.
+    work = [sys.executable, "-P", "-m", __name__, backend, device, str(DEADLINE), str(folder / f"result-{number}")]
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), str(folder / f"output-{number}"), "keep", *work],
+            env={**kept, **variables(place), ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(writing,),
+            start_new_session=True,  # Ctrl-C is this process's business
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return _Rank(number, process, reading, folder)
+
+
+def _wait(ranks: list[_Rank], patience: Patience) -> None:
+    """Wait for both, until the deadline; once one has failed the other has a moment to fail, too."""
+    deadline, running = time.monotonic() + DEADLINE, list(ranks)
+    while running and (ready := connection.wait([rank.pipe for rank in running], max(0.0, deadline - time.monotonic()))):
+        for rank in [rank for rank in running if rank.pipe in ready]:
+            running.remove(rank)
+            if rank.process.wait() != 0:
+                deadline = min(deadline, time.monotonic() + patience.unwind)
+    if not any(rank.failed() for rank in ranks):  # nobody failed first: who is still there hangs, and shows where
+        _show_stacks(running, patience)
+
+
+def _show_stacks(running: list[_Rank], patience: Patience) -> None:
+    for rank in running:
+        rank.ended = True
+        rank.process.send_signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
+    deadline = time.monotonic() + patience.grace
+    for rank in running:
+        connection.wait([rank.pipe], max(0.0, deadline - time.monotonic()))
+
+
+def _end(ranks: list[_Rank], patience: Patience) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.ended = True
+            rank.process.terminate()
+    for rank in ranks:
+        try:
+            rank.process.wait(patience.grace)
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
+        os.close(rank.pipe)
+
+
+def _first(failed: list[_Rank]) -> _Rank:
+    """Whose failure is the cause: a signal's victim says nothing, and a lost connection says only that the other has gone."""
+
+    def key(rank: _Rank) -> tuple[bool, bool, float]:
+        told = rank.told()
+        if told is None:
+            return rank.ended, False, 0.0
+        return rank.ended, is_connection(str(told["message"]).partition("\n")[0]), float(told["extraInfo"]["when"])
+
+    return min(failed, key=key)
+
+
+def _facts(rank: _Rank, blamed: bool) -> dict[str, Any]:
+    told = rank.told()
+    error = None if told is None else str(told["extraInfo"]["py_callstack"])
+    return {"rank": rank.number, "exit_code": rank.process.returncode, "blamed": blamed, "error": error, "output": rank.output()}
+
+
+# --- one of the two ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    """Be one of the two; the environment says which. Exits with 1 after an error, which is written where the starter looks."""
+    # chain: after it has written the stacks the signal does what it does by default, and ends the process.
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+    backend, device, seconds, result = argv
+    try:
+        Path(result).write_text(json.dumps({"ms": _sum(backend, device, timedelta(seconds=float(seconds)))}))
+    except BaseException as error:
+        report(error)
+        traceback.print_exception(error)
+        sys.exit(1)
+
+
+def _sum(backend: str, kind: str, timeout: timedelta) -> float:
+    """Meet the other one and sum.
+
+    Returns:
+        Milliseconds of one all-reduce, the median of several.
+
+    Raises:
+        TrainingError: the sum is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from geartrain.errors import TrainingError
+    from geartrain.process import rendezvous
+
+    place = detect()
+    assert place is not None
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, place.local_rank)
+    if kind != "cpu":
+        getattr(torch, kind).set_device(device)
+    name = rendezvous.interface(place)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    store = rendezvous.run_store(place, "doctor", timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+    numbers = torch.arange(NUMBERS, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(1 + TIMED):
+        summed = numbers * (place.rank + 1)
+        _ready(summed)
+        began = time.perf_counter()
+        dist.all_reduce(summed)
+        _ready(summed)
+        seconds.append(time.perf_counter() - began)
+        wrong = int((summed != numbers * sum(range(1, place.size + 1))).sum())
+        if wrong:
+            raise TrainingError(f"the all-reduce gave {wrong} wrong numbers of {NUMBERS}")
+    dist.barrier(device_ids=None if kind == "cpu" else [place.local_rank])  # rank 0 keeps the store: it leaves last
+    dist.destroy_process_group()
+    return round(sorted(seconds[1:])[TIMED // 2] * 1000, 3)
+
+
+def _ready(tensor: Any) -> None:
+    """Wait for the device, so that what is timed is the all-reduce."""
+    tensor[0].item()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

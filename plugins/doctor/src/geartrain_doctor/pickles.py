@@ -1,0 +1,108 @@
+"""``geartrain doctor --pickle TARGET``: what of a run cannot go to another process."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from geartrain.commands.arguments import Request
+from geartrain.data import DataSource
+from geartrain.errors import UsageError
+from geartrain.module import DataModule, Module
+from geartrain.pickles import Dump, Refusal, plain_dump, refusals
+from geartrain.registry import Registry
+from geartrain.trainer import Trainer
+from geartrain_doctor.findings import Section
+
+#: As many are shown of each object.
+_MOST = 50
+_LOADER = ("dataset", "collate_fn", "worker_init_fn")
+_IN_SETUP = "make it in setup(), leave it out in __getstate__, or choose what needs no pickling: --strategy ddp, or start_method fork"
+_BY_NAME = "a function or class that can be imported, or pip install geartrain-spawn, which sends such ones with their code"
+
+
+def pickles(section: Section, request: Request) -> None:
+    """Make module and data as ``geartrain fit`` would, and look for what does not pickle in them and in their loaders."""
+    dump = _by_value(request.trainer.registry)
+    facts = section.facts
+    facts |= {"target": request.target[0].__name__, "pickler": "pickle" if dump is None else "cloudpickle", "refused": []}
+    model, data = request.make_model()
+    for name, thing in (("model", model), ("data", data)):
+        for found in islice(refusals(name, thing, dump or plain_dump, by_value=dump is not None), _MOST):
+            by_name = dump is None and found.is_name
+            facts["refused"].append(_row(found, "ddp_spawn by forkserver or spawn", needed=not by_name))
+            what = f"{found.path}: {found.what} cannot be pickled ({found.why})"
+            section.problem(what, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
+    owners = [thing for thing in (data, model) if thing is not None]
+    _attach(request.trainer, model, data)
+    try:
+        for name, loader in _loaders(owners, DataSource({}, data), model):
+            _look_at_loader(section, name, loader)
+    finally:
+        for thing in owners:
+            thing.teardown("fit")
+        _attach(None, model, data)
+
+
+def _row(found: Refusal, needed_by: str, needed: bool) -> dict[str, Any]:
+    return {"path": found.path, "what": found.what, "why": found.why, "needed_by": needed_by, "needed": needed}
+
+
+def _by_value(registry: Registry) -> Dump | None:
+    """How ddp_spawn pickles what goes to a rank: its class's ``dump``. ``None`` where it is not installed."""
+    with contextlib.suppress(UsageError):  # missing, blocked or broken: the other checks say which
+        dump: Dump | None = getattr(registry.load(registry.find("strategy", "ddp_spawn")), "dump", None)
+        return dump
+    return None
+
+
+# --- loaders -------------------------------------------------------------------------------------------------------------
+
+
+def _attach(trainer: Trainer | None, model: Module, data: DataModule | None) -> None:
+    """Let module and data find their trainer, as ``fit`` does: they may ask it in ``setup`` and where they make loaders."""
+    model._trainer = trainer
+    if data is not None:
+        data.trainer = trainer
+    if trainer is not None:
+        trainer.datamodule = data
+
+
+def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tuple[str, Any]]:
+    """Every loader that fit would make, by the method that makes it."""
+    for owner in owners:
+        owner.prepare_data()
+    for owner in owners:
+        owner.setup("fit")
+    for stage in ("train", "validate"):
+        loaders = source.loaders(stage, model)
+        for i, loader in enumerate(loaders):
+            yield source.method(stage) + (f"[{i}]" if len(loaders) > 1 else ""), loader
+
+
+def _look_at_loader(section: Section, name: str, loader: Any) -> None:
+    """A loader's workers are sent its dataset and functions by plain pickle, unless they are forked."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else _default_method()
+    needed = loader.num_workers > 0 and method != "fork"
+    for part in _LOADER:
+        for found in islice(refusals(f"{name}.{part}", getattr(loader, part), plain_dump), _MOST):
+            section.facts["refused"].append(_row(found, "loader workers by forkserver or spawn", needed))
+            now = f"num_workers={loader.num_workers}, workers start by {method}" if loader.num_workers else "num_workers=0"
+            section.problem(
+                f"{found.path}: {found.what} cannot be pickled ({found.why}), and loader workers that are not forked need it: {now}",
+                "a function or class that can be imported, made where a worker can make it, or multiprocessing_context='fork'",
+                must=needed,
+            )
+
+
+def _default_method() -> str:
+    """How processes start here; does not settle it, as asking for the method itself would."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

@@ -1,0 +1,233 @@
+"""``geartrain doctor``: versions that must agree, and what the installed plugins say of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion
+
+from geartrain._version import __version__
+from geartrain.choosing import choose_accelerator
+from geartrain.errors import UsageError
+from geartrain.registry import KNOWN, Candidate, Registry
+from geartrain_doctor.findings import Section
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+#: What ``diagnose()`` may return, and what each must be.
+_DIAGNOSIS: dict[str, type] = {"facts": Mapping, "devices": list, "problems": list}
+
+
+# --- versions ------------------------------------------------------------------------------------------------------------
+
+
+def versions(section: Section, registry: Registry) -> None:
+    """Python, torch, geartrain's distributions, and whether what each requires is installed."""
+    facts = section.facts
+    facts |= {"python": platform.python_version(), "executable": sys.executable, "platform": platform.platform(), "geartrain": __version__}
+    installed = {candidate.distribution: candidate for candidate in registry.candidates if candidate.entry_point.dist is not None}
+    facts["distributions"] = {name: candidate.version for name, candidate in sorted(installed.items())}
+    facts["torch"] = None
+    for candidate in installed.values():
+        for what, fix in _unmet(candidate):
+            section.problem(what, fix)
+    facts["nvidia_driver"] = _nvidia_driver()
+    if not has_torch():
+        section.problem("torch is not installed", "pip install torch (a build for your hardware: https://pytorch.org)")
+        return
+    facts |= _torch()
+    if facts["nvidia_driver"] and facts["torch_build"] == "CPU":
+        section.warn(f"there is an NVIDIA driver, and torch {facts['torch']} is a build without CUDA", "pip install a CUDA build of torch")
+    if facts["nvidia_driver"] and not any(candidate.name == "cuda" for candidate in registry.of("accelerator")):
+        section.warn("there is an NVIDIA driver, and no cuda accelerator is installed", f"pip install {KNOWN['accelerator', 'cuda']}")
+
+
+def _unmet(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    """What a candidate's distribution requires and does not find, each with its fix."""
+    dist, label = candidate.entry_point.dist, f"{candidate.distribution} {candidate.version}"
+    for line in dist.requires or () if dist is not None else ():
+        try:
+            needed = Requirement(line)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            version = importlib_metadata.version(needed.name)
+            met = needed.specifier.contains(version, prereleases=True)
+        except importlib_metadata.PackageNotFoundError:
+            if needed.name != "torch":
+                yield f"{label} requires {_plain(needed)}, which is not installed", f"pip install '{_plain(needed)}'"
+        except (InvalidRequirement, InvalidVersion) as error:
+            yield f"{label} requires {line!r}, which cannot be read: {error}", f"report it to the author of {candidate.distribution}"
+        else:
+            if not met:
+                yield (
+                    f"{label} requires {_plain(needed)}, and {needed.name} {version} is installed",
+                    f"pip install '{_plain(needed)}', or another version of {candidate.distribution}",
+                )
+
+
+def _plain(needed: Requirement) -> str:
+    return f"{needed.name}{needed.specifier}"
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _torch() -> dict[str, Any]:
+    """What torch says of itself; asks for no device."""
+    import torch
+    import torch.distributed as dist
+
+    cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
+    build = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU"
+    nccl = None
+    if dist.is_available() and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {"torch": torch.__version__, "torch_build": build, "torch_cuda": cuda, "torch_nccl": nccl, "torch_backends": backends()}
+
+
+def backends() -> list[str]:
+    """The backends of torch.distributed that this torch has."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    # "fake" moves nothing: it is torch's own, for tests.
+    return [name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and dist.is_backend_available(name)]
+
+
+def _nvidia_driver() -> str | None:
+    try:
+        text = _DRIVER.read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "unknown"
+
+
+# --- accelerators --------------------------------------------------------------------------------------------------------
+
+
+def accelerators(section: Section, registry: Registry, wanted: str) -> None:
+    """Each accelerator's state and what it says of its devices, and which one would be taken."""
+    classes = {candidate.label: _load(section, registry, candidate) for candidate in registry.of("accelerator")}
+    for candidate in registry.of("accelerator"):
+        if candidate.state == "available" and registry.probe(candidate) is None and candidate.state == "failed":
+            section.problem(
+                f"{candidate.label} fails when it is asked whether it can serve here: {candidate.reason}", _reinstall(candidate)
+            )
+    section.facts["chosen"] = _choose(section, registry, wanted)
+    section.facts["accelerators"] = [
+        _accelerator(section, candidate, classes[candidate.label], wanted.lower()) for candidate in registry.of("accelerator")
+    ]
+
+
+def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any] | None:
+    try:
+        part, passed_over = choose_accelerator(registry, wanted, {}, {})
+    except UsageError as error:
+        if has_torch():  # else that is what is wrong, and has been said
+            section.problem(str(error), "" if "Fix: " in str(error) else "what it names, or --accelerator auto")
+        return None
+    return {"name": part.choice.name, "why": part.choice.reason, "passed_over": passed_over}
+
+
+def _accelerator(section: Section, candidate: Candidate, cls: Any, wanted: str) -> dict[str, Any]:
+    """One accelerator's row."""
+    row: dict[str, Any] = {**candidate.as_dict(), "priority": getattr(cls, "priority", None), "device_count": None, "diagnosis": None}
+    if cls is None or candidate.state not in ("selected", "available", "unavailable"):
+        return row
+    if candidate.state != "unavailable":
+        row["device_count"] = _asked(section, candidate, "device_count", cls.device_count)
+    if hasattr(cls, "diagnose"):
+        # What is wrong with a device that nobody would use need not be fixed.
+        row["diagnosis"] = _diagnosis(
+            section, candidate, cls, must=candidate.state == "selected" or wanted in ("gpu", candidate.name.lower())
+        )
+    return row
+
+
+def _asked(section: Section, candidate: Candidate, name: str, ask: Any) -> Any:
+    """What a plugin answers; ``None``, and a problem that names it, where it raises."""
+    try:
+        return ask()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        section.problem(f"{candidate.label}: its {name}() fails: {type(error).__name__}: {error}", _reinstall(candidate))
+        return None
+
+
+def checked(given: Any) -> dict[str, Any]:
+    """What ``diagnose()`` returned.
+
+    Raises:
+        TypeError: it has not the form that is agreed: see docs/doctor.md.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"it returned {given!r}, not a mapping of {', '.join(_DIAGNOSIS)}")
+    for key, value in given.items():
+        if key not in _DIAGNOSIS or not isinstance(value, _DIAGNOSIS[key]):
+            raise TypeError(f"it returned {key!r}: {value!r}; known are facts (a mapping), devices (a list) and problems (a list)")
+    items: list[tuple[str, Any, type]] = [("devices", item, Mapping) for item in given.get("devices", ())]
+    items += [("problems", item, str) for item in given.get("problems", ())]
+    items += [("processes", item, Mapping) for device in given.get("devices", ()) for item in _processes(device)]
+    for key, item, kind in items:
+        if not isinstance(item, kind):
+            raise TypeError(f"it returned {item!r} among its {key}, not a {kind.__name__.lower()}")
+    json.dumps(given)  # raises TypeError for what --json could not show
+    return dict(given)
+
+
+def _processes(device: Any) -> list[Any]:
+    found = device.get("processes") if isinstance(device, Mapping) else None
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+# --- strategies and plugins ----------------------------------------------------------------------------------------------
+
+
+def plugins(section: Section, registry: Registry) -> None:
+    """Whether each strategy and plugin can be imported, and what those say of this machine that say something."""
+    section.facts["plugins"] = rows = []
+    for candidate in (*registry.of("strategy"), *registry.of("plugin")):
+        cls = _load(section, registry, candidate)
+        row: dict[str, Any] = {**candidate.as_dict(), "diagnosis": None}
+        if hasattr(cls, "diagnose"):
+            row["diagnosis"] = _diagnosis(section, candidate, cls, must=False)  # nobody has chosen it
+        rows.append(row)
+
+
+def _diagnosis(section: Section, candidate: Candidate, cls: Any, must: bool) -> dict[str, Any] | None:
+    """What a class's ``diagnose()`` returned; its problems are findings."""
+    diagnosis: dict[str, Any] | None = _asked(section, candidate, "diagnose", lambda: checked(cls.diagnose()))
+    for problem in (diagnosis or {}).get("problems", ()):
+        section.problem(f"{candidate.label}: {problem}", must=must)
+    return diagnosis
+
+
+def _load(section: Section, registry: Registry, candidate: Candidate) -> Any:
+    """A candidate's class; ``None``, and a problem, where it cannot be imported. A blocked one is left alone."""
+    if candidate.contested and candidate.state == "failed":
+        what, _, fix = candidate.reason.partition("; ")
+        section.problem(f"{candidate.kind} {candidate.name!r}: {what}", fix)
+    if candidate.state != "available":
+        return None
+    try:
+        return registry.load(candidate)
+    except UsageError as error:
+        if has_torch() or getattr(error.__cause__, "name", None) != "torch":  # that torch is missing need not be said for each
+            section.problem(str(error))
+        return None
+
+
+def _reinstall(candidate: Candidate) -> str:
+    return f"another version of {candidate.distribution}, or --block {candidate.name}; report it to its author"

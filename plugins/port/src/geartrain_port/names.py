@@ -1,0 +1,357 @@
+"""What ``geartrain port`` knows of PyTorch Lightning's names, and of Bagua's: what stands for each, and what to do where nothing does."""
+
+from __future__ import annotations
+
+#: Lightning's packages. Names are looked up by what follows one of these, longest first.
+ROOTS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning", "geartrain", "bagua")
+
+#: (first part of the path behind the root, name) -> module and name here. A class may be imported from deeper down.
+TARGETS = {
+    ("", "LightningModule"): "geartrain:Module",
+    ("", "LightningDataModule"): "geartrain:DataModule",
+    ("", "Module"): "geartrain:Module",  # as it is once it was ported
+    ("", "DataModule"): "geartrain:DataModule",
+    ("", "Trainer"): "geartrain:Trainer",
+    ("", "seed_everything"): "geartrain:seed_everything",
+    ("", "__version__"): "geartrain:__version__",
+    ("", "Callback"): "geartrain.callbacks:Callback",
+    ("", "Fabric"): "geartrain:Fabric",
+    ("core", "LightningModule"): "geartrain:Module",
+    ("core", "LightningDataModule"): "geartrain:DataModule",
+    ("trainer", "Trainer"): "geartrain:Trainer",
+    ("fabric", "Fabric"): "geartrain:Fabric",
+    ("utilities", "seed_everything"): "geartrain:seed_everything",
+    ("accelerators", "find_usable_cuda_devices"): "geartrain.accelerators:find_usable_cuda_devices",
+    ("callbacks", "Callback"): "geartrain.callbacks:Callback",
+    ("callbacks", "EarlyStopping"): "geartrain.callbacks:EarlyStopping",
+    ("callbacks", "ModelCheckpoint"): "geartrain.callbacks:ModelCheckpoint",
+    ("callbacks", "LearningRateMonitor"): "geartrain.callbacks:LearningRateMonitor",
+    ("callbacks", "ModelSummary"): "geartrain.callbacks:ModelSummary",
+    ("callbacks", "RichModelSummary"): "geartrain.callbacks:ModelSummary",
+    ("callbacks", "Timer"): "geartrain.callbacks:Timer",
+    ("callbacks", "EMAWeightAveraging"): "geartrain.callbacks:EMA",
+    ("callbacks", "ThroughputMonitor"): "geartrain.callbacks:Throughput",
+    ("callbacks", "DeviceStatsMonitor"): "geartrain_device_stats:DeviceStats",
+    ("callbacks", "GPUStatsMonitor"): "geartrain_device_stats:DeviceStats",
+    ("loggers", "CSVLogger"): "geartrain.loggers:CSVLogger",
+    ("loggers", "TensorBoardLogger"): "geartrain.loggers:TensorBoard",
+    ("loggers", "WandbLogger"): "geartrain.loggers:WandB",
+    ("loggers", "MLFlowLogger"): "geartrain.loggers:MLflow",
+    ("strategies", "DDPStrategy"): "geartrain.strategies:DDPStrategy",
+    ("strategies", "DDPSpawnStrategy"): "geartrain.strategies:DDPSpawnStrategy",
+    ("strategies", "DDP2Strategy"): "geartrain.strategies:DDP2Strategy",
+    ("strategies", "DataParallelStrategy"): "geartrain.strategies:DataParallelStrategy",
+    ("strategies", "HorovodStrategy"): "geartrain.strategies:HorovodStrategy",
+    ("strategies", "BaguaStrategy"): "geartrain.strategies:BaguaStrategy",
+    ("bagua", "QAdamOptimizer"): "geartrain.strategies:QAdamOptimizer",
+    ("cli", "LightningCLI"): "geartrain:cli",
+    ("utilities", "LightningCLI"): "geartrain:cli",
+    ("plugins", "DDPPlugin"): "geartrain.strategies:DDPStrategy",
+    ("plugins", "DDPSpawnPlugin"): "geartrain.strategies:DDPSpawnStrategy",
+    ("plugins", "DDP2Plugin"): "geartrain.strategies:DDP2Strategy",
+}
+
+#: Lightning's modules that have a counterpart of the same name, for ``pl.callbacks.X`` and ``from lightning.pytorch import callbacks``.
+MODULES = ("accelerators", "callbacks", "loggers", "strategies")
+
+_CLI = "gt.cli(MyModule, MyDataModule) as the script's last line"
+#: Names without a counterpart, or groups of them -> what to do.
+INSTEAD = {
+    "rank_zero_only": "if self.global_rank == 0, or trainer.is_global_zero",
+    "rank_zero_info": "self.print(...), or logging on trainer.is_global_zero",
+    "rank_zero_warn": "warnings.warn on trainer.is_global_zero",
+    "STEP_OUTPUT": "typing.Any, or torch.Tensor",
+    "LightningCLI": _CLI,
+    "MisconfigurationException": "geartrain.UsageError",
+    "Tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
+    "LearningRateFinder": "geartrain tune lr",
+    "BatchSizeFinder": "geartrain tune batch-size",
+    "StochasticWeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
+    "WeightAveraging": "geartrain.callbacks.EMA, or torch.optim.swa_utils",
+    "RichProgressBar": "nothing: there is a progress bar without it; enable_progress_bar=False turns it off",
+    "TQDMProgressBar": "nothing: there is a progress bar without it; enable_progress_bar=False turns it off",
+    "OnExceptionCheckpoint": "ModelCheckpoint, or a Callback of your own with on_exception",
+    "LambdaCallback": "a subclass of geartrain.callbacks.Callback",
+    "metrics": "the package torchmetrics, whose objects self.log takes",
+    "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
+    "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
+    "strategies": "a strategy that is installed (geartrain plugins), or one of your own, see docs/write-a-strategy.md",
+    "profilers": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "tuner": "geartrain.tuning.Tuner, or the command geartrain tune",
+    "cli": _CLI,
+    **{
+        f"{name}Algorithm": f'BaguaStrategy(algorithm="{algorithm}"), see docs/from-bagua.md'
+        for name, algorithm in (
+            ("GradientAllReduce", "gradient_allreduce"),
+            ("ByteGrad", "bytegrad"),
+            ("QAdam", "qadam"),
+            ("Decentralized", "decentralized"),
+            ("LowPrecisionDecentralized", "low_precision_decentralized"),
+            ("AsyncModelAverage", "async"),
+        )
+    },
+    "bagua": "a Trainer with strategy='bagua', see docs/from-bagua.md",
+}
+
+#: What a module has in Lightning and not here -> what to write.
+MEMBERS = {
+    "logger": "self.log(...), or a plugin with a log_metrics hook",
+    "loggers": "self.log(...), or a plugin with a log_metrics hook",
+    "freeze": "self.requires_grad_(False); self.eval()",
+    "unfreeze": "self.requires_grad_(True); self.train()",
+    "to_onnx": "torch.onnx.export(self, ...)",
+    "to_torchscript": "torch.jit.script(self)",
+    "to_tensorrt": "torch_tensorrt.compile(self, ...)",
+    "load_from_checkpoint": "Trainer.validate, test or predict(..., ckpt_path=FILE), which reads the weights",
+    "on_gpu": "self.device.type == 'cuda'",
+    "fabric": "nothing: a module is trained by a Trainer, a loop of your own by gt.Session",
+    "device_mesh": "nothing: no geartrain strategy shards a model",
+    "strict_loading": "nothing: weights are read strictly",
+    "hparams_initial": "self.hparams",
+    "example_input_array": "",
+    "dtype": "next(self.parameters()).dtype",
+    "truncated_bptt_steps": "splitting the sequence in training_step",
+    "use_amp": "self.trainer.precision",
+    "model_size": "sum(p.numel() * p.element_size() for p in self.parameters())",
+    "summarize": "plugins=['model_summary']",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+    "add_to_queue": "nothing: metrics and weights come back from ddp_spawn by themselves",
+    "get_from_queue": "nothing: metrics and weights come back from ddp_spawn by themselves",
+}
+
+#: Class methods of Lightning's classes -> what to write.
+OF_CLASSES = {
+    "load_from_checkpoint": MEMBERS["load_from_checkpoint"],
+    "from_argparse_args": _CLI,
+    "add_argparse_args": _CLI,
+    "parse_argparser": _CLI,
+    "from_datasets": "a subclass of gt.DataModule",
+}
+
+#: What a trainer has in Lightning and not here -> what to write.
+OF_TRAINER = {
+    "accelerator": "trainer.plan.accelerator.name",
+    "strategy": "trainer.plan.strategy.name",
+    "node_rank": "trainer.run.world.node_rank",
+    "num_nodes": "trainer.plan.num_nodes",
+    "device_ids": "trainer.plan.devices",
+    "num_devices": "len(trainer.plan.devices)",
+    "lightning_module": "trainer.run.module",
+    "model": "trainer.run.model",
+    "optimizers": "trainer.run.optimizers",
+    "lr_scheduler_configs": "trainer.run.schedulers",
+    "log_dir": "trainer.output",
+    "default_root_dir": "trainer.output",
+    "logger": "self.log(...), or a plugin with a log_metrics hook",
+    "loggers": "self.log(...), or a plugin with a log_metrics hook",
+    "training": "trainer.run.stage == 'train'",
+    "validating": "trainer.run.stage == 'validate'",
+    "testing": "trainer.run.stage == 'test'",
+    "predicting": "trainer.run.stage == 'predict'",
+    "evaluating": "trainer.run.stage in ('validate', 'test', 'sanity_check')",
+    "sanity_checking": "trainer.run.stage == 'sanity_check'",
+    "max_steps": "trainer.plan.options.max_steps",
+    "num_val_batches": "trainer.run.batches['validate']",
+    "num_test_batches": "trainer.run.batches['test']",
+    "num_predict_batches": "trainer.run.batches['predict']",
+    "num_sanity_val_batches": "trainer.plan.options.num_sanity_val_steps",
+    "progress_bar_metrics": "trainer.callback_metrics",
+    "print": "if trainer.is_global_zero: print(...)",
+    "train_dataloader": "the loader that fit was given",
+    "val_dataloaders": "the loaders that fit was given",
+    "test_dataloaders": "the loaders that test was given",
+    "predict_dataloaders": "the loaders that predict was given",
+    "early_stopping_callback": "the object in callbacks=[...]",
+    "early_stopping_callbacks": "the objects in callbacks=[...]",
+    "checkpoint_callbacks": "the objects in callbacks=[...]",
+    "progress_bar_callback": "nothing: the progress bar has no methods",
+    "save_checkpoint": 'torch.save({"model": model.state_dict()}, FILE), which ckpt_path=FILE reads',
+    "fit_loop": "trainer.current_epoch, trainer.global_step and the batch_idx of the hook",
+    "state": "trainer.run.command and trainer.run.stage",
+    "is_last_batch": "batch_idx + 1 == trainer.num_training_batches",
+    "enable_validation": "limit_val_batches=0 turns validation off",
+    "scaler": "nothing: precision='16-mixed' scales by itself",
+    "precision_plugin": "nothing: trainer.precision is its name",
+    "distributed_sampler_kwargs": "use_distributed_sampler=False, and a sampler of your own",
+    "init_module": "nothing: a module is made on the CPU and moved once",
+    "interrupted": "except KeyboardInterrupt around fit",
+    "received_sigterm": "on_exception of a callback",
+    "ckpt_path": "the path that you gave",
+    "callbacks": "the objects in callbacks=[...]",
+    "profiler": "nothing: torch.profiler.profile() around fit",
+    **{
+        name: f"trainer.plan.options.{name}"
+        for name in (
+            "limit_train_batches",
+            "limit_val_batches",
+            "limit_test_batches",
+            "limit_predict_batches",
+            "val_check_interval",
+            "check_val_every_n_epoch",
+            "log_every_n_steps",
+            "accumulate_grad_batches",
+            "gradient_clip_val",
+            "gradient_clip_algorithm",
+            "fast_dev_run",
+        )
+    },
+    "min_epochs": "nothing: there is no such argument",
+    "min_steps": "nothing: there is no such argument",
+}
+
+#: What a Fabric has in Lightning and a Session has not -> what to write.
+OF_FABRIC = {
+    "accelerator": "fabric.plan.accelerator.name",
+    "strategy": "fabric.plan.strategy.name",
+    "logger": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "loggers": "fabric.log(...), or a plugin with a log_metrics hook; fabric.close() ends it",
+    "init_tensor": "torch.tensor(..., device=fabric.device)",
+    "init_module": "nothing: a module is made on the CPU, and setup moves it",
+    "sharded_model": "nothing: no geartrain strategy shards a model",
+    "load_raw": "model.load_state_dict(torch.load(FILE, weights_only=True))",
+}
+
+#: What Lightning's wrapper of an optimizer has -> what to write; no other library's objects have methods of these names.
+OF_OPTIMIZERS = {
+    "toggle_model": "with self.toggled_optimizer(optimizer): ..., or self.toggle_optimizer(optimizer)",
+    "untoggle_model": "with self.toggled_optimizer(optimizer): ..., or self.untoggle_optimizer(optimizer)",
+}
+
+#: Strategies of Lightning's registry -> the strategy here and its options.
+SPELT = {
+    "ddp_fork": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_notebook": ("ddp_spawn", "{'start_method': 'fork'}"),
+    "ddp_find_unused_parameters_true": ("ddp", "{'find_unused_parameters': True}"),
+    "ddp_find_unused_parameters_false": ("ddp", ""),
+    "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
+    "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
+    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
+    "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
+}
+
+#: Arguments of Lightning's Trainer that geartrain spells in another way -> what to write.
+OF_TRAINER_CALL = {
+    "gpus": "devices=N with accelerator='gpu' (or 'cuda')",
+    "num_gpus": "devices=N with accelerator='gpu'",
+    "tpu_cores": "nothing: no geartrain distribution drives TPUs",
+    "num_processes": "devices=N with accelerator='cpu'",
+    "distributed_backend": "strategy=NAME",
+    "replace_sampler_ddp": "use_distributed_sampler=...",
+    "auto_select_gpus": "devices=find_usable_cuda_devices(k), or the cuda accelerator's auto_select option",
+    "default_root_dir": "output=DIR",
+    "enable_checkpointing": "nothing: output=DIR writes last.ckpt, plugins=[ModelCheckpoint(...)] the best, and else nothing is written",
+    "checkpoint_callback": "plugins=[ModelCheckpoint(...)] of geartrain.callbacks",
+    "weights_save_path": "output=DIR",
+    "logger": "plugins=[...], and output=DIR for metrics.jsonl",
+    "progress_bar_refresh_rate": "enable_progress_bar=True or False",
+    "auto_lr_find": "geartrain.tuning.Tuner(trainer).lr_find(model), or geartrain tune lr",
+    "auto_scale_batch_size": "geartrain.tuning.Tuner(trainer).scale_batch_size(model), or geartrain tune batch-size",
+    "truncated_bptt_steps": "nothing: split the sequence in training_step",
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fit",
+    "resume_from_checkpoint": "ckpt_path=PATH of fit",
+    "enable_model_summary": "plugins=['model_summary']; without it nothing is printed",
+    "weights_summary": "plugins=['model_summary']; without it nothing is printed",
+    "process_position": "nothing: there is one progress bar",
+    "ipus": "nothing: no geartrain distribution drives IPUs",
+    "log_gpu_memory": "plugins=['device_stats']",
+    "track_grad_norm": "plugins=['norms']",
+    "terminate_on_nan": "plugins=['nan_guard']",
+    "flush_logs_every_n_steps": "log_every_n_steps=N",
+    "min_epochs": "nothing: train without EarlyStopping, or give it more patience",
+    "min_steps": "nothing: train without EarlyStopping, or give it more patience",
+    "overfit_batches": "limit_train_batches=N and a loader without shuffling",
+    "benchmark": "accelerator_options={'cudnn_benchmark': True}",
+    "inference_mode": "nothing: evaluation runs under torch.no_grad()",
+    "profiler": "torch.profiler.profile() around fit, or plugins=['throughput']",
+    "detect_anomaly": "torch.autograd.set_detect_anomaly(True) before fit, or plugins=['nan_guard']",
+    "barebones": "enable_progress_bar=False: nothing else is on by default",
+    "reload_dataloaders_every_n_epochs": "nothing: a loader is made once; let its dataset or sampler change with the epoch",
+    "enable_autolog_hparams": "nothing: loggers are given the hyperparameters, and without a logger nobody is",
+    "model_registry": "nothing: upload what the run wrote",
+    "prepare_data_per_node": "nothing: prepare_data is called once a node",
+    "amp_backend": "precision='16-mixed': torch's own is the only one",
+    "amp_level": "precision='16-mixed': torch's own is the only one",
+    "move_metrics_to_cpu": "nothing: outputs of training_epoch_end are detached, and those of predict on the CPU",
+    "multiple_trainloader_mode": "nothing: combine the loaders in train_dataloader",
+    "stochastic_weight_avg": "plugins=['ema'], which averages exponentially",
+}
+
+#: Strategies that were accelerators in Lightning 1.4 -> what to write.
+WERE_ACCELERATORS = {name: f"strategy={name!r}" for name in ("dp", "ddp", "ddp2", "ddp_spawn", "horovod")} | {
+    "ddp_cpu": "strategy='ddp' with accelerator='cpu'"
+}
+
+#: Arguments of Lightning's ``Trainer.fit`` -> what to write.
+OF_FIT = {
+    "dataloaders": "train_dataloaders=...",
+    "weights_only": "nothing: files are always read so",
+}
+
+#: Options of LightningCLI that are not Trainer's arguments -> what to write.
+OF_CLI = {
+    "ckpt_path": "--checkpoint FILE for its weights, or fit --resume FILE to go on from there",
+    "seed_everything": "--seed",
+    "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
+}
+
+_BY_OWNER = {
+    "Module": MEMBERS,
+    "Trainer": OF_TRAINER,
+    "Session": OF_FABRIC,
+    "Trainer()": OF_TRAINER_CALL,
+    "Trainer.fit()": OF_FIT,
+    "option": OF_TRAINER_CALL | OF_CLI,
+    "accelerator": WERE_ACCELERATORS,
+}
+
+#: Options of self.log that are not here -> what to write.
+LOG = {
+    "enable_graph": "nothing: a logged tensor is detached",
+    "sync_dist_group": "nothing: sync_dist=True reduces over all ranks",
+    "metric_attribute": "nothing: the metric object itself is found",
+}
+
+
+def tail(qualified: str) -> str | None:
+    """What follows Lightning's package in a qualified name; ``None`` where it is no name of Lightning's or Bagua's."""
+    for root in ROOTS:
+        if qualified == root or qualified.startswith(f"{root}."):
+            kept = next((name for name in ("fabric", "bagua") if root.endswith(name)), "")
+            return f"{kept}{qualified[len(root) :]}".lstrip(".")
+    return None
+
+
+def key(path: str) -> tuple[str, str]:
+    """(first part, name) of a path behind the root: ``callbacks.early_stopping.EarlyStopping`` is ``("callbacks", "EarlyStopping")``."""
+    first, _, rest = path.removeprefix("fabric.").partition(".")
+    return ("", first) if not rest else (first, rest.rpartition(".")[2])
+
+
+def target(path: str) -> tuple[str, str] | None:
+    """Module and name here for a path behind the root, if there is one."""
+    found = TARGETS.get(key(path))
+    return (found.partition(":")[0], found.partition(":")[2]) if found else None
+
+
+def hint(owner: str, name: str) -> str:
+    """Return what to write for a name of Lightning's; empty for others. An entry point of ``geartrain.hints``."""
+    if owner.partition(".")[0] == "geartrain":
+        return _counterpart(f"{owner.partition('.')[2]}.{name}".lstrip("."))
+    if owner == "strategy" and name in SPELT:
+        new, options = SPELT[name]
+        return f"strategy={new!r}" + (f" with strategy_options={options}" if options else "")
+    return _BY_OWNER.get(owner, {}).get(name, "")
+
+
+def _counterpart(path: str) -> str:
+    found, (group, name) = target(path), key(path)
+    if found is None:
+        return INSTEAD[name] if name in INSTEAD and name not in MODULES else ""
+    return f"{found[0]}.{found[1]}" if (found[0].partition(".")[2], found[1]) != (group, name) else ""
+
+
+def instead(path: str) -> str:
+    """What to do about a name that has no counterpart."""
+    group, name = key(path)
+    return INSTEAD.get(name) or INSTEAD.get(group) or "nothing of this name: see docs/from-lightning.md"

@@ -1,0 +1,207 @@
+"""What a run brings back from the process that worked to the one that called ``fit``, where these are not the same.
+
+A run travels there by pickling (run, worker): see ``Run.__getstate__`` and ``assembly.recipes``. Back comes what a caller sees after a
+run in its own process: the module's tensors and plain attributes, optimizer state, plugins' state, counters, metrics, the result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from geartrain.data import map_tensors
+from geartrain.logs import Logs
+from geartrain.optim import read_optimizers
+from geartrain.parts import Part, state_of
+
+if TYPE_CHECKING:
+    from geartrain.module import Module
+    from geartrain.run import Run
+
+#: What nn.Module itself keeps in a module's ``__dict__``; of it only these travel as attributes.
+_OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+#: Fields of a run and of its logs that its caller sees afterwards.
+_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "batches", "rounds", "world")
+_LOGS = ("logged", "prog_bar", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank that worked elsewhere brings back; everything is on the CPU."""
+
+    result: Any
+    fields: dict[str, Any]
+    logs: dict[str, Any]
+    #: Parameters and buffers by name.
+    tensors: dict[str, torch.Tensor]
+    #: Modules, parameters and buffers that the run has added, by the path of the module that has them.
+    added: dict[str, dict[str, dict[str, Any]]]
+    #: Plain attributes by the path of the module that has them.
+    attributes: dict[str, dict[str, Any]]
+    datamodule: dict[str, Any]
+    #: Of each optimizer and of each scheduler, its ``state_dict()``.
+    optimizers: list[Any]
+    schedulers: list[Any]
+    #: Of each plugin its ``state_dict()``, or its plain attributes where it has none.
+    plugins: list[Any]
+
+
+def registered_names(module: nn.Module) -> frozenset[str]:
+    """The names of a module's submodules, parameters and buffers, itself under ``""``."""
+    tensors = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))]
+    return frozenset([*tensors, *(name for name, _ in module.named_modules(remove_duplicate=False))])
+
+
+def outcome(run: Run, result: Any, known: frozenset[str]) -> Outcome:
+    """What this rank brings back, once its run is over; the module is moved to the CPU.
+
+    Args:
+        result: what the worker returned.
+        known: :func:`registered_names` of the module, before the worker was called.
+    """
+    module = run.module.cpu()
+    datamodule = run.trainer.datamodule
+    return Outcome(
+        result=map_tensors(result, _to_cpu),
+        fields={name: getattr(run, name) for name in _FIELDS},
+        logs={name: getattr(run.logs, name) for name in _LOGS},
+        tensors={name: tensor.detach() for name, tensor in _tensors(module) if name in known},
+        added={path: new for path, part in module.named_modules() if path in known and (new := _new_in(part, path, known))},
+        attributes={path: _plain_attributes(part) for path, part in module.named_modules() if path in known},
+        datamodule={} if datamodule is None else _plain_attributes(datamodule),
+        optimizers=[map_tensors(optimizer.state_dict(), _to_cpu) for optimizer in run.optimizers],
+        schedulers=[map_tensors(schedule.scheduler.state_dict(), _to_cpu) for schedule in run.schedulers],
+        plugins=[_plugin_state(part) for part in _plugins(run)],
+    )
+
+
+def take_back(run: Run, brought: Outcome) -> Any:
+    """Let the caller's module, plugins, trainer and run be as if the run had been in this process.
+
+    Nothing keeps a tensor of ``brought``: they may lie in a mapped file, all of which one of them would keep.
+
+    Returns:
+        What the worker returned.
+    """
+    for name, value in brought.fields.items():
+        setattr(run, name, value)
+    run.device, run.logs = torch.device("cpu"), Logs(run)
+    for name, value in brought.logs.items():
+        setattr(run.logs, name, value)
+    _update_module(run.module, brought)
+    if run.trainer.datamodule is not None:
+        _set(run.trainer.datamodule, _copy(brought.datamodule))
+    for part, state in zip(_plugins(run), brought.plugins, strict=True):
+        if state_of(part.plugin) is not None:
+            part.plugin.load_state_dict(_copy(state))
+        else:
+            _set(part.plugin, _copy(state))
+    if brought.optimizers:
+        _make_optimizers(run, brought)
+    return _copy(brought.result)
+
+
+def _update_module(module: Module, brought: Outcome) -> None:
+    parts = dict(module.named_modules())
+    for path, new in brought.added.items():
+        for kind, items in new.items():
+            vars(parts[path])[kind].update(deepcopy(items))
+    mine = dict(_tensors(module))
+    with torch.no_grad():
+        for name, theirs in brought.tensors.items():
+            own = mine[name]
+            if isinstance(own, UninitializedParameter | UninitializedBuffer):
+                own.materialize(theirs.shape, dtype=theirs.dtype)
+            if own.shape == theirs.shape and own.dtype == theirs.dtype:
+                own.copy_(theirs)
+            else:
+                own.data = theirs.clone()  # resized in the run
+    for path, attributes in brought.attributes.items():
+        _set(parts[path], _copy(attributes))
+
+
+def _set(thing: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        thing.__dict__[name] = value  # past a property or a __setattr__: that is where it was found
+
+
+def _make_optimizers(run: Run, brought: Outcome) -> None:
+    """The caller's own optimizers, with the state of those that trained."""
+    module = run.module
+    module._run, module._trainer = run, run.trainer
+    try:
+        run.optimizers, run.schedulers = read_optimizers(module.configure_optimizers())
+        for optimizer, state in zip(run.optimizers, brought.optimizers, strict=True):
+            optimizer.load_state_dict(_copy(state))
+        for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):
+            schedule.scheduler.load_state_dict(_copy(state))
+    except Exception as error:  # the run is done and its weights are here: an optimizer that cannot be made twice must not lose them
+        warnings.warn(
+            f"the optimizers' state did not come back: {type(module).__name__}.configure_optimizers failed in the calling process "
+            f"({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
+    finally:
+        module._run = None
+
+
+# --- what travels --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict[str, Any]]:
+    """What the run has added to one module, by nn.Module's own name for where it is kept."""
+    prefix = f"{path}." if path else ""
+    found = {
+        kind: {name: value for name, value in vars(part)[kind].items() if value is not None and prefix + name not in known}
+        for kind in _REGISTERED
+    }
+    return {kind: items for kind, items in found.items() if items}
+
+
+def _plain_attributes(thing: Any) -> dict[str, Any]:
+    """Attributes that are numbers, strings, tensors, arrays, or lists, tuples, sets and dicts of them."""
+    return {name: map_tensors(value, _to_cpu) for name, value in vars(thing).items() if name not in _OWN and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, nn.Parameter):
+        return False
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.Tensor) or type(value).__module__ == "numpy":
+        return True
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return type(value) in (list, tuple, set, frozenset) and all(map(_is_plain, value))
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _copy(thing: Any) -> Any:
+    return map_tensors(thing, torch.clone)
+
+
+def _plugins(run: Run) -> list[Part]:
+    return [part for part in run.trainer._parts if part.choice.kind == "plugin"]
+
+
+def _plugin_state(part: Part) -> Any:
+    state = state_of(part.plugin)
+    if state is not None:
+        return state
+    # A file of functions is a module, whose globals are no state; an object with slots keeps none that could be found.
+    return _plain_attributes(part.plugin) if hasattr(part.plugin, "__dict__") and not isinstance(part.plugin, ModuleType) else {}

@@ -1,0 +1,72 @@
+"""Failures: whatever happens to a rank, the run ends in time, says the cause, and leaves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from geartrain_testing.cases_launch import NO_PROC
+from geartrain_testing.kit import Kit, Run, need
+from geartrain_testing.launching import HAS_PROC, until
+from geartrain_testing.nets import MEANT
+
+#: Phases in which the last rank raises an error, in order.
+PHASES = ("setup", "configure_optimizers", "training_step", "validation_step", "on_train_end", "test_step")
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
+
+
+def _ends(run: Run, seconds: float) -> None:
+    """The program ends within ``seconds`` of its fault, with an error, and no rank's call returns."""
+    until(lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None, run.deadline, f"a fault\n{run.shown()}")
+    code = run.finish(seconds)
+    assert (run.folder / "fault").exists(), f"the program ended before its fault\n{run.shown()}"
+    assert code != 0, f"the program succeeded, although its last rank failed\n{run.shown()}"
+    survived = sorted(path.name for path in run.folder.glob("survived-*"))
+    assert not survived, f"the call returned after a rank had failed, in {survived}\n{run.shown()}"
+
+
+def _named(run: Run, kit: Kit, *words: str) -> None:
+    """The program said the cause, and the rank where there are several."""
+    ranks = (f"rank {kit.ranks - 1}",) if kit.ranks > 1 else ()
+    for word in (*words, *ranks):
+        assert word in run.program.err, f"what was printed does not say {word!r}\n{run.shown()}"
+
+
+def _nothing_left(run: Run) -> None:
+    left = run.program.left_behind()
+    assert left == [], f"left behind after the failure: {left}\n{run.shown()}"
+
+
+class FailureCases:
+    """What happens when a rank fails."""
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_error_in(self, kit: Kit, phase: str) -> None:
+        """An exception on the last rank: the run ends and names it, every rank is torn down, nothing is left."""
+        need(HAS_PROC, NO_PROC)
+        with kit.program("fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}) as run:
+            _ends(run, kit.deadline)
+            _named(run, kit, f"{MEANT} {phase}")
+            _nothing_left(run)
+            marks = {path.name for path in run.folder.iterdir()}
+            for what, mark in (("the module's teardown", "teardown"), ("teardown_process_group", "left")):
+                missing = [rank for rank in range(kit.ranks) if f"{mark}-{rank}" not in marks]
+                assert not missing, f"{what} was not called on ranks {missing}\n{run.shown()}"
+
+    @pytest.mark.parametrize("kind", SIGNALS)
+    def test_signal(self, kit: Kit, kind: str) -> None:
+        """A signal to the last rank while it trains: the run ends and names rank and signal, nothing is left. A rank that is stopped
+        ends the run at the strategy's timeout, or sooner."""
+        need(kit.ranks > 1, "one process that is killed can say nothing")
+        need(HAS_PROC, NO_PROC)
+        option, seconds = kit.can.timeout_option, kit.deadline
+        changes: dict[str, Any] = {"fault": {"kind": kind, "where": "training_step"}}
+        if kind == "SIGSTOP":
+            need(option is not None, "timeout_option is None: the strategy has no timeout for a rank that hangs")
+            changes["options"] = {**kit.request.options, str(option): kit.timeout}
+            seconds += kit.timeout
+        with kit.program("fault", kind, changes) as run:
+            _ends(run, seconds)
+            _named(run, kit, *(() if kind == "SIGSTOP" else (kind,)))
+            _nothing_left(run)

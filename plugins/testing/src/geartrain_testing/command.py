@@ -1,0 +1,153 @@
+"""``geartrain conformance NAME``: run the conformance kit on an installed strategy, with no file to write."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import TrainingError, UsageError, nearest
+from geartrain.registry import Candidate, Registry
+
+_SUITE = '''\
+"""What `geartrain conformance` runs; the same can stand among a plugin's tests."""
+
+from geartrain_testing import Capabilities, StrategyConformance
+
+
+class Test{title}(StrategyConformance):
+    strategy = {name!r}
+    devices = {devices}
+    options = {options!r}
+    capabilities = {capabilities}
+    deadline = {deadline}
+'''
+#: What --quick chooses: at least one case about gradients, data, metrics, collectives and what is left; about ten seconds.
+_QUICK = "(equals_one_process and (sgd or accumulation)) or communication or coverage or test_metrics or barrier or metadata or is_left"
+
+
+def command(name: str, argv: list[str]) -> None:
+    """Write the test class into a temporary folder and run pytest on it.
+
+    Raises:
+        UsageError: no such strategy, option or capability; no pytest; no test that ``-k`` chooses.
+        TrainingError: a test failed; what the runs left is kept.
+    """
+    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
+    parser.add_argument("strategy", metavar="NAME", nargs="?", help="the entry point's name of an installed strategy")
+    parser.add_argument("--devices", type=int, metavar="N", help="devices to run on; default 2, or 1 if the strategy drives one")
+    parser.add_argument("--without", action="append", default=[], metavar="CAPABILITY", help="declare a capability unsupported")
+    parser.add_argument("--convergence", type=float, metavar="X", help="approximate by design: see docs/conformance.md")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds that one scenario may take; default 60")
+    parser.add_argument("--quick", action="store_true", help="the cases that find most, in about ten seconds")
+    parser.add_argument("-k", metavar="EXPR", help="pytest's: run the tests whose names match")
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from error
+    if given.strategy is None:
+        raise UsageError("which strategy? Fix: geartrain conformance NAME; geartrain plugins lists what is installed")
+    if not 0 < given.deadline < float("inf"):
+        raise UsageError(f"--deadline {given.deadline:g} is no number of seconds above 0")
+    if importlib.util.find_spec("pytest") is None:
+        raise UsageError("the conformance kit runs on pytest, which is not installed. Fix: pip install geartrain[testing]")
+    registry = Registry()
+    candidate = registry.find("strategy", given.strategy)
+    options = _options(registry.load(candidate), candidate, unknown)
+    capabilities = _capabilities(registry, candidate, options, given.without, given.convergence)
+    chosen = [expression for expression in (_QUICK if given.quick else None, given.k) if expression is not None]
+    _run(
+        candidate.name,
+        _SUITE.format(
+            title=candidate.name.title().replace("_", "").replace("-", ""),
+            name=candidate.name,
+            devices=_devices(candidate.name, options, given.devices),
+            options=options,
+            capabilities=capabilities,
+            deadline=given.deadline,
+        ),
+        ["-k", " and ".join(f"({chosen})" for chosen in chosen)] if chosen else [],
+    )
+
+
+def _options(cls: Any, candidate: Candidate, argv: list[str]) -> dict[str, Any]:
+    """The strategy's options that were given, typed as its ``__init__`` says."""
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    tokens = []
+    for token in argv:
+        key, equals, value = token.partition("=")
+        if token.startswith("--"):
+            if not key.startswith("--strategy."):
+                known = "--devices, --strategy.OPTION, --without, --convergence, --deadline, --quick, -k"
+                raise UsageError(f"there is no option {key}. Known: {known}")
+            token = key.replace("-", "_").replace("__", "--", 1) + equals + value
+        tokens.append(token)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, "strategy")
+    try:
+        values = parser.parse_args(tokens)
+    except ArgumentError as error:
+        raise UsageError(f"{candidate.label}: {error}") from error
+    names = [token.partition("=")[0].removeprefix("--strategy.") for token in tokens if token.startswith("--strategy.")]
+    return {name: values["strategy"][name] for name in names}
+
+
+def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
+    """The number of devices: as given, else 2, or 1 if the strategy refuses 2.
+
+    Raises:
+        UsageError: the strategy refuses to plan; otherwise each case of the suite would.
+    """
+    from geartrain.trainer import Trainer
+    from geartrain_testing import StrategyConformance
+
+    devices = 2 if given is None else given
+    try:
+        Trainer(accelerator=StrategyConformance.accelerator, devices=devices, strategy=name, strategy_options=options)
+    except UsageError:
+        if given is not None:
+            raise
+        return _devices(name, options, 1)
+    except Exception:  # a strategy that is wrong: its cases say how
+        pass
+    return devices
+
+
+def _capabilities(registry: Registry, candidate: Candidate, options: dict[str, Any], without: list[str], convergence: float | None) -> str:
+    """Return the source text of the capabilities that the suite expects: the declared ones without those of ``--without``."""
+    from geartrain_testing.capabilities import SWITCHES, Capabilities
+
+    for name in without:
+        if name not in SWITCHES:
+            raise UsageError(f"--without {name}: there is no such capability. {nearest(name, SWITCHES)}")
+    if not without and convergence is None:
+        return "None  # as the strategy declares"
+    plugin = registry.select("strategy", candidate.name, options).plugin
+    declared = Capabilities.of(getattr(plugin, "capabilities", None), candidate.label)
+    changes: dict[str, Any] = dict.fromkeys(without, False)
+    if convergence is not None:
+        changes["convergence"] = convergence
+    return f"Capabilities(**{asdict(replace(declared, **changes))!r})"
+
+
+def _run(name: str, suite: str, arguments: list[str]) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="geartrain-conformance-"))
+    (folder / "test_conformance.py").write_text(suite)
+    # A configuration of its own, so that the one of the project in which the command was typed is not found.
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
+    # A process of its own: it must not find this one's imports, and a strategy may end it.
+    code = subprocess.call([sys.executable, "-m", "pytest", "--basetemp", str(folder / "runs"), *arguments, str(folder)])
+    if code == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    if code == 5:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UsageError("-k chooses no test. Fix: docs/conformance.md lists them")
+    raise TrainingError(f"the strategy {name!r} does not conform, as pytest says above. The test and what it ran: {folder}")

@@ -1,0 +1,355 @@
+"""Starts conformance programs for one strategy and reads what they left."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from geartrain.registry import Candidate, Registry
+from geartrain.trainer import Trainer
+from geartrain_testing.capabilities import Capabilities
+from geartrain_testing.launching import Launched, free_port
+from geartrain_testing.program import COMPARED, Request, write
+from geartrain_testing.recorder import PROGRESS
+
+#: Samples in one process's batch.
+BATCH = 4
+#: Seconds that a program has at least for its first scenario, which waits for each rank's imports too.
+START = 60.0
+#: What one process comes to, by batch and ranks: the same for every strategy of as many ranks, so it is run once a session.
+_references: dict[tuple[int, int], Reports] = {}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one scenario left."""
+
+    name: str
+    folder: Path
+    #: What went wrong with the program, and its output; ``None`` where the scenario came to its end.
+    error: str | None = None
+
+    def check(self, capability: str = "") -> Report:
+        """Return this report, of a scenario that came to its end.
+
+        Args:
+            capability: that a strategy may declare off, and then need not come to this scenario's end.
+
+        Raises:
+            AssertionError: it did not; with the program's output.
+        """
+        assert self.error is None, self.error + (fits(f"{capability}=False") if capability else "")
+        return self
+
+    def ranks(self, command: str = "fit", number: int = 0) -> list[dict[str, Any]]:
+        """Each rank's record of the ``number``-th run of a command, by rank."""
+        paths = sorted(self.folder.glob(f"{command}-{number}-rank-*.pt"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        records = [torch.load(path, weights_only=True) for path in paths]
+        assert records, f"no rank recorded {command!r} in {self.folder}: the strategy did not call the hooks of Trainer(plugins=[...])"
+        return records
+
+    @cached_property
+    def caller(self) -> list[dict[str, Any]]:
+        """What the caller of fit, validate, … saw after each run."""
+        return list(torch.load(self.folder / "caller.pt", weights_only=True))
+
+
+@dataclass
+class Reports:
+    """What one or several programs left of one request."""
+
+    by_name: dict[str, Report] = field(default_factory=dict)
+    #: What was there when a program had ended that should not be.
+    left_behind: list[str] = field(default_factory=list)
+
+
+#: The scenarios that strategies need not come to the end of -> the capability that says so.
+_CAPABILITY_OF = {"uneven_inputs": "uneven_inputs", "uneven_training": "uneven_inputs", "unused_parameters": "unused_parameters"}
+
+#: How the programs of a shared scenario are started: on the class's devices, on one device, or as two nodes of one device each.
+RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
+
+
+class Programs:
+    """The programs that run the shared scenarios of one kit, or of several whose classes name the same ``program``.
+
+    Args:
+        folder: for everything that is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kits: list[Kit] = []
+        self._reports: dict[str, dict[Kit, Reports]] = {}
+
+    def reports(self, start: str) -> dict[Kit, Reports]:
+        """Return what the programs that are started in this way left, by kit. They run when the first kit asks.
+
+        The program on one device first runs what the kits are compared with, unless another one has.
+        """
+        if start not in self._reports:
+            kits = [kit for kit in self.kits if kit.wanted.get(start)]
+            compared = {key: one for kit in self.kits for key, one in kit.references() if key not in _references}
+            references = compared if start == ONE_DEVICE else {}
+            requests = [*references.values(), *(kit.shared_request(start) for kit in kits)]
+            deadlines = [60.0] * len(references) + [kit.deadline for kit in kits]
+            environments: list[dict[str, str]] = [{"NODE_RANK": str(rank)} for rank in range(2)] if start == TWO_NODES else [{}]
+            found = run_all(requests, self.folder / start, deadlines, environments)
+            _references.update(zip(references, found, strict=False))
+            self._reports[start] = dict(zip(kits, found[len(references) :], strict=True))
+        return self._reports[start]
+
+
+class Kit:
+    """One strategy under test, as its test class describes it.
+
+    Args:
+        suite: the subclass of ``StrategyConformance``.
+        folder: for everything that is written.
+        wanted: the shared scenarios that the chosen tests need, in order, by how their programs are started.
+        programs: that run them; made for this kit alone if there are none yet.
+
+    Raises:
+        UsageError: the strategy, its options or a capability are unknown.
+    """
+
+    def __init__(self, suite: Any, folder: Path, wanted: Mapping[str, Sequence[str]], programs: Programs | None = None) -> None:
+        self.name: str = suite.strategy
+        self.folder = folder
+        self.accelerator: str = suite.accelerator
+        #: Seconds that one scenario may take, and a failed program to end.
+        self.deadline: float = suite.deadline
+        self.timeout: float = suite.timeout
+        registry = Registry()
+        self.candidate: Candidate = registry.find("strategy", self.name)
+        part = registry.select("strategy", self.name, suite.options)
+        declared = suite.capabilities if suite.capabilities is not None else getattr(part.plugin, "capabilities", None)
+        self.can = Capabilities.of(declared, self.candidate.label)
+        self.request = replace(self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer))
+        self.ranks = self.request.ranks
+        unsupported = () if self.can.unused_parameters else ("unused_parameters",)
+        self.wanted = {start: [name for name in names if name not in unsupported] for start, names in wanted.items()}
+        if self.request.devices == 1:
+            self.wanted.pop(ONE_DEVICE, None)  # the other scenarios run on one device
+        if not self.can.multi_node:
+            self.wanted.pop(TWO_NODES, None)
+        self.programs = Programs(folder) if programs is None else programs
+        self.programs.kits.append(self)
+
+    def _request(self, options: Mapping[str, Any], devices: int) -> Request:
+        trainer = Trainer(accelerator=self.accelerator, devices=devices, strategy=self.name, strategy_options=options)
+        ranks = trainer.plan.processes or devices  # where a launcher decides, as many as there are devices
+        return Request(
+            strategy=self.name,
+            options=dict(options),
+            accelerator=self.accelerator,
+            devices=devices,
+            folder=str(self.folder),
+            scenarios=[],
+            ranks=ranks,
+            batch=BATCH,
+            # Ranks that all see all of the data see together what one of them sees.
+            global_batch=BATCH * ranks if self.can.sharded_loader else BATCH,
+        )
+
+    # --- scenarios of the shared programs --------------------------------------------------------------------------------
+
+    def shared_request(self, start: str) -> Request:
+        """Return the request for the wanted shared scenarios."""
+        request = replace(self.request, scenarios=list(self.wanted[start]))
+        if start == ONE_DEVICE:
+            return replace(request, devices=1, ranks=1, global_batch=BATCH)
+        if start == TWO_NODES:
+            return replace(request, devices=1, num_nodes=2, ranks=2, global_batch=2 * BATCH if self.can.sharded_loader else BATCH)
+        return request
+
+    @property
+    def reports(self) -> Reports:
+        """The reports of every wanted scenario on the class's devices."""
+        return self.programs.reports(RANKS)[self]
+
+    def report(self, scenario: str, start: str = RANKS) -> Report:
+        """Return the strategy's report of a scenario that came to its end."""
+        capability = "multi_node" if start == TWO_NODES else _CAPABILITY_OF.get(scenario, "")
+        return self.programs.reports(start)[self].by_name[scenario].check(capability)
+
+    def reference(self, scenario: str, start: str = RANKS) -> Report:
+        """Return the report of the same scenario in one process."""
+        request = self.shared_request(start)
+        self.programs.reports(ONE_DEVICE)
+        return _references[request.ranks, request.global_batch].by_name[scenario].check()
+
+    def references(self) -> Iterator[tuple[tuple[int, int], Request]]:
+        """Yield what one process must run for this kit: key of the reports, request."""
+        for start, names in self.wanted.items():
+            if set(names) & set(COMPARED):
+                request = self.shared_request(start)
+                one = replace(request, strategy="single", options={}, optimizer={}, accelerator="cpu", devices=1, num_nodes=1)
+                yield (request.ranks, request.global_batch), replace(one, scenarios=list(COMPARED), batch=request.global_batch)
+
+    # --- programs of their own -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def program(self, scenario: str, name: str, changes: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+        """Start a program of one scenario.
+
+        Args:
+            name: of its folder.
+            changes: of the request.
+        """
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        requests = folder / "requests.json"
+        write([replace(self.request, scenarios=[scenario], folder=str(folder), **changes)], requests)
+        program = Launched(_command(requests), folder, environment, "program")
+        try:
+            yield Run(program, Report(scenario, folder / scenario), max(self.deadline, START), self.deadline)
+        finally:
+            program.kill()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A running program of one scenario."""
+
+    program: Launched
+    report: Report
+    #: Seconds until its ranks must have begun, and those that it then has to end.
+    deadline: float
+    ending: float
+
+    @property
+    def folder(self) -> Path:
+        """Where the scenario's marks are."""
+        return self.report.folder
+
+    def finish(self, seconds: float | None = None) -> int:
+        """Wait for the program's end.
+
+        Returns:
+            Its exit code.
+
+        Raises:
+            AssertionError: it still runs ``seconds`` (default: ``ending``) after a rank's run began.
+        """
+        until = time.monotonic() + self.deadline
+        while self.program.process.poll() is None and not list(self.folder.glob("started-*")) and time.monotonic() < until:
+            time.sleep(0.02)
+        return self.program.wait(self.ending if seconds is None else seconds)
+
+    def shown(self) -> str:
+        """What the program printed, and where everything is, for messages."""
+        return shown([self.program], self.folder)
+
+
+def shown(programs: Sequence[Launched], folder: Path, lines: int = 60) -> str:
+    """The end of what programs printed, and where the rest is."""
+    texts = [f"{program.out}{program.err}".splitlines() for program in programs]
+    return "\n".join(["--- the end of the program's output ---", *(line for text in texts for line in text[-lines:]), f"--- {folder} ---"])
+
+
+def run_all(
+    requests: Sequence[Request], folder: Path, deadlines: Sequence[float], environments: Sequence[Mapping[str, str]] = ({},)
+) -> list[Reports]:
+    """Run all scenarios of the requests in one program, or in one for each environment; after a scenario in which it fails or hangs, the
+    rest in another, so that one fault is one failure.
+
+    Args:
+        deadlines: seconds that a scenario may take, for each request.
+        environments: variables of the programs that are started together. Several are nodes, and get a common MASTER_PORT.
+
+    Returns:
+        What each request left.
+    """
+    reports = [Reports() for _ in requests]
+    left = [(i, name) for i, request in enumerate(requests) for name in request.scenarios]
+    for number in itertools.count():
+        if not left:
+            return reports
+        home = folder / str(number)
+        # A folder for each request only if there are several.
+        homes = [home / f"{i}-{request.strategy}" if len(requests) > 1 else home for i, request in enumerate(requests)]
+        parts = []
+        for i in dict.fromkeys(i for i, _ in left):
+            homes[i].mkdir(parents=True)
+            parts.append(replace(requests[i], scenarios=[name for j, name in left if j == i], folder=str(homes[i])))
+        write(parts, home / "requests.json")
+        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if len(environments) > 1 else {}
+        programs: list[Launched] = []
+        try:
+            for i, environment in enumerate(environments):
+                programs.append(Launched(_command(home / "requests.json"), home, {**nodes, **environment}, f"program-{i}"))
+            todo = [(homes[i] / name, name, deadlines[i]) for i, name in left]
+            problem = _watch(programs, todo)
+            done = [(i, name) for i, name in left if (homes[i] / name / "done").exists()]
+            for i, name in done:
+                reports[i].by_name[name] = Report(name, homes[i] / name)
+            left = [each for each in left if each not in done]
+            if problem is None:
+                behind = [what for program in programs for what in program.left_behind()]
+                for i in {i for i, _ in done}:
+                    reports[i].left_behind += behind
+            else:
+                # A failure after the last scenario is the program's end's; it is the last one's, which nothing else would show.
+                i, name = left.pop(0) if left else done[-1]
+                reports[i].by_name[name] = Report(name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}")
+        finally:
+            for program in programs:
+                program.kill()
+    raise AssertionError("unreachable")
+
+
+def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]) -> str | None:
+    """Wait for programs as long as they get on.
+
+    Args:
+        todo: the scenarios in order: folder, name, seconds that it may take.
+
+    Returns:
+        What went wrong, if something did.
+    """
+    done, since = -1, time.monotonic()
+    while None in (codes := [program.process.poll() for program in programs]):
+        now = sum((folder / "done").exists() for folder, _, _ in todo)
+        _, name, deadline = todo[min(now, len(todo) - 1)]
+        if now > done:
+            done, since = now, time.monotonic()
+        elif time.monotonic() - since > (deadline if now else max(deadline, START)):
+            what = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
+            return f"{_slow_or_hung(todo[min(now, len(todo) - 1)][0], deadline)}: {what} was not done within {deadline:.0f} s"
+        time.sleep(0.02)
+    return next((f"the program ended with exit code {code}" for code in codes if code), None)
+
+
+def _slow_or_hung(folder: Path, deadline: float) -> str:
+    """Say of a scenario that took too long whether its ranks still make steps."""
+    ages = {path.name.removeprefix(PROGRESS): time.time() - path.stat().st_mtime for path in folder.glob(f"{PROGRESS}*")}
+    last = ", ".join(f"rank {rank} {age:.1f} s ago" for rank, age in sorted(ages.items())) or "none"
+    if min(ages.values(), default=deadline) < max(1.0, deadline / 10):
+        return f"slow, and not hung (last steps: {last}; a longer deadline, or --deadline {2 * deadline:.0f}, would show whether it ends)"
+    return f"hung (last steps: {last})"
+
+
+def fits(capability: str) -> str:
+    """Return the end of a failure that a strategy may declare to be its design."""
+    return f"\nIf that is the strategy's design, this capability fits: {capability}"
+
+
+def _command(requests: Path) -> list[str]:
+    return [sys.executable, "-m", "geartrain_testing.program", str(requests)]
+
+
+def need(condition: bool, reason: str) -> None:
+    """Skip the running test with a reason unless ``condition`` holds."""
+    if not condition:
+        pytest.skip(reason)

@@ -1,0 +1,149 @@
+"""Run a plugin in the process of its test, on several ranks, and see what each of them has then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from geartrain.data import DataSource
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.module import Module
+from geartrain.trainer import Trainer
+from geartrain_callbacks.callback import Callback
+from geartrain_testing.nets import Net, samples
+from geartrain_testing.thread_ranks import ThreadRanks
+
+#: command -> the stage of its loaders.
+_STAGES = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
+#: Samples in one rank's batch of the default data.
+_BATCH = 2
+
+
+@dataclass(frozen=True, eq=False)
+class RankResult:
+    """What one rank has after a run."""
+
+    rank: int
+    #: This rank's own plugins, in the order given.
+    plugins: list[Any]
+    module: Module
+    trainer: Trainer
+    #: What loggers were given, by step; empty on every rank but the first.
+    logged: dict[int, dict[str, float]]
+    #: What the command returned; ``None`` for ``fit``.
+    result: Any
+    #: What the rank raised; ``None`` where it came to its end.
+    error: BaseException | None
+
+    @property
+    def plugin(self) -> Any:
+        """This rank's own plugin, the first of several."""
+        return self.plugins[0]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of every metric on this rank."""
+        return self.trainer.run.metrics
+
+
+class _Logged:
+    """A logger: metrics by step."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[int, dict[str, float]] = {}
+
+    @hookimpl
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.metrics.setdefault(step, {}).update(metrics)
+
+
+def run_plugin(
+    plugin: Any = (),
+    *,
+    ranks: int = 2,
+    first: int = 0,
+    command: str = "fit",
+    module: Module | None = None,
+    data: Any = None,
+    val_data: Any = None,
+    check: bool = True,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> list[RankResult]:
+    """Train, or evaluate, a small module with a plugin, on ranks that are threads of this process.
+
+    Args:
+        plugin: what ``Trainer(plugins=...)`` or ``Trainer(callbacks=...)`` takes: an object, a class, a name, a file, or a list of them.
+        ranks: how many, and
+        first: the one that runs first; see :class:`ThreadRanks`.
+        command: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        module: default: a regression that logs ``loss``, ``val_loss`` and ``test_loss``.
+        data: loaders or a DataModule of the command; default: the module's own loaders, else 8 batches of samples ``(x, y, number)``.
+        val_data: loaders to validate in ``fit``; default: as for ``data``.
+        check: raise the first error; with ``False`` each result has its rank's error.
+        ckpt_path: as for the Trainer's command.
+        options: of the Trainer; by default it trains one epoch, logs every step, shows no progress, and skips the sanity check.
+
+    Returns:
+        One result a rank, by rank. Rank 0 has the very objects that were given, the others have copies.
+
+    Raises:
+        UsageError: what cannot work, before anything starts, whatever ``check`` says.
+        BaseException: the first error of a rank, with a note that names the rank.
+    """
+    if command not in _STAGES:
+        raise UsageError(f"command={command!r} must be one of {', '.join(map(repr, _STAGES))}.")
+    if "devices" in options:
+        raise UsageError(f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. Fix: ranks=")
+    if "strategy" in options:
+        raise UsageError("run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy")
+    given, logged = _as_list(plugin), _Logged()
+    callbacks = [one for one in given if isinstance(one, Callback)]
+    plugins = [one for one in given if not isinstance(one, Callback)]
+    strategy = ThreadRanks(ranks, first)
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    }
+    all_plugins = [*plugins, *_as_list(options.pop("plugins", ())), logged]
+    all_callbacks = [*callbacks, *_as_list(options.pop("callbacks", ()))]
+    trainer = Trainer(**{**quiet, **options}, strategy=strategy, plugins=all_plugins, callbacks=all_callbacks)
+    module = Net() if module is None else module
+    loaders = [_loader(module, _STAGES[command], data, ranks)]
+    if command == "fit":
+        loaders.append(_loader(module, "validate", val_data, ranks))
+    try:
+        getattr(trainer, command)(module, *loaders, ckpt_path=ckpt_path)
+    except BaseException:
+        if check or not any(strategy.errors):
+            raise
+    found = []
+    for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
+        chosen = [part.plugin for part in run.trainer._parts if part.choice.kind == "plugin"]  # plugins before callbacks
+        as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
+        own = [next(as_callbacks).callback if isinstance(one, Callback) else next(as_plugins) for one in given]
+        metrics = chosen[len(all_plugins) - 1].metrics
+        result = strategy.results[rank]
+        if command in ("validate", "test") and result is not None:
+            result = run.trainer._per_loader(command, result)
+        found.append(RankResult(rank, own, run.module, run.trainer, metrics, result, error))
+    return found
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+
+
+def _loader(module: Module, stage: str, given: Any, ranks: int) -> Any:
+    """Return what was given; ``None`` if the module has loaders of its own or no use for them; else batches of the default data."""
+    has_own = callable(getattr(module, DataSource.method(stage), None))
+    if given is not None or has_own or (stage == "validate" and not hasattr(module, "validation_step")):
+        return given
+    return DataLoader(samples(4 * _BATCH * ranks), _BATCH)

@@ -1,0 +1,165 @@
+"""A strategy whose ranks are threads of this process: for tests, which then start no program."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import IO, Any, ClassVar
+
+import torch
+from torch import nn
+
+from geartrain.errors import UsageError
+from geartrain.hookspecs import hookimpl
+from geartrain.optim import about_to_step
+from geartrain.parallel import belongings, refusals, refuse_unequal
+from geartrain.plan import Layout, Plan, PlanRequest
+from geartrain.process.environment import Place
+from geartrain.run import Run, World
+from geartrain_testing.turns import Turns
+
+
+class ThreadRanks:
+    """Trains on the cpu in several threads of this process, each a rank with its own copy of module, data, plugins and trainer.
+
+    Rank 0 is the calling thread and has the caller's own objects. Ranks take turns: one runs until it comes to a collective, then the
+    next one does. Results are those of processes, and the same in every run. Each rank has its own global random generators,
+    which begin as copies of the caller's.
+
+    Args:
+        ranks: how many; default: one for each of ``devices``.
+        first: the rank that runs first and comes first to each collective. A plugin in which ranks race for a file works with 0 and
+            fails with 1, or the other way round.
+
+    Raises:
+        UsageError: fewer than one rank, or a rank that does not exist.
+    """
+
+    capabilities: ClassVar[dict[str, Any]] = {"multi_node": False, "timeout_option": None}
+    #: A Session is launched with a function: a script cannot continue in several threads.
+    needs_function = True
+
+    def __init__(self, ranks: int | None = None, first: int = 0) -> None:
+        if ranks is not None and ranks < 1:
+            raise UsageError(f"ranks={ranks!r} must be 1 or more.")
+        self.ranks, self.first = ranks, first
+        #: The last run as each rank has it: ``runs[1].module``, ``runs[1].trainer``, ``runs[1].metrics``.
+        self.runs: list[Run] = []
+        self._turns = Turns(1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadRanks:
+        return self  # one object serves all ranks: each call of a hook says which rank's it is
+
+    @property
+    def errors(self) -> list[BaseException | None]:
+        """What each rank of the last run raised; ``None`` on a rank that raised nothing."""
+        return self._turns.errors
+
+    @property
+    def results(self) -> list[Any]:
+        """What each rank of the last run returned: its metrics, or its predictions."""
+        return self._turns.results
+
+    @hookimpl
+    def plan_processes(self, request: PlanRequest) -> Layout:
+        return Layout(self.ranks or len(request.devices), 1)
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if plan.accelerator.name != "cpu" or plan.num_nodes > 1:
+            raise UsageError(
+                f"{plan.strategy.label}: ranks are threads of this process, on the cpu, not on {plan.num_nodes} node(s) with "
+                f"{plan.accelerator.name}. Fix: accelerator='cpu', num_nodes=1"
+            )
+        if not 0 <= self.first < (plan.processes or 1):
+            raise UsageError(f"{plan.strategy.label}: first={self.first!r} must be one of the {plan.processes} ranks, which begin with 0.")
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        size = run.plan.processes or 1
+        ranks = [(run, worker), *(_copy(run, worker) for _ in range(1, size))]
+        self.runs = [own for own, _ in ranks]
+        for rank, own in enumerate(self.runs):
+            own.place = Place("threads", rank, size, rank, size, 0)
+        self._turns = Turns(size, self.first)
+        self._turns.run([partial(function, rank) for rank, (_, function) in enumerate(ranks)])
+        return self.results[0]
+
+    @hookimpl
+    def setup_process_group(self, run: Run) -> World:
+        assert run.place is not None
+        return World(run.place.rank, run.place.size, run.place.local_rank, run.place.local_size, run.place.node_rank)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        mine = [tensor.detach() for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, torch.Tensor)]
+        for tensor, first in zip(mine, self._exchange(run, "wrap_model", [tensor.clone() for tensor in mine])[0], strict=True):
+            tensor.copy_(first)
+        return model
+
+    @hookimpl
+    def reduce_gradients(self, run: Run) -> None:
+        parameters = [parameter for parameter in about_to_step(run).values() if parameter.requires_grad]
+        mine = [None if parameter.grad is None else parameter.grad.detach().clone() for parameter in parameters]
+        for parameter, *grads in zip(parameters, *self._exchange(run, "reduce_gradients", mine), strict=True):
+            found = [grad for grad in grads if grad is not None]
+            if found:  # without a gradient on any rank there is none, as in one process
+                mean = reduce(torch.add, [grad / run.world.size for grad in found])
+                if parameter.grad is None:
+                    parameter.grad = mean
+                else:
+                    parameter.grad.detach().copy_(mean)
+
+    # --- collectives -----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(run, f"log_sync of {len(values)} numbers", values.clone()))
+
+    @hookimpl
+    def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        table = self._exchange(run, "all_gather", tensor.detach().clone())
+        refuse_unequal([part.shape for part in table], [part.dtype for part in table], tensor.dtype)
+        return torch.stack(table) if len({part.shape for part in table}) == 1 else [part.clone() for part in table]
+
+    @hookimpl
+    def broadcast(self, run: Run, obj: Any, src: int) -> Any:
+        mine = run.world.rank == src
+        table = self._exchange(run, f"broadcast from rank {src}", pickle.dumps(obj) if mine else b"")
+        return obj if mine else pickle.loads(table[src])
+
+    @hookimpl
+    def barrier(self, run: Run) -> None:
+        self._exchange(run, "barrier", None)
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        """There is none; one that torch.distributed has is the caller's."""
+
+    def _exchange(self, run: Run, what: str, value: Any) -> list[Any]:
+        return self._turns.exchange(run.world.rank, what, value)
+
+
+def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], Any]]:
+    """Return a run and its worker for another rank: what has a name is made again from it, as for a process; the rest is copied.
+
+    Raises:
+        UsageError: with the path to what cannot be copied.
+    """
+    try:
+        return copy.deepcopy((run, worker), {id(run.plan): run.plan})
+    except Exception as error:  # whatever a __deepcopy__ or __getstate__ of the user's raises
+        label = run.plan.strategy.label
+        for name, thing in belongings(run, worker).items():
+            for found in refusals(name, thing, _dump):
+                raise UsageError(
+                    f"{label}: {found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why}). "
+                    "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
+                ) from error
+        raise UsageError(f"{label}: the run cannot be copied for each rank: {type(error).__name__}: {error}") from error
+
+
+def _dump(thing: Any, file: IO[bytes]) -> None:
+    copy.deepcopy(thing)

@@ -1,0 +1,16 @@
+"""Find a learning rate and a batch size before training; names as in PyTorch Lightning.
+
+- ``Tuner(trainer).lr_find(model)``: the learning rate at which the loss falls fastest; :class:`LRFinder` is what it found.
+- ``Tuner(trainer).scale_batch_size(model)``: the largest batch that runs without running out of memory; :class:`Trial` is one try.
+
+``geartrain tune lr TARGET`` and ``geartrain tune batch-size TARGET`` do the same from the command line.
+"""
+
+from __future__ import annotations
+
+from geartrain_tuner._version import __version__
+from geartrain_tuner.batch_size import Trial
+from geartrain_tuner.lr import LRFinder
+from geartrain_tuner.tuner import Tuner
+
+__all__ = ["LRFinder", "Trial", "Tuner", "__version__"]

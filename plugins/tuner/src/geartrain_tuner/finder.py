@@ -1,0 +1,96 @@
+"""The trainer that a finder trains with: the caller's accelerator, strategy, precision and data options, and nobody who watches."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from geartrain import hookspecs
+from geartrain._version import __version__
+from geartrain.assembly import core_parts
+from geartrain.errors import UsageError
+from geartrain.hooks import Hooks
+from geartrain.parts import Choice, Part
+from geartrain.trainer import Trainer
+
+
+def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:
+    """A trainer of so many optimizer steps, without validation, progress bar, folder and plugins that watch.
+
+    Args:
+        trainer: the caller's; it stays as it is.
+        recorder: the finder's own plugin.
+        steps: optimizer steps to train.
+        options: more of the trainer's options to change.
+    """
+    changed: dict[str, Any] = {
+        "max_epochs": -1,
+        "max_steps": steps,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 1.0,
+        "check_val_every_n_epoch": 1,
+        "enable_progress_bar": False,
+    }
+    plan = replace(trainer.plan, options=replace(trainer.plan.options, **{**changed, **options}), output=None)
+    chosen = [part for part in trainer._parts if part.choice.kind in ("precision", "accelerator", "strategy")]
+    own = Part(Choice(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"), recorder)
+    kept = [part for part in _plugins(trainer) if not watches(trainer, part)]
+    made = object.__new__(type(trainer))
+    vars(made).update(vars(trainer), output=None, datamodule=None, _run=None)
+    made._parts = (*core_parts(plan.options, None, False), *chosen, *kept, own)
+    made.hooks = Hooks(made._parts)
+    made.plan = replace(plan, plugins=tuple(part.choice for part in (*kept, own)))
+    return made
+
+
+def watches(trainer: Trainer, part: Part) -> bool:
+    """Whether a plugin watches the run: it implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner. Others only
+    wrap or own single hooks, or those that the strategy brings: they are how the run computes."""
+    if getattr(part.plugin, "replaces", ()):
+        return False
+    events = (name for name in vars(hookspecs) if name in trainer.hooks.names and not trainer.hooks.is_single(name))
+    return any(part.choice in trainer.hooks.implementers(name) for name in events if name != "check_plan")
+
+
+def left_out(trainer: Trainer) -> list[str]:
+    """The labels of the chosen plugins that a finder trains without."""
+    return [part.choice.label for part in _plugins(trainer) if watches(trainer, part)]
+
+
+def _plugins(trainer: Trainer) -> list[Part]:
+    return [part for part in trainer._parts if part.choice.kind == "plugin"]
+
+
+def check(trainer: Trainer, model: Any, loaders: Any) -> None:
+    """Refuse what cannot be tuned.
+
+    Raises:
+        UsageError: a trainer that only tries or explains, weights that are not there yet, or a loader that can be iterated once.
+    """
+    if trainer.plan.options.fast_dev_run:
+        raise UsageError("fast_dev_run tries a few batches of everything, and finds nothing. Fix: leave one of the two out")
+    if isinstance(model, nn.Module):
+        lazy = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if _is_lazy(t)]
+        if lazy:
+            raise UsageError(f"{lazy[0]} has no shape yet, so it could not be put back. Fix: call the module with a batch first")
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        if hasattr(loader, "__next__"):
+            raise UsageError(
+                f"the training loader is an iterator ({type(loader).__name__}), which a finder would use up. "
+                "Fix: a DataLoader, or an iterable that begins anew each time"
+            )
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
+def tell(trainer: Trainer, text: str) -> None:
+    """Print one line on rank 0's standard error."""
+    if trainer.is_global_zero:
+        print(text, file=sys.stderr, flush=True)
