@@ -228,8 +228,10 @@ class Recipe:
 
 
 def recipes(parts: Iterable[Part]) -> list[Recipe]:
-    """How to make the chosen precision, accelerator, strategy and plugins again. What has a name or a file is made anew from it, because it may
-    hold what cannot travel (files, connections), and given its state."""
+    """Return how to make the chosen precision, accelerator, strategy and plugins again.
+
+    What has a name or a file is made from it and given its state, because it may hold what cannot travel (files, connections).
+    """
     return [
         Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)
         for part in parts

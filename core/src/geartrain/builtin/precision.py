@@ -131,8 +131,10 @@ class BF16MixedPrecision(MixedPrecision):
 
 
 class ScaledPrecision(MixedPrecision):
-    """``16-mixed``: mixed precision in float16, whose small gradients would become zero: the loss is scaled up for backward and the gradients down
-    before clipping. A step whose gradients overflowed is skipped, counted, and the scale halved.
+    """``16-mixed``: mixed precision in float16, whose small gradients would become zero.
+
+    The loss is scaled up for backward, and the gradients down before clipping. A step whose gradients overflowed is skipped, counted, and
+    the scale halved.
 
     torch reads on the CPU whether gradients overflowed, so the CPU waits for the device once a step; bf16-mixed has no scaler.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from geartrain.errors import UsageError, nearest
 from geartrain.paths import user_path
-from geartrain.registry import GROUPS, KNOWN, Registry
+from geartrain.registry import KNOWN, Registry
 
 #: One folder a kind: a whole package called ``mine``, which is written with another name in place of that.
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -34,7 +34,7 @@ def command(name: str, argv: list[str]) -> None:
         UsageError: no such kind, a name that cannot be used, or a folder in which something is.
     """
     parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
-    parser.add_argument("kind", metavar="KIND", nargs="?", help=", ".join(GROUPS))
+    parser.add_argument("kind", metavar="KIND", nargs="?", help=", ".join(_TRY))
     parser.add_argument("name", metavar="NAME", nargs="?", help="what people will type: lower-case letters and digits, - or _ between them")
     parser.add_argument("--output", metavar="DIR", help="the folder to write; default geartrain-NAME")
     try:
@@ -44,9 +44,9 @@ def command(name: str, argv: list[str]) -> None:
     if unknown:
         raise UsageError(f"there is no option {unknown[0]}. Known: --output DIR")
     if given.kind is None:
-        raise UsageError(f"a package of which kind? Fix: geartrain {name} {'|'.join(GROUPS)} NAME")
-    if given.kind not in GROUPS:
-        raise UsageError(f"there is no kind {given.kind!r}. {nearest(given.kind, GROUPS)}")
+        raise UsageError(f"a package of which kind? Fix: geartrain {name} {'|'.join(_TRY)} NAME")
+    if given.kind not in _TRY:
+        raise UsageError(f"there is no kind {given.kind!r}. {nearest(given.kind, _TRY)}")
     if given.name is None:
         raise UsageError(f"what is the {given.kind} called? Fix: geartrain {name} {given.kind} NAME")
     _check_name(given.kind, given.name)
