@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import DataModule, Module, Trainer, hookspecs
+from geartrain.loop.step_forwarder import _NOT_CALLED
 from geartrain.options import RENAMED
-from geartrain.step import _NOT_CALLED
 
 DOCS = Path(__file__).parent
 

@@ -15,7 +15,7 @@ def declared(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    script = "from geartrain.registry import Registry; print(*sorted({c.name for c in Registry().candidates}))"
+    script = "from geartrain.planning.registry import Registry; print(*sorted({c.name for c in Registry().candidates}))"
     # In a process of its own, away from this folder: what counts is what is installed, not what lies on the path.
     found = subprocess.run([sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout.split()
     folders = [path.name for path in (ROOT / "plugins").iterdir()] if sys.argv[1:] == ["all"] else sys.argv[1:]

@@ -66,7 +66,7 @@ from importlib.metadata import distribution
 for name in sys.argv[1:]:
     for point in distribution(name).entry_points:
         point.load()
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 print(json.dumps(sorted(found.name for found in Registry().candidates)))
 """
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.checkpoint import checkpoint_state
+from geartrain.checkpoint.checkpoints import checkpoint_state
 from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.asynchronous import Asynchronous
 from geartrain_bagua.algorithms.decentralized import Decentralized

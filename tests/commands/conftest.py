@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import geartrain.registry
+import geartrain.planning.registry
 from geartrain.commands import exchange, main
 
 HERE = Path(__file__).parent
@@ -51,8 +51,10 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """Names of the distributions that exist: core, whatever else this machine has; tests add to them with ``install``."""
-    names, real = {"geartrain"}, geartrain.registry.entry_points
-    monkeypatch.setattr(geartrain.registry, "entry_points", lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names])
+    names, real = {"geartrain"}, geartrain.planning.registry.entry_points
+    monkeypatch.setattr(
+        geartrain.planning.registry, "entry_points", lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names]
+    )
     return names
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.commands import doctor_software
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 from geartrain_doctor.findings import examine
 
 GPUS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import geartrain
-from geartrain.registry import GROUPS
+from geartrain.planning.registry import GROUPS
 from geartrain_testing.new import _LONGEST, _TEMPLATES
 
 KINDS = list(GROUPS)

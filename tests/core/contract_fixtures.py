@@ -6,13 +6,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import geartrain.choosing
-import geartrain.lazy_names
-import geartrain.registry
+import geartrain.planning.lazy_exports
+import geartrain.planning.registry
+import geartrain.planning.selection
 from geartrain import hookimpl
 from geartrain.builtin.defaults import Defaults
-from geartrain.hooks import Hooks
-from geartrain.parts import Choice, Part
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.plugin_info import Choice, Part
 
 GROUPS = ("accelerators", "strategies", "plugins")
 
@@ -149,7 +149,7 @@ def _value(module, value):
 def dists(tmp_path, monkeypatch):
     """Core and nothing else is installed, until the test adds something: what this machine really has does not count."""
     made = Dists(tmp_path / "site", monkeypatch)
-    for module in (geartrain.registry, geartrain.lazy_names):
+    for module in (geartrain.planning.registry, geartrain.planning.lazy_exports):
         real = module.entry_points
 
         def only_ours(real=real, **wanted):
@@ -157,8 +157,8 @@ def dists(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
-    monkeypatch.setattr(geartrain.choosing, "visible", dict)
-    monkeypatch.setattr(geartrain.choosing, "why_not", lambda: None)  # as if pytest were a program that can be run again
+    monkeypatch.setattr(geartrain.planning.selection, "visible", dict)
+    monkeypatch.setattr(geartrain.planning.selection, "why_not", lambda: None)  # as if pytest were a program that can be run again
     before = set(sys.modules)
     yield made
     for name in set(sys.modules) - before:

@@ -8,8 +8,9 @@ import zipfile
 import pytest
 import torch
 
-from geartrain import Session, TrainingError, UsageError, checkpoint_file
+from geartrain import Session, TrainingError, UsageError
 from geartrain.callbacks import ModelCheckpoint
+from geartrain.checkpoint import files as checkpoint_file
 
 from .models import EvalNet, assert_equal, fit, loader, trainer
 

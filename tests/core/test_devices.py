@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from geartrain import UsageError
-from geartrain.devices import parse_devices
+from geartrain.planning.devices import parse_devices
 
 ACCEPTED = ("a number", "[0, 2]", '"2,"', '"auto"')
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 
 from geartrain import TrainingError, UsageError, hookimpl, hookspec
-from geartrain.hooks import Hooks, fire
+from geartrain.hooks.manager import Hooks, fire
 from geartrain.plan import PlanRequest
 
 from .contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy

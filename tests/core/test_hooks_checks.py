@@ -7,7 +7,7 @@ import types
 import pytest
 
 from geartrain import UsageError, hookimpl
-from geartrain.hooks import fire
+from geartrain.hooks.manager import fire
 
 from .contract_fixtures import Doubles, gather, hooks_of, owns, part, strategy
 

@@ -5,7 +5,7 @@ from pluggy import HookCaller
 
 from geartrain import Module, UsageError, hookimpl, hookspec
 from geartrain.builtin.defaults import Defaults
-from geartrain.hooks import Hooks, fire
+from geartrain.hooks.manager import Hooks, fire
 
 from .contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, specs, strategy
 

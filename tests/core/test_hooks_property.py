@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pluggy import HookCaller, PluginManager
 
 from geartrain import GeartrainError, hookimpl
-from geartrain.hooks import Hooks, does_nothing
+from geartrain.hooks.manager import Hooks, does_nothing
 
 from .contract_fixtures import part
 

@@ -8,7 +8,7 @@ import pytest
 
 from geartrain import hookspecs
 from geartrain.builtin.defaults import Defaults
-from geartrain.hooks import Hooks
+from geartrain.hooks.manager import Hooks
 
 HERE = Path(__file__)
 TESTS = HERE.parents[1]

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import geartrain as gt
-from geartrain import hookimpl, hparams
-from geartrain.hparams import HyperParameters
+from geartrain import hookimpl
+from geartrain.module import hparams
+from geartrain.module.hparams import HyperParameters
 
 from .models import EvalNet, Net, fit, loader, trainer
 

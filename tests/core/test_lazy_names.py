@@ -33,16 +33,23 @@ def run(code):
 
 @pytest.mark.parametrize(
     "module",
-    ["geartrain", "geartrain.registry", "geartrain.devices", "geartrain.hookspecs", "geartrain.strategies", "geartrain.accelerators"],
+    [
+        "geartrain",
+        "geartrain.planning.registry",
+        "geartrain.planning.devices",
+        "geartrain.hookspecs",
+        "geartrain.strategies",
+        "geartrain.accelerators",
+    ],
 )
 def test_import_brings_no_torch(module):
     assert run(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
 
 def test_listing_what_is_installed_imports_no_torch_and_no_plugin():
-    code = "import sys, geartrain.registry as r; [c.as_dict() for c in r.Registry().candidates]; print(*sys.modules)"
+    code = "import sys, geartrain.planning.registry as r; [c.as_dict() for c in r.Registry().candidates]; print(*sys.modules)"
     loaded = run(code).split()
-    assert "geartrain.registry" in loaded
+    assert "geartrain.planning.registry" in loaded
     assert not [name for name in loaded if name == "torch" or name.startswith(("geartrain_", "geartrain.builtin"))]
 
 
@@ -57,7 +64,7 @@ def test_every_public_name_resolves(name):
 
 
 def test_every_public_name_resolves_in_a_fresh_interpreter():
-    assert run("from geartrain import *; print(Module.__module__, Trainer.__name__)") == "geartrain.module Trainer"
+    assert run("from geartrain import *; print(Module.__module__, Trainer.__name__)") == "geartrain.module.module Trainer"
 
 
 def test_lightnings_names_are_the_same_classes():

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-import geartrain.logs
+import geartrain.metrics.store
 from geartrain import Run, TrainingError, World, hookimpl
 from geartrain.callbacks import Callback, ModelCheckpoint
-from geartrain.logs import Logs
+from geartrain.metrics.store import Logs
 
 from .models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
 
@@ -362,8 +362,8 @@ def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_
         self.log("a", far(torch.tensor(float(-batch_idx))))
         self.log("b", far(torch.tensor(1.0)))
 
-    reads, own = [], geartrain.logs._read
-    monkeypatch.setattr(geartrain.logs, "_read", lambda tensors: reads.append((far.now[0], len(tensors))) or own(tensors))
+    reads, own = [], geartrain.metrics.store._read
+    monkeypatch.setattr(geartrain.metrics.store, "_read", lambda tensors: reads.append((far.now[0], len(tensors))) or own(tensors))
     monitor = ModelCheckpoint("a", every_n_train_steps=3, mode="max", dirpath=tmp_path)  # step 6 is no better, and not saved
     fit(Logging(train), list(loader(28)), plugins=[Count(), monitor])
     # A checkpoint keeps all that was logged.

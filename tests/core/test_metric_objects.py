@@ -10,7 +10,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
-from geartrain.metric_objects import places, standing_in
+from geartrain.metrics.torchmetrics import places, standing_in
 
 from .models import EvalNet, Loggers, fit, loader, trainer
 

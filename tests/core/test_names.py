@@ -15,7 +15,7 @@ import torch
 import geartrain as gt
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Callback
-from geartrain.names import DATA, MODULE, STATE, nearly, on_methods
+from geartrain.hooks.spelling import DATA, MODULE, STATE, nearly, on_methods
 from geartrain_callbacks.callback import CALLED
 
 from .contract_fixtures import accelerator, hooks_of, part, strategy

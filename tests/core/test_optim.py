@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
-from geartrain.optim import mean_over_ranks
+from geartrain.loop.optimizers import mean_over_ranks
 
 from .models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import geartrain as gt
-from geartrain.panel import panel
+from geartrain.errors.panel import panel
 
 SCRIPT = """\
 import geartrain as gt

@@ -10,7 +10,7 @@ import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import ModelCheckpoint
 from geartrain.commands import main
-from geartrain.paths import user_path
+from geartrain.files.paths import user_path
 from geartrain_csv.logger import CSVLogger
 
 from .models import EvalNet, Net, fit, loader, trainer

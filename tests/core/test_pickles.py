@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from geartrain.pickles import plain_dump, refusals
+from geartrain.launch.pickling import plain_dump, refusals
 
 LOCK = threading.Lock()
 

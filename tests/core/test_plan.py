@@ -311,7 +311,7 @@ SEEN = {"cuda": "2 NVIDIA GPUs", "mps": "an Apple GPU"}
 
 @pytest.mark.parametrize("name", ["cuda", "mps"])
 def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name):
-    monkeypatch.setattr("geartrain.choosing.visible", lambda: {name: SEEN[name]})
+    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: {name: SEEN[name]})
     made = plan(devices=1)
     assert made.accelerator.name == "cpu"
     expected = f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
@@ -325,7 +325,7 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name)
 
 
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.choosing.visible", lambda: SEEN)
+    monkeypatch.setattr("geartrain.planning.selection.visible", lambda: SEEN)
     dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
     error = refused("geartrain-mps[mps] is unavailable: macOS 13.1 is too old", "Fix: pip install geartrain-cuda", accelerator="gpu")
     assert "pip install geartrain-mps" not in error
@@ -400,7 +400,7 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 
 def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.choosing.why_not", lambda: "a notebook has none")
+    monkeypatch.setattr("geartrain.planning.selection.why_not", lambda: "a notebook has none")
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):
         gt.Trainer(accelerator="cpu", devices=2)

@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain import TrainingError, predictions
-from geartrain.sharding import Shard
+from geartrain import TrainingError
+from geartrain.data.sharding import Shard
+from geartrain.loop import predictions
 
 from .models import together
 

@@ -10,8 +10,8 @@ import pytest
 
 import geartrain
 from geartrain import UsageError
-from geartrain.parts import Choice
-from geartrain.registry import KNOWN, NOT_SHIPPED, Registry, make
+from geartrain.hooks.plugin_info import Choice
+from geartrain.planning.registry import KNOWN, NOT_SHIPPED, Registry, make
 
 from .contract_fixtures import dists as dists
 
@@ -58,8 +58,8 @@ def test_listing_and_choosing_import_nothing_else(dists):
 def test_metadata_is_read_once(monkeypatch):
     """It takes milliseconds for some hundred distributions, and every Trainer does it."""
     scans, read = [], []
-    real, dist = geartrain.registry.entry_points, type(next(iter(geartrain.registry.entry_points(name="cpu"))).dist)
-    monkeypatch.setattr(geartrain.registry, "entry_points", lambda **wanted: scans.append(wanted) or real(**wanted))
+    real, dist = geartrain.planning.registry.entry_points, type(next(iter(geartrain.planning.registry.entry_points(name="cpu"))).dist)
+    monkeypatch.setattr(geartrain.planning.registry, "entry_points", lambda **wanted: scans.append(wanted) or real(**wanted))
     version = dist.version
     monkeypatch.setattr(dist, "version", property(lambda self: read.append(self) or version.fget(self)))
     names = {candidate.distribution for candidate in Registry().candidates}
@@ -70,7 +70,7 @@ def test_metadata_is_read_once(monkeypatch):
 
 def test_metadata_is_read_again_only_after_something_was_installed(dists, monkeypatch):
     scans = []
-    monkeypatch.setattr(geartrain.registry, "_scan", lambda real=geartrain.registry._scan: scans.append(1) or real())
+    monkeypatch.setattr(geartrain.planning.registry, "_scan", lambda real=geartrain.planning.registry._scan: scans.append(1) or real())
     dists.strategy("gossip")
     first, second = Registry(), Registry(block=["gossip"])
     assert len(scans) == 1

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import geartrain as gt
-from geartrain import TrainingError, UsageError, checkpoint_file, hookimpl
+from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, model_checkpoint
-from geartrain.checkpoint import checkpoint_state
+from geartrain.checkpoint import files as checkpoint_file
+from geartrain.checkpoint.checkpoints import checkpoint_state
 
 from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from geartrain import TrainingError
-from geartrain.whole_files import AppendedFile, remove_abandoned, replacing
+from geartrain.files.atomic import AppendedFile, remove_abandoned, replacing
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
 
 
 def test_a_process_that_is_killed_leaves_a_file_that_is_removed(tmp_path):
-    body = "import os, sys; from pathlib import Path; from geartrain.whole_files import replacing\n"
+    body = "import os, sys; from pathlib import Path; from geartrain.files.atomic import replacing\n"
     body += "with replacing(Path(sys.argv[1])) as file:\n    file.write(bytes(2**21))\n    os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", body, str(tmp_path / "last.ckpt")]).returncode == -9
     (left,) = tmp_path.iterdir()

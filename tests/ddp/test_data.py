@@ -11,7 +11,7 @@ from several_ranks import results, succeeded
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import geartrain as gt
-from geartrain.sharding import is_spare, set_epoch, shard
+from geartrain.data.sharding import is_spare, set_epoch, shard
 
 from .cases import Net, ddp, one_trainer, samples
 

@@ -38,10 +38,10 @@ def test_listing_plugins_works():
     "statement",
     [
         "import geartrain",
-        "import geartrain.registry; geartrain.registry.Registry()",
-        "import geartrain.devices",
+        "import geartrain.planning.registry; geartrain.planning.registry.Registry()",
+        "import geartrain.planning.devices",
         "import geartrain.hookspecs",
-        "import geartrain.run",
+        "import geartrain.loop.run",
         "from geartrain.commands import main; main(['plugins'])",
         "from geartrain.commands import main; main(['--help'])",
     ],
@@ -59,7 +59,7 @@ def test_a_package_is_written(kind, tmp_path):
 
 
 def test_an_unknown_name_is_answered_without_torch():
-    result = python("from geartrain.registry import Registry; Registry().find('strategy', 'sinlge')")
+    result = python("from geartrain.planning.registry import Registry; Registry().find('strategy', 'sinlge')")
     assert "Did you mean 'single'?" in result.stderr
 
 

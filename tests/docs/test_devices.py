@@ -7,7 +7,7 @@ import pytest
 
 import geartrain as gt
 from geartrain import UsageError
-from geartrain.devices import parse_devices
+from geartrain.planning.devices import parse_devices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
 KINDS = {"cuda": {"available": 4}, "mps": {"available": 4}, "cpu": {"available": 4, "indexed": False}}

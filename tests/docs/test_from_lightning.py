@@ -13,7 +13,7 @@ import torch
 
 import geartrain as gt
 from geartrain import accelerators, callbacks, loggers, strategies
-from geartrain.step import check_data, check_module
+from geartrain.loop.step_forwarder import check_data, check_module
 from geartrain_callbacks.callback import Adapter, Callback
 from geartrain_port import names
 

@@ -11,7 +11,7 @@ import geartrain as gt
 from geartrain import hookspecs
 from geartrain.commands import _COMMANDS
 from geartrain.commands.arguments import Names, build_parser
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name, thing in vars(hookspecs).items() if hasattr(thing, "geartrain_spec")]

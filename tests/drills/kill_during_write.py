@@ -30,8 +30,8 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     import geartrain as gt
-    from geartrain import whole_files
     from geartrain.callbacks import ModelCheckpoint
+    from geartrain.files import atomic as whole_files
 
     class Net(gt.Module):
         def __init__(self) -> None:

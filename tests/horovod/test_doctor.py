@@ -13,7 +13,7 @@ import pytest
 
 from geartrain import UsageError
 from geartrain.commands import doctor_software
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 from geartrain_doctor.findings import examine
 from geartrain_horovod import checks, installed
 from geartrain_horovod.installed import torch_version

@@ -71,7 +71,7 @@ def test_chosen_by_name_and_by_priority(metal, accelerator):
 
 
 def _installed(name):
-    from geartrain.registry import Registry
+    from geartrain.planning.registry import Registry
 
     return any(candidate.name == name for candidate in Registry().of("accelerator"))
 

@@ -10,18 +10,18 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from geartrain import _start  # noqa: F401 (reads where the program started, before it changes its folder)
-from geartrain import panel as _panel
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError
+from geartrain.errors import panel as _panel
 from geartrain.hookspecs import hookimpl, hookspec
+from geartrain.launch import start as _start  # noqa: F401 (reads where the program started, before it changes its folder)
 
 if TYPE_CHECKING:
     from geartrain.commands import cli
-    from geartrain.module import DataModule, Module
+    from geartrain.loop.run import Run, World
+    from geartrain.loop.seeding import seed_everything
+    from geartrain.module.module import DataModule, Module
     from geartrain.plan import Layout, Plan, PlanRequest
-    from geartrain.run import Run, World
-    from geartrain.seeding import seed_everything
     from geartrain.trainer import Trainer
     from geartrain_session import Session
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 # Public name -> the module that has it (and its name there, where users of Lightning know it by another).
 _LAZY = {
-    "DataModule": "geartrain.module",
+    "DataModule": "geartrain.module.module",
     "Fabric": "geartrain_session:Session",
     "Layout": "geartrain.plan",
-    "LightningDataModule": "geartrain.module:DataModule",
-    "LightningModule": "geartrain.module:Module",
-    "Module": "geartrain.module",
+    "LightningDataModule": "geartrain.module.module:DataModule",
+    "LightningModule": "geartrain.module.module:Module",
+    "Module": "geartrain.module.module",
     "Plan": "geartrain.plan",
     "PlanRequest": "geartrain.plan",
-    "Run": "geartrain.run",
+    "Run": "geartrain.loop.run",
     "Session": "geartrain_session",
     "Trainer": "geartrain.trainer",
-    "World": "geartrain.run",
+    "World": "geartrain.loop.run",
     "cli": "geartrain.commands",
-    "seed_everything": "geartrain.seeding",
+    "seed_everything": "geartrain.loop.seeding",
 }
 
 #: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
@@ -78,12 +78,12 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"geartrain.{name}")
     if name not in _LAZY:
-        from geartrain.hints import write_instead
+        from geartrain.errors.hints import write_instead
 
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}")
     module, _, attribute = _LAZY[name].partition(":")
     if module == "geartrain_session":
-        from geartrain.lazy_names import import_from
+        from geartrain.planning.lazy_exports import import_from
 
         value = getattr(import_from(module, f"geartrain.{name}"), attribute or name)
     else:

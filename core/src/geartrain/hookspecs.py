@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from geartrain.module import Module
+    from geartrain.loop.run import Run, World
+    from geartrain.module.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
-    from geartrain.run import Run, World
 
 hookspec = pluggy.HookspecMarker("geartrain")
 hookimpl = pluggy.HookimplMarker("geartrain")
@@ -168,7 +168,7 @@ def step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     Fired: once for each window of ``accumulate_grad_batches`` batches; the last window of an epoch may be shorter.
     Arguments: ``micro_batches`` on the device, as many as the window holds.
-    Default: ``geartrain.loop.train_step``; in manual optimisation one call of ``training_step``, which does the rest itself.
+    Default: ``geartrain.loop.fit.train_step``; in manual optimisation one call of ``training_step``, which does the rest itself.
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from geartrain.lazy_names import names, resolve
+from geartrain.planning.lazy_exports import names, resolve
 
 _HOMES = {"CSVLogger": "csv", "MLflow": "mlflow", "TensorBoard": "tensorboard", "WandB": "wandb"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geartrain.errors import UsageError, nearest
-from geartrain.hints import hint
+from geartrain.errors.hints import hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,22 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from geartrain.data import DataSource
+from geartrain.data.loaders import DataSource
+from geartrain.data.sharding import shard
 from geartrain.errors import TrainingError
-from geartrain.pickles import refusals
-from geartrain.process import is_connection, is_timeout
-from geartrain.process.environment import Place, detect
-from geartrain.process.failures import Failure, RankMonitor, judge, left_early
-from geartrain.process.launch import join, launch, reserve, threads, variables
-from geartrain.process.patience import Patience
-from geartrain.process.signals import hear_signals
-from geartrain.process.stopped import Stopped, is_stopped
-from geartrain.sharding import shard
+from geartrain.launch.cluster import Place, detect
+from geartrain.launch.failures import Failure, RankMonitor, judge, left_early
+from geartrain.launch.launch import join, launch, reserve, threads, variables
+from geartrain.launch.patience import Patience
+from geartrain.launch.pickling import refusals
+from geartrain.launch.reports import is_connection, is_timeout
+from geartrain.launch.signals import hear_signals
+from geartrain.launch.stopped_rank import Stopped, is_stopped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from geartrain.run import Run
+    from geartrain.loop.run import Run
 
 __all__ = [
     "Failure",

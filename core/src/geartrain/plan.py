@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
-from geartrain.parts import Choice, Part
+from geartrain.hooks.plugin_info import Choice, Part
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from geartrain.hooks import Hooks
+    from geartrain.hooks.manager import Hooks
     from geartrain.options import Options
 
 
@@ -57,7 +57,7 @@ class Plan:
     options: Options
     #: Samples in one batch of the training loader; ``None`` until the loader is known.
     loader_batch_size: int | None = None
-    #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.hparams`. Empty until they are known.
+    #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.module.hparams`. Empty until they are known.
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     #: The run's folder, or ``None``: what a plugin that writes there by default asks in ``check_plan``.
     output: Path | None = None

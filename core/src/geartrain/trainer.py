@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.assembly import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
-from geartrain.checkpoint import Start, best_checkpoints, find
-from geartrain.data import DataSource, loader_batch_size, read_loaders
+from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find
+from geartrain.data.loaders import DataSource, loader_batch_size, read_loaders
 from geartrain.errors import TrainingError, UsageError
-from geartrain.hints import write_instead
-from geartrain.hooks import Hooks
-from geartrain.hparams import hyperparameters
-from geartrain.module import DataModule, Module
-from geartrain.names import warn_of_others
+from geartrain.errors.hints import write_instead
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.spelling import warn_of_others
+from geartrain.launch.cluster import detect
+from geartrain.loop.run import Run
+from geartrain.loop.seeding import seed_everything
+from geartrain.loop.step_forwarder import check_data, check_module, refuse_automatic
+from geartrain.loop.worker import work
+from geartrain.loop.wrapped_module import as_module
+from geartrain.module.hparams import hyperparameters
+from geartrain.module.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
-from geartrain.placed import Placed
-from geartrain.plain import as_module
 from geartrain.plan import Plan, check_joins, complete
-from geartrain.process.environment import detect
-from geartrain.registry import Registry
-from geartrain.run import Run
-from geartrain.seeding import seed_everything
-from geartrain.step import check_data, check_module, refuse_automatic
-from geartrain.worker import work
+from geartrain.planning.components import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
+from geartrain.planning.rank_properties import Placed
+from geartrain.planning.registry import Registry
 
 
 class Trainer(Placed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from geartrain.lazy_names import forward
+from geartrain.planning.lazy_exports import forward
 
 if TYPE_CHECKING:
     from geartrain_tuner import *  # noqa: F403 (for type checkers and editors)

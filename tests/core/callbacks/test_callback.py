@@ -11,7 +11,7 @@ import pytest
 import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import Callback, EarlyStopping
-from geartrain.step import ModuleHooks
+from geartrain.loop.step_forwarder import ModuleHooks
 from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
 
 from ..models import EvalNet, Logging, Net, Own, fit, loader, trainer

@@ -6,7 +6,7 @@ from torch import nn
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
-from geartrain.checkpoint import checkpoint_state, save
+from geartrain.checkpoint.checkpoints import checkpoint_state, save
 
 from ..models import SGD, EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
 

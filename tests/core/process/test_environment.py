@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.process.environment import STARTED_BY, Place, detect, master, node_rank
+from geartrain.launch.cluster import STARTED_BY, Place, detect, master, node_rank
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from geartrain.process import ERROR_FILE, begin, report, stopped
-from geartrain.process.failures import Failure, RankMonitor, judge
-from geartrain.process.stopped import Stopped
+from geartrain.launch import stopped_rank as stopped
+from geartrain.launch.failures import Failure, RankMonitor, judge
+from geartrain.launch.reports import ERROR_FILE, begin, report
+from geartrain.launch.stopped_rank import Stopped
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 WAITED = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.process import forks
-from geartrain.process.forks import guard_forks, not_inherited
-from geartrain.process.signals import Interrupted, hear_signals
+from geartrain.launch import forks
+from geartrain.launch.forks import guard_forks, not_inherited
+from geartrain.launch.signals import Interrupted, hear_signals
 
 guard_forks()
 

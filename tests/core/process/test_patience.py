@@ -3,7 +3,7 @@
 import pytest
 
 import geartrain as gt
-from geartrain.process.patience import Patience
+from geartrain.launch.patience import Patience
 
 
 def test_defaults():

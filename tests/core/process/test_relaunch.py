@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.process import relaunch
+from geartrain.launch import rerun_command as relaunch
 
 #: Prints the command; as another rank, says so.
 ASK = """
 import os, subprocess, sys
-from geartrain.process import relaunch
+from geartrain.launch import rerun_command as relaunch
 if "AGAIN" in os.environ:
     print("again", sys.argv[1:], flush=True)
 else:
@@ -23,7 +23,7 @@ else:
         print("refused:", error, flush=True)
 """
 THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
-SESSION = "from geartrain.process import relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
+SESSION = "from geartrain.launch.reports import relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
 
 
 def python(*arguments, folder, stdin=""):

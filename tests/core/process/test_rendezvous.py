@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 
 from geartrain import TrainingError
-from geartrain.process import rendezvous
-from geartrain.process.environment import Place
+from geartrain.launch import rendezvous
+from geartrain.launch.cluster import Place
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from geartrain.process import ERROR_FILE, begin, failed_at, has_failed, is_telling, is_timeout, leave, report
-from geartrain.process.environment import STARTED_BY
+from geartrain.launch.cluster import STARTED_BY
+from geartrain.launch.reports import ERROR_FILE, begin, failed_at, has_failed, is_telling, is_timeout, leave, report
 
 
 @pytest.fixture(autouse=True)

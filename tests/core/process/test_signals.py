@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from geartrain.process import ERROR_FILE
-from geartrain.process.signals import Interrupted, hear_signals
+from geartrain.launch.reports import ERROR_FILE
+from geartrain.launch.signals import Interrupted, hear_signals
 
 from ..models import Net, fit
 

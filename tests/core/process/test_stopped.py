@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from geartrain.process import stopped
-from geartrain.process.stopped import Stopped
+from geartrain.launch import stopped_rank as stopped
+from geartrain.launch.stopped_rank import Stopped
 from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from geartrain.process import begin, leave, relaunch, report, workers
-from geartrain.process.signals import Interrupted
-from geartrain.process.stopped import is_stopped
-from geartrain.process.workers import Workers
+from geartrain.launch import rerun_command as relaunch
+from geartrain.launch import supervisor as workers
+from geartrain.launch.reports import begin, leave, report
+from geartrain.launch.signals import Interrupted
+from geartrain.launch.stopped_rank import is_stopped
+from geartrain.launch.supervisor import Workers
 from geartrain_testing.launching import HAS_PROC, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read 
 #: What a rank runs: the code in its variable DO.
 RANK = """
 import os, signal, sys, time
-from geartrain.process import report
+from geartrain.launch.reports import report
 
 def tell(error):
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from geartrain.hookspecs import hookimpl
-from geartrain.optim import parameters_of
-from geartrain.run import Run
+from geartrain.loop.optimizers import parameters_of
+from geartrain.loop.run import Run
 
 
 class GradientClipping:

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import checkpoint_file, parallel
-from geartrain.data import Through, moves_nothing
-from geartrain.hooks import does_nothing
+from geartrain import parallel
+from geartrain.checkpoint import files as checkpoint_file
+from geartrain.data.loaders import Through, moves_nothing
+from geartrain.hooks.manager import does_nothing
 from geartrain.hookspecs import hookimpl
-from geartrain.loop import train_step
+from geartrain.launch.reports import disconnect_if_failed
+from geartrain.loop.fit import train_step
+from geartrain.loop.run import Run, World
 from geartrain.plan import Layout, PlanRequest
-from geartrain.process import disconnect_if_failed
-from geartrain.run import Run, World
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, UsageError, nearest
-from geartrain.panel import TRACEBACK, panel, traceback_text
-from geartrain.registry import KNOWN, Registry
+from geartrain.errors.panel import TRACEBACK, panel, traceback_text
+from geartrain.planning.registry import KNOWN, Registry
 
 if TYPE_CHECKING:
     from geartrain.trainer import Trainer

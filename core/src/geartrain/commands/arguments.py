@@ -19,9 +19,9 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from geartrain.commands.target import Target, find_target
 from geartrain.errors import UsageError, nearest
-from geartrain.hints import hint
-from geartrain.paths import user_path
-from geartrain.registry import Registry, file_plugin, is_file
+from geartrain.errors.hints import hint
+from geartrain.files.paths import user_path
+from geartrain.planning.registry import Registry, file_plugin, is_file
 from geartrain.trainer import Trainer
 
 #: Options that may be given several times -> the key that holds their list.

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from geartrain.commands.arguments import read
 from geartrain.commands.target import Target
-from geartrain.hooks import Hooks
-from geartrain.parts import Choice
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.plugin_info import Choice
 from geartrain.plan import Plan
 from geartrain.trainer import Trainer
 

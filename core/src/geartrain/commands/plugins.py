@@ -8,7 +8,7 @@ import json
 import sys
 
 from geartrain.errors import UsageError
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 
 
 def command(name: str, argv: list[str]) -> None:

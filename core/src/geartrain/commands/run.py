@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain import predictions
-from geartrain.checkpoint import find
+from geartrain.checkpoint.checkpoints import find
 from geartrain.commands.arguments import read
 from geartrain.commands.target import Target
 from geartrain.errors import UsageError
-from geartrain.step import check_module
+from geartrain.loop import predictions
+from geartrain.loop.step_forwarder import check_module
 from geartrain.trainer import Trainer
 
 

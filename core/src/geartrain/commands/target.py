@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from geartrain.errors import UsageError, describe, nearest
-from geartrain.module import DataModule, Module
-from geartrain.registry import load_file
+from geartrain.module.module import DataModule, Module
+from geartrain.planning.registry import load_file
 
 Target = tuple[type[Module], type[DataModule] | None]
 

@@ -13,7 +13,7 @@ from importlib_metadata import EntryPoint, entry_points
 
 from geartrain import UsageError
 from geartrain.errors import nearest
-from geartrain.names import refuse_misspelt
+from geartrain.hooks.spelling import refuse_misspelt
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.

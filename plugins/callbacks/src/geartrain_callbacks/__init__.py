@@ -36,7 +36,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Only for names that are not here: those of Lightning's callbacks get what to write instead."""
-    from geartrain.hints import write_instead
+    from geartrain.errors.hints import write_instead
 
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):
         # An ImportError, because "from geartrain.callbacks import NAME" would replace the text of an AttributeError.

@@ -11,15 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError, nearest
+from geartrain.hooks.spelling import OF_PLUGINS, STATE, refuse_half_a_state, refuse_misspelt
 from geartrain.hookspecs import hookimpl
-from geartrain.names import OF_PLUGINS, STATE, refuse_half_a_state, refuse_misspelt
-from geartrain.run import Run, World
-from geartrain.step import IN_STEP, refuse_unrun
+from geartrain.loop.run import Run, World
+from geartrain.loop.step_forwarder import IN_STEP, refuse_unrun
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from geartrain.module import Module
+    from geartrain.module.module import Module
     from geartrain.trainer import Trainer
 
 #: Methods of Lightning's callbacks that geartrain would never call -> what to do instead.

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 
 from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.paths import is_url
+from geartrain.files.paths import is_url
 
 #: A name in braces, and after a colon how to write it.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.run import Run
+from geartrain.loop.run import Run
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import say, stop_together
 

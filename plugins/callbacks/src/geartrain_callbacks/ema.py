@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from geartrain.errors import UsageError
-from geartrain.evaluation import same_buffers
 from geartrain.hookspecs import hookimpl
-from geartrain.run import Run
+from geartrain.loop.evaluate import same_buffers
+from geartrain.loop.run import Run
 from geartrain_callbacks.stopping import say
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.run import Run
+from geartrain.loop.run import Run
 
 
 class LearningRateMonitor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geartrain.errors import UsageError, nearest
-from geartrain.run import Run
+from geartrain.loop.run import Run
 
 
 def check_mode(name: str, mode: str) -> None:

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.optim import about_to_step
+from geartrain.loop.optimizers import about_to_step
+from geartrain.loop.run import Run
 from geartrain.plan import Plan
-from geartrain.run import Run
 from geartrain_callbacks.norms import norms_of
 from geartrain_callbacks.stopping import say, stop_together
 

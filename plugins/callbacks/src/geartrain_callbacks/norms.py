@@ -9,8 +9,8 @@ import torch
 
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.optim import about_to_step
-from geartrain.run import Run
+from geartrain.loop.optimizers import about_to_step
+from geartrain.loop.run import Run
 
 
 class Norms:

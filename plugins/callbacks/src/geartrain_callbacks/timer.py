@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.run import Run
+from geartrain.loop.run import Run
 from geartrain_callbacks.stopping import say, stop_together
 
 #: How a limit may be given.

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.errors import TrainingError, UsageError
+from geartrain.files.atomic import AppendedFile, replacing
+from geartrain.files.paths import user_path
 from geartrain.hookspecs import hookimpl
-from geartrain.paths import user_path
+from geartrain.launch.cluster import detect, starts_rank_0
+from geartrain.loop.run import Run
 from geartrain.plan import Plan
-from geartrain.process.environment import detect, starts_rank_0
-from geartrain.run import Run
-from geartrain.whole_files import AppendedFile, replacing
 
 #: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from geartrain.errors import GeartrainError, UsageError, nearest
-from geartrain.registry import Registry
+from geartrain.planning.registry import Registry
 from geartrain_doctor import machine, network, processes, software
 from geartrain_doctor.findings import Finding, Section, examine
 

@@ -24,9 +24,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from geartrain.process import bootstrap, is_connection, report
-from geartrain.process.environment import Place, detect
-from geartrain.process.patience import Patience
+from geartrain.launch import bootstrap
+from geartrain.launch.cluster import Place, detect
+from geartrain.launch.patience import Patience
+from geartrain.launch.reports import is_connection, report
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -96,8 +97,8 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
         error, and the end of its output.
     """
-    from geartrain.process import rendezvous
-    from geartrain.process.signals import hear_signals
+    from geartrain.launch import rendezvous
+    from geartrain.launch.signals import hear_signals
 
     began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
@@ -129,7 +130,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 @contextmanager
 def _later() -> Iterator[None]:
     """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
-    from geartrain.process.signals import SIGNALS
+    from geartrain.launch.signals import SIGNALS
 
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
@@ -143,8 +144,8 @@ def _later() -> Iterator[None]:
 
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
-    from geartrain.process import ERROR_FILE
-    from geartrain.process.launch import variables
+    from geartrain.launch.launch import variables
+    from geartrain.launch.reports import ERROR_FILE
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
@@ -250,7 +251,7 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     import torch.distributed as dist
 
     from geartrain.errors import TrainingError
-    from geartrain.process import rendezvous
+    from geartrain.launch import rendezvous
 
     place = detect()
     assert place is not None

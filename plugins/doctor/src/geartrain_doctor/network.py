@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from geartrain.errors import UsageError
-from geartrain.process.environment import STARTED_BY, detect
+from geartrain.launch.cluster import STARTED_BY, detect
 from geartrain_doctor.findings import Section
 
 #: Seconds for a name server to answer, and for a connection within this machine.

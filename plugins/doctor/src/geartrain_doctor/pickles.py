@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from geartrain.commands.arguments import Request
-from geartrain.data import DataSource
+from geartrain.data.loaders import DataSource
 from geartrain.errors import UsageError
-from geartrain.module import DataModule, Module
-from geartrain.pickles import Dump, Refusal, plain_dump, refusals
-from geartrain.registry import Registry
+from geartrain.launch.pickling import Dump, Refusal, plain_dump, refusals
+from geartrain.module.module import DataModule, Module
+from geartrain.planning.registry import Registry
 from geartrain.trainer import Trainer
 from geartrain_doctor.findings import Section
 

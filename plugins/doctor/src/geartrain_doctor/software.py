@@ -16,9 +16,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
 from geartrain._version import __version__
-from geartrain.choosing import choose_accelerator
 from geartrain.errors import UsageError
-from geartrain.registry import KNOWN, Candidate, Registry
+from geartrain.planning.registry import KNOWN, Candidate, Registry
+from geartrain.planning.selection import choose_accelerator
 from geartrain_doctor.findings import Section
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from geartrain import Run, TrainingError, reductions
-from geartrain.metric_objects import is_metric
+from geartrain import Run, TrainingError
+from geartrain.metrics import reductions
+from geartrain.metrics.torchmetrics import is_metric
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
 
 

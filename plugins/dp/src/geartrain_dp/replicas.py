@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from geartrain import Run, TrainingError
-from geartrain.data import map_tensors, move
-from geartrain.step import Step
+from geartrain.data.loaders import map_tensors, move
+from geartrain.loop.step_forwarder import Step
 from geartrain_dp.combine import combine
 from geartrain_dp.logs import PartLogs
 from geartrain_dp.metrics import PartMetrics, refuse_metrics

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, hookimpl
-from geartrain.module import overridden
-from geartrain.step import Step
+from geartrain.loop.step_forwarder import Step
+from geartrain.module.module import overridden
 from geartrain_dp.replicas import Replicas
 
 

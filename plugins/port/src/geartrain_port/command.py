@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from geartrain.errors import GeartrainError, TrainingError, UsageError
-from geartrain.paths import user_path
-from geartrain.whole_files import replacing
+from geartrain.files.atomic import replacing
+from geartrain.files.paths import user_path
 from geartrain_port import Ported, port
 
 

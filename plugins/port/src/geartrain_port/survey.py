@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from geartrain.step import _NOT_CALLED, _NOT_CALLED_OF_DATA
+from geartrain.loop.step_forwarder import _NOT_CALLED, _NOT_CALLED_OF_DATA
 from geartrain_callbacks.callback import NOT_CALLED
 from geartrain_port import Left, names
 

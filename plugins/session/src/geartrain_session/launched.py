@@ -13,16 +13,16 @@ from typing import Any, Self, cast
 
 import torch
 
-from geartrain.assembly import Asked, assemble, core_parts, recipes, remake, reserved_folder
 from geartrain.errors import UsageError, nearest
-from geartrain.hooks import Hooks, fire
+from geartrain.hooks.manager import Hooks, fire
+from geartrain.launch.cluster import detect
+from geartrain.loop.run import Run
+from geartrain.loop.seeding import seed_everything
 from geartrain.options import Options
-from geartrain.placed import Placed
 from geartrain.plan import check_joins, complete
-from geartrain.process.environment import detect
-from geartrain.registry import Registry
-from geartrain.run import Run
-from geartrain.seeding import seed_everything
+from geartrain.planning.components import Asked, assemble, core_parts, recipes, remake, reserved_folder
+from geartrain.planning.rank_properties import Placed
+from geartrain.planning.registry import Registry
 from geartrain.trainer import Trainer
 from geartrain_session.models import SessionModel
 from geartrain_session.working import Models, Stay, Work, check_hooks, hyperparameters_of, let_go

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.data import close_batches, map_tensors
+from geartrain.data.loaders import close_batches, map_tensors
+from geartrain.data.sharding import is_spare, set_epoch
 from geartrain.errors import UsageError
-from geartrain.sharding import is_spare, set_epoch
 
 if TYPE_CHECKING:
-    from geartrain.run import Run
+    from geartrain.loop.run import Run
     from geartrain_session.session import Session
 
 

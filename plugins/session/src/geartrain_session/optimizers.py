@@ -10,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from geartrain.errors import TrainingError, UsageError
-from geartrain.optim import mean_over_ranks
+from geartrain.loop.optimizers import mean_over_ranks
 
 if TYPE_CHECKING:
-    from geartrain.run import Run
+    from geartrain.loop.run import Run
     from geartrain_session.models import SessionModel
     from geartrain_session.session import Session
 

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.data import count_batches
+from geartrain.data.loaders import count_batches
 from geartrain.errors import UsageError
-from geartrain.hints import write_instead
-from geartrain.module import Module
-from geartrain.optim import needs_closure, parameters_of
-from geartrain.process.forks import share_temporary_folder
-from geartrain.run import Run
-from geartrain.step import STEPS
-from geartrain.worker import compare_with_rank_0
+from geartrain.errors.hints import write_instead
+from geartrain.launch.forks import share_temporary_folder
+from geartrain.loop.optimizers import needs_closure, parameters_of
+from geartrain.loop.run import Run
+from geartrain.loop.step_forwarder import STEPS
+from geartrain.loop.worker import compare_with_rank_0
+from geartrain.module.module import Module
 from geartrain_session.models import Called, SessionLoader, SessionModel
 from geartrain_session.optimizers import Step, Stepper, session_optimizer, stepper_of
 from geartrain_session.together import Together

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from geartrain.data import not_plain
+from geartrain.data.loaders import not_plain
 from geartrain.errors import TrainingError, UsageError
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from geartrain.checkpoint import save
-from geartrain.data import map_tensors
+from geartrain.checkpoint.checkpoints import save
+from geartrain.data.loaders import map_tensors
 from geartrain.errors import UsageError
-from geartrain.hooks import fire
-from geartrain.logs import check_name, scalar
-from geartrain.paths import user_path
-from geartrain.seeding import seed_everything
-from geartrain.syncing import Share, Spec, sync
+from geartrain.files.paths import user_path
+from geartrain.hooks.manager import fire
+from geartrain.loop.seeding import seed_everything
+from geartrain.metrics.store import check_name, scalar
+from geartrain.metrics.sync import Share, Spec, sync
 from geartrain_session import state as states
 from geartrain_session.launched import Launched
 

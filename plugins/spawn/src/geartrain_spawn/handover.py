@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.data import map_tensors
-from geartrain.logs import Logs
-from geartrain.optim import read_optimizers
-from geartrain.parts import Part, state_of
+from geartrain.data.loaders import map_tensors
+from geartrain.hooks.plugin_info import Part, state_of
+from geartrain.loop.optimizers import read_optimizers
+from geartrain.metrics.store import Logs
 
 if TYPE_CHECKING:
-    from geartrain.module import Module
-    from geartrain.run import Run
+    from geartrain.loop.run import Run
+    from geartrain.module.module import Module
 
 #: What nn.Module itself keeps in a module's ``__dict__``; of it only these travel as attributes.
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}

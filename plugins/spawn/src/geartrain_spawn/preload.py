@@ -6,7 +6,7 @@ import os
 
 import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first one is made)
 
-import geartrain.builtin.progress  # noqa: F401
+import geartrain.builtin.progress.progress  # noqa: F401
 import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
 

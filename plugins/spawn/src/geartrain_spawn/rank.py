@@ -84,7 +84,7 @@ class Job:
     answer: AnonymousFile
     #: Where its output goes; ``None`` for the starter's own.
     log: Path | None
-    #: Where its error is told; see ``geartrain.process.report``.
+    #: Where its error is told; see ``geartrain.launch.reports.report``.
     error_file: Path
     #: ``None`` in a fork, which has them.
     surroundings: Surroundings | None

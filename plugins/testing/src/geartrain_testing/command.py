@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.registry import Candidate, Registry
+from geartrain.planning.registry import Candidate, Registry
 
 _SUITE = '''\
 """What `geartrain conformance` runs; the same can stand among a plugin's tests."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from geartrain.registry import Candidate, Registry
+from geartrain.planning.registry import Candidate, Registry
 from geartrain.trainer import Trainer
 from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.launching import Launched, free_port

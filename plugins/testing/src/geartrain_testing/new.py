@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from geartrain.errors import UsageError, nearest
-from geartrain.paths import user_path
-from geartrain.registry import KNOWN, Registry
+from geartrain.files.paths import user_path
+from geartrain.planning.registry import KNOWN, Registry
 
 #: One folder a kind: a whole package called ``mine``, which is written with another name in place of that.
 _TEMPLATES = Path(__file__).with_name("templates")

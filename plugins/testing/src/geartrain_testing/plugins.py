@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from geartrain.data import DataSource
+from geartrain.data.loaders import DataSource
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.module import Module
+from geartrain.module.module import Module
 from geartrain.trainer import Trainer
 from geartrain_callbacks.callback import Callback
 from geartrain_testing.nets import Net, samples

@@ -13,11 +13,11 @@ from torch import nn
 
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.optim import about_to_step
+from geartrain.launch.cluster import Place
+from geartrain.loop.optimizers import about_to_step
+from geartrain.loop.run import Run, World
 from geartrain.parallel import belongings, refusals, refuse_unequal
 from geartrain.plan import Layout, Plan, PlanRequest
-from geartrain.process.environment import Place
-from geartrain.run import Run, World
 from geartrain_testing.turns import Turns
 
 

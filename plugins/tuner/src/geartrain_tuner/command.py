@@ -15,9 +15,9 @@ from rich.table import Table
 from geartrain.commands.arguments import Request, read
 from geartrain.commands.target import Target
 from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.step import check_module
+from geartrain.files.atomic import write
+from geartrain.loop.step_forwarder import check_module
 from geartrain.trainer import Trainer
-from geartrain.whole_files import write
 from geartrain_tuner import LRFinder, Tuner
 from geartrain_tuner.tuner import learning_rate_of, owners_of
 

@@ -11,10 +11,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from geartrain import hookspecs
 from geartrain._version import __version__
-from geartrain.assembly import core_parts
 from geartrain.errors import UsageError
-from geartrain.hooks import Hooks
-from geartrain.parts import Choice, Part
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.planning.components import core_parts
 from geartrain.trainer import Trainer
 
 

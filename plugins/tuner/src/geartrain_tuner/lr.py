@@ -16,7 +16,7 @@ import torch
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hookspecs import hookimpl
-from geartrain.run import Run
+from geartrain.loop.run import Run
 from geartrain_tuner.chart import chart
 
 #: How much of the average of losses each step keeps.

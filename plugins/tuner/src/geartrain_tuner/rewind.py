@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from geartrain.hparams import HyperParameters
-from geartrain.module import DataModule
-from geartrain.sharding import generators
+from geartrain.data.sharding import generators
+from geartrain.module.hparams import HyperParameters
+from geartrain.module.module import DataModule
 
 #: Puts one thing back as it was when this was made, and returns it; may be called several times.
 _Rewinder = Callable[[], Any]

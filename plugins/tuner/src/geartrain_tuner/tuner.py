@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from geartrain.data import DataSource
+from geartrain.data.loaders import DataSource
 from geartrain.errors import TrainingError, UsageError
-from geartrain.module import DataModule, Module, overridden
-from geartrain.step import check_data, check_module
+from geartrain.loop.step_forwarder import check_data, check_module
+from geartrain.module.module import DataModule, Module, overridden
 from geartrain.trainer import Trainer
 from geartrain_tuner.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
 from geartrain_tuner.finder import check, finder, left_out, tell

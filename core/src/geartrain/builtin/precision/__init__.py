@@ -1,0 +1,1 @@
+"""Precisions: which floating-point format the step methods compute in."""

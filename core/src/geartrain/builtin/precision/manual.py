@@ -1,0 +1,136 @@
+"""16-mixed in manual optimisation, where each optimizer is stepped by itself, in any order and any number of times a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from geartrain.builtin.precision.precision import SKIPPED, ScaledPrecision
+from geartrain.errors import TrainingError
+from geartrain.hookspecs import hookimpl
+from geartrain.loop.manual.optimisation import changed_since, gradients_now
+from geartrain.loop.optimizers import parameters_of
+from geartrain.loop.run import Run
+
+
+class _Now(Enum):
+    """What an optimizer's gradients are; where it has no entry, scaled."""
+
+    UNSCALED = auto()
+    #: Scaled down, and some were not finite.
+    OVERFLOWED = auto()
+    #: A scaled part was added to unscaled ones.
+    MIXED = auto()
+
+
+class ManuallyScaledPrecision(ScaledPrecision):
+    """Scales each loss up in ``manual_backward``, and an optimizer's gradients down when it is clipped or stepped.
+
+    The scale changes between batches only, and gradients that wait for a later batch's step change with it: torch's scaler, which
+    changes it for all optimizers at once, would make the waiting ones wrong.
+    """
+
+    @hookimpl(wrapper=True)
+    def wrap_model(self, run: Run) -> Generator[None, nn.Module, nn.Module]:
+        self._seen = set[int]()
+        self._usual = torch.amp.GradScaler(run.device.type)
+        self._scale, self._clean, self._batch = self._usual.get_scale(), 0, run.step
+        self._overflowed = self._any_step = False
+        self._now = dict[Optimizer, _Now]()
+        self._scalers = dict[Optimizer, torch.amp.GradScaler]()
+        return (yield)
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        assert run.manual is not None
+        run.manual.on_cleared = self._forget
+
+    @hookimpl
+    def backward(self, run: Run, loss: torch.Tensor) -> None:  # type: ignore[override]  # hooks are called by name
+        assert run.manual is not None
+        if run.step != self._batch:
+            self._adjust(run)
+        for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:
+            self._forget(optimizer)  # cleared past its zero_grad
+        before = {optimizer: gradients_now(parameters_of([optimizer])) for optimizer in self._now}
+        (loss * self._scale).backward(**run.manual.options)  # type: ignore[no-untyped-call]
+        for optimizer, was in before.items():
+            if any(changed_since(parameters_of([optimizer]), was)):
+                self._now[optimizer] = _Now.MIXED  # an error only if they are stepped on: another loss may leave its trace here
+
+    @hookimpl(wrapper=True)
+    def reduce_gradients(self, run: Run) -> Generator[None, None, None]:
+        yield
+        for optimizer in run.optimizers:
+            if any(p.grad is not None for p in parameters_of([optimizer])):
+                self._unscale(run, optimizer)
+
+    @hookimpl
+    def optimizer_step(  # type: ignore[override]  # hooks are called by name
+        self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
+    ) -> bool:
+        if closure is not None:
+            raise TrainingError(f"{self._label} cannot skip steps that have a closure. Fix: --precision bf16-mixed or 32")
+        scaler = self._scalers.pop(optimizer, None)
+        if scaler is None or all(p.grad is None for p in parameters_of([optimizer])):
+            if self._now.get(optimizer) is _Now.OVERFLOWED:
+                return False
+            optimizer.step()
+            return True
+        self._stepped = False
+        note = optimizer.register_step_pre_hook(self._note)
+        try:
+            scaler.step(optimizer)  # the CPU waits for the device here
+        finally:
+            note.remove()
+        self._any_step = True
+        if not self._stepped:
+            self._overflowed, self._now[optimizer] = True, _Now.OVERFLOWED
+            run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        return self._stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self._scale, "clean": self._clean, "batch": self._batch, "overflowed": self._overflowed, "stepped": self._any_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this scale."""
+        self._scale, self._clean, self._batch = state["scale"], state["clean"], state["batch"]
+        self._overflowed, self._any_step = state["overflowed"], state["stepped"]
+
+    def _unscale(self, run: Run, optimizer: Optimizer) -> None:
+        now = self._now.get(optimizer)
+        if now is _Now.MIXED:
+            raise TrainingError(
+                f"{self._label}: {type(optimizer).__name__} has gradients that were scaled down already, with new ones on top. "
+                "Fix: its zero_grad() before manual_backward, and clip_gradients() after the last manual_backward before its step()"
+            )
+        if now is None:
+            scaler = torch.amp.GradScaler(run.device.type, init_scale=self._scale)
+            scaler.scale(torch.zeros((), device=run.device))  # it makes its tensors when it first scales
+            scaler.unscale_(optimizer)
+            self._scalers[optimizer], self._now[optimizer] = scaler, _Now.UNSCALED
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        self._now.pop(optimizer, None)
+        self._scalers.pop(optimizer, None)
+
+    def _adjust(self, run: Run) -> None:
+        """In a new batch: a smaller scale after an overflow, a larger one after many batches without."""
+        before, usual = self._scale, self._usual
+        if self._overflowed:
+            self._scale, self._clean = before * usual.get_backoff_factor(), 0
+        elif self._any_step:
+            self._clean += 1
+            if self._clean == usual.get_growth_interval():
+                self._scale, self._clean = before * usual.get_growth_factor(), 0
+        self._batch, self._overflowed, self._any_step = run.step, False, False
+        if self._scale != before:
+            for optimizer in run.optimizers:
+                for parameter in parameters_of([optimizer]):
+                    if optimizer not in self._now and parameter.grad is not None:
+                        parameter.grad.mul_(self._scale / before)  # a power of two: nothing is rounded

@@ -1,0 +1,1 @@
+"""The progress bar and the closing table."""

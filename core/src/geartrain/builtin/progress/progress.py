@@ -1,0 +1,187 @@
+"""The plugin that shows progress, and the closing table."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from geartrain.builtin.progress.bars import Count, Display, Lines, display, metrics_text
+from geartrain.data.loaders import Through
+from geartrain.hookspecs import hookimpl
+from geartrain.loop.run import Run
+
+
+class ProgressBar:
+    """Shows rank 0's progress on standard error and the closing table on standard output."""
+
+    harmless = True
+
+    def __init__(self) -> None:
+        self._display: Display | None = None
+        #: What runs now, outermost first: an epoch, and an evaluation inside it.
+        self._counts: list[Count] = []
+        #: When to show it next; asked after every step, so that it is all that a step costs.
+        self._due = math.inf
+        #: All loaders of an evaluation.
+        self._whole = Count("", None, 0.0)
+        self._started, self._first_step = 0.0, 0
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._counts, self._due, self._started = [], math.inf, time.monotonic()
+        if run.world.rank == 0:
+            self._display = display(Console(stderr=True))
+
+    # --- training --------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_epoch_start(self, run: Run) -> None:
+        if self._display is not None:
+            now = time.monotonic()
+            self._counts = [Count(_epoch(run), _batches_in_epoch(run), now, "steps")]
+            self._first_step = run.step
+            self._due = now + self._display.pause
+
+    @hookimpl
+    def on_step_end(self, run: Run) -> None:
+        if time.monotonic() >= self._due:
+            self._count_epoch(run)
+            self._show(run)
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        if self._display is None:
+            return
+        self._count_epoch(run)
+        if isinstance(self._display, Lines):
+            (epoch,), shown = self._counts, {**run.logs.prog_bar, **run.logs.logged}
+            self._display.say([f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)])
+        else:
+            self._show(run)
+        self._due = math.inf
+
+    def _count_epoch(self, run: Run) -> None:
+        self._counts[0].done, self._counts[0].steps = run.batch_idx, run.step - self._first_step
+
+    # --- evaluation ------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_validation_start(self, run: Run) -> None:
+        if self._display is not None:
+            self._whole = Count(run.stage, None, time.monotonic())
+            if self._counts:
+                self._count_epoch(run)
+                self._counts[0].paused = self._whole.began
+
+    @hookimpl(wrapper=True)
+    def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
+        """Count what an evaluation takes from its loader; a training step is counted by the loop."""
+        batches = yield
+        if self._display is None or run.stage == "train":
+            return batches
+        self._end_loader()
+        count = Count(_evaluation(run), _batches_to_evaluate(run), time.monotonic())
+        self._counts.append(count)
+        if isinstance(self._display, Lines):
+            self._due = count.began + self._display.pause
+        else:
+            self._show(run)
+
+        def taken(batch: Any) -> Any:
+            if time.monotonic() >= self._due:
+                self._show(run)
+            count.done += 1  # the one that is taken now is not done, so it does not show yet
+            return batch
+
+        return Through(batches, loader, taken)
+
+    @hookimpl
+    def on_validation_end(self, run: Run) -> None:
+        if self._display is None:
+            return
+        asked_for, draws = run.command == run.stage, not isinstance(self._display, Lines)
+        if asked_for and draws:
+            self._show(run)
+        self._end_loader()
+        if asked_for and isinstance(self._display, Lines):
+            shown = {**run.logs.prog_bar, **run.logs.logged}
+            self._display.say([f"{run.stage}: {self._whole.batches()} batches", self._whole.rate(), metrics_text(shown)])
+        if self._counts:
+            self._counts[0].go_on()
+        if not asked_for and draws:
+            self._show(run)
+
+    def _end_loader(self) -> None:
+        if self._counts and self._counts[-1].unit == "batches":
+            self._whole.done += self._counts.pop().done
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        self._stop()
+        if run.world.rank == 0 and run.command != "predict":
+            self._table(run)
+
+    @hookimpl(wrapper=True)
+    def on_exception(self) -> Generator[None, Any, Any]:
+        self._stop()  # before all others: one that raises would leave the terminal without its cursor
+        return (yield)
+
+    def _show(self, run: Run) -> None:
+        assert self._display is not None
+        try:
+            self._display.show(self._counts, run.logs.prog_bar)
+        except OSError:  # the terminal is gone; what runs in it goes on
+            with suppress(OSError):
+                self._stop()
+        self._due = math.inf if self._display is None else time.monotonic() + self._display.pause
+
+    def _stop(self) -> None:
+        shown, self._display, self._due = self._display, None, math.inf
+        if shown is not None:
+            shown.stop()
+
+    def _table(self, run: Run) -> None:
+        table = Table("metric", "value")
+        for name, value in sorted(run.metrics.items()):
+            table.add_row(Text(name), f"{value:.6g}")  # a name with brackets is no markup
+        console = Console()
+        done = f"{run.step} steps, {run.epoch} epochs, " if run.command == "fit" else ""
+        console.print(f"{run.command}: {done}{time.monotonic() - self._started:.1f} s", highlight=False)
+        if run.metrics:
+            console.print(table)
+
+
+def _epoch(run: Run) -> str:
+    last = run.plan.options.max_epochs
+    return f"epoch {run.epoch + 1}" + (f"/{last}" if last > 0 else "")
+
+
+def _evaluation(run: Run) -> str:
+    """What is evaluated, and which of several loaders."""
+    loaders = len(run.loaders["validate" if run.stage == "sanity_check" else run.stage])
+    return run.stage.replace("_", " ") + (f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else "")
+
+
+def _batches_in_epoch(run: Run) -> int | None:
+    """Batches until the epoch ends, or training before it."""
+    options, total = run.plan.options, run.batches["train"][0]
+    if options.max_steps == -1:
+        return total
+    last = (options.max_steps - run.step) * options.accumulate_grad_batches
+    return last if total is None else min(total, last)
+
+
+def _batches_to_evaluate(run: Run) -> int | None:
+    if run.stage != "sanity_check":
+        return run.batches[run.stage][run.dataloader_idx]
+    total, limit = run.batches["validate"][run.dataloader_idx], run.plan.options.num_sanity_val_steps
+    return total if limit == -1 else limit if total is None else min(total, limit)

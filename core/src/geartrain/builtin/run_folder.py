@@ -1,0 +1,171 @@
+"""The run's folder, ``output=DIR``: plan.json, metrics.jsonl, summary.json and last.ckpt."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save
+from geartrain.errors import TrainingError, UsageError
+from geartrain.files.atomic import AppendedFile, remove_abandoned, write
+from geartrain.files.folder_lock import locked
+from geartrain.hookspecs import hookimpl
+from geartrain.loop.run import Run
+from geartrain.plan import Plan
+
+
+class RunFolder:
+    """Writes what a run decided, logged and ended with. Rank 0 writes.
+
+    Args:
+        path: the folder; created if it does not exist.
+        first: True in the process that starts the run as rank 0. It must find no other run there, unless it resumes that run; the
+            other ranks find the run that it began.
+
+    Raises:
+        UsageError: it is a file; or, by ``check_plan`` and ``reserved``, another run uses it or has left its files.
+    """
+
+    def __init__(self, path: Path, first: bool = True) -> None:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"output={str(path)!r} is not a folder.")
+        self.path, self._first = path, first
+        #: True after the first run of this object: later ones continue in the folder that it began.
+        self._began = False
+        self._metrics: AppendedFile | None = None
+        self._started = 0.0
+        self._last: dict[str, float] = {}
+
+    @hookimpl
+    def find_checkpoint(self, which: str) -> list[Path]:
+        if which == "any":
+            return sorted((self.path / "checkpoints").rglob("*.ckpt"))
+        return [self.path / LAST] if which == "last" else []
+
+    @contextmanager
+    def reserved(self, resumes: bool = False) -> Iterator[None]:
+        """Keep other runs out of the folder until the block ends, in which a run of this object starts and ends.
+
+        Raises:
+            UsageError: another run uses it, or has left its files and is not resumed.
+        """
+        if not self._first:
+            yield
+            return
+        with locked(self.path):
+            self._refuse_other_run(resumes)  # under the lock: of two runs that start in a new folder only one passes
+            began, before = self._began, _changed(self.path / "plan.json")
+            self._began = True
+            try:
+                yield
+            except BaseException as error:
+                if _changed(self.path / "plan.json") != before:
+                    self._correct_summary(error)
+                else:
+                    self._began = began  # nothing started: the folder still belongs to the run that it held
+                raise
+
+    @hookimpl
+    def check_plan(self, plan: Plan) -> None:
+        if self._first:
+            self._refuse_other_run(plan.resumes)
+
+    def _refuse_other_run(self, resumes: bool) -> None:
+        if not self._began and not resumes and (self.path / "plan.json").exists():
+            raise UsageError(
+                f"output={str(self.path)!r} holds a run already, and nothing is overwritten. Fix: another folder, or remove this one; "
+                "or resume that run: fit(..., ckpt_path='last'), on the command line --resume"
+            )
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        self._started = time.monotonic()
+        if run.world.rank == 0:
+            for kind in (".ckpt", ".csv", ".json", ".pt"):
+                remove_abandoned(self.path, kind)
+            with suppress(OSError):  # then plan.json cannot be written either, and that error says what to do
+                (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
+            _write_json(self.path / "plan.json", run.plan.as_dict())
+            self._metrics = AppendedFile(self.path / "metrics.jsonl")
+
+    @hookimpl
+    def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        if self._metrics is not None:
+            line = {"step": step, "epoch": run.epoch, "stage": run.stage, **_writable(metrics)}
+            self._metrics.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        self._close(run, {"status": "done"})
+
+    @hookimpl(wrapper=True)
+    def on_exception(self, run: Run, error: BaseException) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        finally:  # also if another plugin raises
+            self._close(run, _failure(error))
+
+    def _correct_summary(self, error: BaseException) -> None:
+        """Let summary.json name the error that the caller gets. Rank 0 wrote the error that it saw, which may only be the connection
+        that a failed rank closed, or nothing if it was killed."""
+        path = self.path / "summary.json"
+        try:
+            written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            _write_json(path, {**written, **_failure(error)})
+        except (OSError, ValueError, TrainingError) as second:
+            error.add_note(f"and then: summary.json could not be written: {second}")
+
+    def _close(self, run: Run, outcome: dict[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.close()
+        self._metrics = None
+        self._last |= run.reported
+        seconds = round(time.monotonic() - self._started, 3)
+        summary = {
+            **outcome,
+            "command": run.command,
+            "seconds": seconds,
+            "steps": run.step,
+            "epochs": run.epoch,
+            "metrics": _writable(self._last),
+        }
+        _write_json(self.path / "summary.json", summary)
+
+
+class LastCheckpoint:
+    """Writes the run folder's last.ckpt after each epoch. Every rank's business.
+
+    A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
+    """
+
+    @hookimpl(wrapper=True)
+    def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
+        results = yield
+        if run.output is not None:
+            save(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
+        return results
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    return {"status": status, "error": f"{type(error).__name__}: {error}"}
+
+
+def _changed(path: Path) -> int | None:
+    """Return when a file was written, in nanoseconds; ``None`` if it does not exist."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN and no infinity: they are written as strings, ``"nan"`` and ``"inf"``."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+
+
+def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    write(path, f"{json.dumps(facts, indent=2)}\n")

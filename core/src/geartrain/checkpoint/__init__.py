@@ -1,0 +1,1 @@
+"""Checkpoints: what one holds, its file, and how a fit resumes."""

@@ -1,0 +1,128 @@
+"""A checkpoint's file: what ``torch.save`` writes, and behind it a digest of its bytes, so that a damaged file is never loaded.
+
+The digest is the comment of the ZIP archive: ``torch.load`` and ``unzip`` read the file as any other. torch's own checksums do not help:
+``torch.load`` does not compare them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.files.atomic import replacing
+
+#: The comment is this and the SHA-256, in hexadecimal digits, of the archive as it is without a comment.
+_MARK = b"geartrain sha256 "
+_COMMENT = len(_MARK) + 64
+#: The end of an archive without a comment: this, 16 bytes, and two for the length of the comment.
+_END, _END_SIZE = b"PK\5\6", 22
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint with its digest, whole or not at all.
+
+    Raises:
+        TrainingError: the disk is full, or the folder cannot be written to.
+    """
+    with replacing(path) as file:
+        hashing = _Hashing(file)
+        torch.save(state, hashing)  # type: ignore[arg-type]  # it needs these two methods alone
+        file.seek(-2, os.SEEK_END)
+        file.write(_COMMENT.to_bytes(2, "little") + _MARK + hashing.digest.hexdigest().encode())
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, or a file of ``torch.save`` that geartrain did not write. Runs no code.
+
+    Raises:
+        UsageError: there is no such file.
+        TrainingError: it is damaged, or no checkpoint.
+    """
+    is_whole = check(path)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's own words advise to read it with code
+        raise TrainingError(
+            f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, damaged, or holds more than "
+            "tensors and plain values. Fix: another file"
+        ) from error
+    if not is_whole and isinstance(state, dict) and "geartrain" in state:
+        raise TrainingError(
+            f"{path} is damaged, or was saved again by another program: it is a checkpoint of geartrain without its digest. "
+            "Fix: another file; a file of your own weights is torch.save({'model': ...}), without the key 'geartrain'"
+        )
+    return state
+
+
+def check(path: Path) -> bool:
+    """Compare a file's bytes with its digest. Return ``False`` if it has none because geartrain did not write it.
+
+    Raises:
+        UsageError: there is no such file.
+        TrainingError: it is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            return _check(file, path)
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
+    except OSError as error:
+        raise TrainingError(f"{path} could not be read: {error.strerror}. Fix: another file") from error
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Return what a ``fit`` saved to resume from. Reads no tensors and compares no digest. Empty if the file cannot be read as such."""
+    with suppress(Exception):  # a file of the user's may be anything
+        fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
+        progress(fit)  # raises if it is something else
+        return dict(fit)
+    return {}
+
+
+def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
+    """Return how far a run was: epochs, steps, and batches of the epoch."""
+    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])  # a damaged file may hold anything
+
+
+def _check(file: IO[bytes], path: Path) -> bool:
+    begin = file.read(4)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _COMMENT - _END_SIZE))
+    tail = file.read()
+    end, comment = tail[:_END_SIZE], tail[_END_SIZE:]
+    if end[:4] == _END and comment.startswith(_MARK) and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little"):
+        digest = hashlib.sha256()
+        file.seek(0)
+        left, buffer = size - _COMMENT - 2, memoryview(bytearray(2**20))
+        while left:
+            count = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
+            if not count:
+                break
+            digest.update(buffer[:count])
+            left -= count
+        digest.update(bytes(2))
+        if digest.hexdigest().encode() == comment[len(_MARK) :]:
+            return True
+    elif tail.strip(b"\0") and _MARK not in tail and (begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2))):
+        return False  # no archive, or one that ends as torch.save ends it; a power cut leaves zeros
+    raise TrainingError(
+        f"{path} is damaged: its bytes are not those that were saved. Fix: another file; 'last' and 'auto' take the newest whole one"
+    )
+
+
+class _Hashing:
+    """A file for ``torch.save`` that computes the digest of the bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)

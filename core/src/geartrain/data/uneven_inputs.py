@@ -1,0 +1,81 @@
+"""How many times each rank calls its step: as often as the others, or collectives in it would wait for ever."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from geartrain.data.loaders import length
+from geartrain.errors import TrainingError
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+#: In place of a batch where a rank has run out.
+_OUT = object()
+
+
+def is_sure(loader: Any) -> bool:
+    """Whether a loader's length is what it will give: an IterableDataset's is an estimate, if it has one."""
+    return not isinstance(getattr(loader, "dataset", None), IterableDataset) and length(loader) is not None
+
+
+def while_all_have(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches to train on until the first rank has run out, where no rank can know that beforehand: one small collective a batch."""
+    iterator = iter(batches)
+    while True:
+        batch = next(iterator, _OUT)
+        out = _who(run, batch is _OUT)
+        if out:
+            if len(out) < run.world.size:
+                warnings.warn(
+                    f"the training loaders of ranks {out} have run out before the others': the epoch ends on all ranks", stacklevel=2
+                )
+            return
+        yield batch
+
+
+def while_any_has(run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, bool]]:
+    """Yield batches to evaluate, each with True if this rank has used its ``limit`` or run out and repeats its last; one small collective
+    a batch.
+
+    Raises:
+        TrainingError: this rank never had one that it could repeat.
+    """
+    iterator, last, done = islice(batches, None if limit is None else max(limit, 1)), _OUT, 0
+    while True:
+        batch = next(iterator, _OUT)
+        repeats = batch is _OUT or done == limit
+        if len(_who(run, repeats)) == run.world.size:
+            return
+        last = last if batch is _OUT else batch
+        if last is _OUT:
+            raise TrainingError(
+                f"the loader to {run.stage} gives rank {run.world.rank} no batch, and others some. Fix: give each rank one at least"
+            )
+        done += 1
+        yield last, repeats
+
+
+def repeated(batches: Iterable[Any], limit: int | None, rounds: int | None) -> Iterator[tuple[Any, bool]]:
+    """This rank's ``limit`` batches, and then the last again until every rank had its ``rounds``; each with whether it is again."""
+    if limit == rounds or limit is None or rounds is None:
+        yield from ((batch, False) for batch in islice(batches, limit))
+        return
+    batch, done = None, 0
+    for batch in islice(batches, max(limit, 1)):
+        done += 1
+        yield batch, done > limit
+    for _ in range(rounds - done):
+        yield batch, True
+
+
+def _who(run: Run, out: bool) -> list[int]:
+    """The ranks that have run out."""
+    table = run.hooks.log_sync(run=run, values=torch.tensor([out], dtype=torch.float64))
+    return [rank for rank, value in enumerate(table[:, 0].tolist()) if value]

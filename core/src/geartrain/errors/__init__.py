@@ -1,0 +1,50 @@
+"""The errors that geartrain raises on purpose. Each message says what, whose, and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class GeartrainError(Exception):
+    """Base of every error that geartrain raises on purpose."""
+
+
+class UsageError(GeartrainError, ValueError):
+    """The run was asked for wrongly; nothing has been started. The command line exits with 2."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows of the error: IPython asks for it."""
+        from geartrain.errors.panel import in_script
+
+        return in_script(self).split("\n")
+
+
+class TrainingError(GeartrainError, RuntimeError):
+    """The run failed in a way that geartrain can explain. The command line exits with 1."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence for an error about an unknown ``name``: the nearest known one, else the list of all.
+
+    ``name/...`` is the nearest: a metric of several loaders is one of each, ``val_loss/dataloader_idx_0`` and so on.
+    """
+    names = sorted(set(known))
+    if under := [one for one in names if one.startswith(f"{name}/")]:
+        return f"Did you mean {under[0]!r}?"
+    match = get_close_matches(name.lower(), [n.lower() for n in names], n=1)
+    if match:
+        return f"Did you mean {next(n for n in names if n.lower() == match[0])!r}?"
+    return f"Known: {', '.join(names)}." if names else "There is none."
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control characters escaped, so that a terminal shows them and does not obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
+def describe(error: BaseException) -> str:
+    """An error and what it was raised from: ``RuntimeError: no data, because of ModuleNotFoundError: No module named 'x'``."""
+    text, cause = f"{type(error).__name__}: {error}", error.__cause__
+    return f"{text}, because of {describe(cause)}" if cause is not None else text

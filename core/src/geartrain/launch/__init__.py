@@ -1,0 +1,1 @@
+"""Ranks: who started this process, starting and watching the others, meeting them, and how failures are told."""

@@ -1,0 +1,1 @@
+"""The loop: set-up of a rank, the training step, evaluation."""

@@ -1,0 +1,127 @@
+"""Validation, test and prediction: one pass over each loader, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.data.loaders import close_batches, map_tensors
+from geartrain.data.uneven_inputs import repeated, while_any_has
+from geartrain.hooks.manager import fire
+from geartrain.loop.predictions import from_all_ranks
+from geartrain.metrics.torchmetrics import standing_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from geartrain.loop.run import Run
+
+#: stage -> (the step method, the prefix of the module's own hooks, where the loaders are).
+_STAGES = {
+    "validate": ("validation_step", "validation", "validate"),
+    "sanity_check": ("validation_step", "validation", "validate"),
+    "test": ("test_step", "test", "test"),
+    "predict": ("predict_step", "predict", "predict"),
+}
+
+
+def evaluate(run: Run, stage: str) -> Any:
+    """Run one evaluation and put the stage back as it was.
+
+    Returns:
+        For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if there are several loaders); otherwise
+        the metrics by name.
+    """
+    method, prefix, loaders = _STAGES[stage]
+    before, run.stage = (run.stage, run.dataloader_idx), stage
+    try:
+        with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
+            same_buffers(run)
+            fire(run.hooks.on_validation_start, run=run)
+            _own(run, f"on_{prefix}_start")
+            _own(run, f"on_{prefix}_epoch_start")
+            outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
+            if stage == "predict" and run.world.size > 1:
+                outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
+            collected = outputs[0] if len(outputs) == 1 else outputs
+            if any(getattr(run.on, name, None) is not None for name in (f"{prefix}_epoch_end", f"on_{prefix}_epoch_end")):
+                run.logs.refresh_epoch()
+            _own(run, f"{prefix}_epoch_end", collected)
+            _own(run, f"on_{prefix}_epoch_end")
+            metrics = run.logs.end_epoch()
+            _own(run, f"on_{prefix}_end")
+            fire(run.hooks.on_validation_end, run=run)
+    finally:
+        run.stage, run.dataloader_idx = before
+    return collected if stage == "predict" else metrics
+
+
+def same_buffers(run: Run) -> None:
+    """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
+    buffers = list(run.module.buffers()) if run.world.size > 1 else []
+    if not buffers:
+        return
+    mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
+    for buffer, first in zip(buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True):
+        buffer.copy_(first)
+
+
+def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:
+    options, hooks, on = run.plan.options, run.hooks, run.on
+    run.dataloader_idx, loader = index, run.loaders[loaders][index]
+    limit, rounds = run.batches[loaders][index], run.rounds[loaders][index]
+    if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
+        limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
+        rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
+    starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
+    keeps = run.stage == "predict" or getattr(on, f"{prefix}_epoch_end", None) is not None
+    more = (index,) if len(run.loaders[loaders]) > 1 else ()
+    outputs: list[Any] = []
+    batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
+    turns = while_any_has(run, batches, limit) if run.unsure[loaders] else repeated(batches, limit, rounds)
+    try:
+        for batch_idx, (batch, again) in enumerate(turns):
+            run.batch, run.repeating = batch, again
+            with _thrown_away(run) if run.repeating else nullcontext():
+                if starts is not None:
+                    starts(batch, batch_idx, *more)
+                output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+                if ends is not None:
+                    ends(output, batch, batch_idx, *more)
+            if keeps and not run.repeating:
+                outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
+            if (batch_idx + 1) % options.log_every_n_steps == 0:
+                run.logs.fold()
+    finally:
+        close_batches(batches, loader)
+    run.batch, run.repeating = None, False
+    return outputs
+
+
+@contextmanager
+def _thrown_away(run: Run) -> Iterator[None]:
+    """What is logged, and what torchmetrics objects see, leaves no trace."""
+    with run.logs.scope(keep=False), standing_in(run.module):
+        yield
+
+
+def _own(run: Run, name: str, *arguments: Any) -> None:
+    """Call one of the module's own hooks where it is overridden."""
+    hook = getattr(run.on, name, None)
+    if hook is not None:
+        hook(*arguments)
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """``module.eval()``, and afterwards every submodule as it was: frozen parts that were in eval mode stay in it."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,265 @@
+"""Manual optimisation: the module's ``training_step`` does backward and steps itself.
+
+Anything but one loss, one backward and a step of every optimizer is manual: the module says ``automatic_optimization = False``. Its
+``training_step`` is then called without the strategy's wrapper, whose backward would wait for parameters that a loss does not use;
+``self.manual_backward`` averages gradients over ranks instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from geartrain import parallel
+from geartrain.errors import TrainingError
+from geartrain.loop.fit import explain_backward
+from geartrain.loop.optimizers import mean_over_ranks, parameters_of
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+
+class Manual:
+    """What the module's ``manual_backward``, ``toggle_optimizer`` and the like, and its optimizers' ``step`` and ``zero_grad``, come to
+    in one run.
+
+    The optimizers stay torch's own: their ``step`` and ``zero_grad`` are replaced for the time of the run, so that one that the module
+    keeps under a name of its own goes through the hooks too.
+
+    Raises:
+        TrainingError: several ranks, and nobody who would average their gradients.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        #: What ``manual_backward`` was given for ``loss.backward``.
+        self.options: dict[str, Any] = {}
+        #: The limit and the algorithm of the ``clip_gradients`` that is going on.
+        self.limit: tuple[float, str] | None = None
+        #: How often an optimizer was stepped.
+        self.steps = 0
+        #: Called with an optimizer whose gradients were cleared.
+        self.on_cleared: Callable[[Optimizer], Any] | None = None
+        self._averages = _core_averages(run)
+        #: Parameters whose gradients were averaged at some time, and optimizers that were looked at for it.
+        self._averaged: set[torch.nn.Parameter] = set()
+        self._looked_at: set[Optimizer] = set()
+        #: Optimizers whose gradients the hooks have seen since the last backward.
+        self._seen: set[Optimizer] = set()
+        #: The optimizer whose own ``step`` is to be called now.
+        self._stepping: Optimizer | None = None
+        self._toggled: tuple[Optimizer, dict[torch.nn.Parameter, bool]] | None = None
+        self._taken = [self._take_over(optimizer) for optimizer in run.optimizers]
+
+    # --- backward --------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        run, on = self._run, self._run.on
+        if not isinstance(loss, torch.Tensor):
+            raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
+        owner = run.hooks.owner("backward")
+        if options and owner is not None and owner.distribution != "geartrain":
+            raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
+        if on.on_before_backward is not None:
+            on.on_before_backward(loss)
+        parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._averages else []
+        before = gradients_now(parameters)
+        self.options = options
+        try:
+            with self._without_autocast():
+                run.hooks.backward(run=run, loss=loss)
+        except RuntimeError:
+            explain_backward(run, loss)
+            raise
+        finally:
+            self.options = {}
+            torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
+        if self._averages:
+            # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
+            # ranks, so its mean is itself, and the sum of means is the mean of sums.
+            self._averaged.update(parallel.average_gradients(run, parameters, changed_since(parameters, before)))
+        self._seen.clear()
+        if on.on_after_backward is not None:
+            on.on_after_backward()
+
+    # --- clipping and stepping -------------------------------------------------------------------------------------------
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> torch.Tensor | None:
+        if algorithm not in ("norm", "value") or isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0:
+            raise TrainingError(f"self.clip_gradients: {limit!r}, {algorithm!r}. Fix: a number above 0, and 'norm' or 'value'")
+        self.limit = (float(limit), algorithm)
+        try:
+            return self._show(self._known(optimizer))
+        finally:
+            self.limit = None
+
+    def _show(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Fire the hooks that see gradients before a step, with this optimizer as the run's only one; the norm, if one was clipped."""
+        run = self._run
+        every, run.optimizers = run.optimizers, [optimizer]
+        try:
+            if run.hooks.reduce_gradients is not None:
+                run.hooks.reduce_gradients(run=run)
+            norm: torch.Tensor | None = run.hooks.clip_gradients(run=run)
+        finally:
+            run.optimizers = every
+        self._seen.add(optimizer)
+        return norm
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        run, losses = self._run, list[Any]()
+        again = self._same_autocast()
+
+        def ready() -> None:
+            if optimizer not in self._seen:
+                self._show(optimizer)
+            self._look_for_own_backward(optimizer)
+            if run.on.on_before_optimizer_step is not None:
+                run.on.on_before_optimizer_step(optimizer)
+
+        def evaluate() -> Any:
+            assert closure is not None
+            with again:
+                loss = closure()
+            ready()
+            losses.append(mean_over_ranks(run, loss))
+            return losses[-1]
+
+        with self._without_autocast():
+            if closure is None:
+                ready()
+            before, self._stepping = self._stepping, optimizer
+            try:
+                run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=None if closure is None else evaluate)
+            finally:
+                self._stepping = before
+                torch.clear_autocast_cache()  # or the next forward in this training_step would use the weights as they were
+        self._seen.discard(optimizer)
+        self.steps += 1
+        return losses[0] if losses else None
+
+    def _look_for_own_backward(self, optimizer: Optimizer) -> None:
+        if not self._averages or optimizer in self._looked_at:
+            return
+        with_gradient = [parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None]
+        if with_gradient and self._averaged.isdisjoint(with_gradient):
+            warnings.warn(
+                f"{type(optimizer).__name__} is stepped with gradients that self.manual_backward did not average: unless you do "
+                "so yourself, the ranks' weights drift apart. Fix: self.manual_backward(loss) in place of loss.backward()",
+                stacklevel=2,
+            )
+        self._looked_at.add(optimizer)
+
+    def _known(self, optimizer: Optimizer) -> Optimizer:
+        if not any(optimizer is one for one in self._run.optimizers):
+            raise TrainingError(f"{type(optimizer).__name__} is none of this module's optimizers. Fix: one of self.optimizers()")
+        return optimizer
+
+    # --- toggling --------------------------------------------------------------------------------------------------------
+
+    def toggle(self, optimizer: Optimizer) -> None:
+        self._known(optimizer)
+        if self._toggled is not None:
+            raise TrainingError("an optimizer is toggled already. Fix: self.untoggle_optimizer(...) of that one first")
+        before = {parameter: parameter.requires_grad for parameter in parameters_of(self._run.optimizers)}
+        own = set(parameters_of([optimizer]))  # those that it shares with another stay as they are
+        for parameter in before:
+            if parameter not in own:
+                parameter.requires_grad_(False)
+        self._toggled = optimizer, before
+
+    def untoggle(self, optimizer: Optimizer) -> None:
+        if self._toggled is None or self._toggled[0] is not optimizer:
+            what = "no optimizer is" if self._toggled is None else "another optimizer is"
+            raise TrainingError(f"self.untoggle_optimizer: {what} toggled. Fix: self.toggle_optimizer(...) of the same one before")
+        _, before = self._toggled
+        self._toggled = None
+        for parameter, needs in before.items():
+            parameter.requires_grad_(needs)
+
+    # --- the optimizers' own methods -------------------------------------------------------------------------------------
+
+    def _take_over(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Put our ``step`` and ``zero_grad`` in the place of the optimizer's own; returns what puts those back."""
+        own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
+        before = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+
+        @wraps(own_step)  # a scheduler looks for the mark that it has put on step
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+            if self._stepping is optimizer:
+                return own_step(**more) if closure is None else own_step(closure, **more)
+            if more:
+                raise TypeError(f"{type(optimizer).__name__}.step of a Trainer takes a closure alone, not {', '.join(more)}")
+            return self._step(optimizer, closure)
+
+        @wraps(own_zero_grad)
+        def zero_grad(self_: Optimizer, *arguments: Any, **more: Any) -> None:
+            if self._run.on.on_before_zero_grad is not None:
+                self._run.on.on_before_zero_grad(optimizer)
+            own_zero_grad(*arguments, **more)
+            if self.on_cleared is not None:
+                self.on_cleared(optimizer)
+
+        def put_back() -> None:
+            for name, method in before.items():
+                vars(optimizer).pop(name, None)
+                if method is not None:
+                    setattr(optimizer, name, method)
+
+        optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        return put_back
+
+    def release(self) -> None:
+        """Give the optimizers their own methods back, and parameters their ``requires_grad``."""
+        while self._taken:
+            self._taken.pop()()
+        if self._toggled is not None:
+            self.untoggle(self._toggled[0])
+
+    # --- autocast --------------------------------------------------------------------------------------------------------
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Backward and steps are called from ``training_step``, which mixed precision runs under autocast; they are not to be."""
+        kind = self._run.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+    def _same_autocast(self) -> AbstractContextManager[Any]:
+        """Autocast as it is now, for a closure, which computes a loss."""
+        kind = self._run.device.type
+        return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def gradients_now(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
+    """Each gradient, itself and not its address, which another could have later, and torch's count of its in-place changes."""
+    return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+
+def changed_since(parameters: Sequence[torch.nn.Parameter], before: Sequence[tuple[torch.Tensor | None, int]]) -> list[bool]:
+    """Which gradients a backward has made or added to since :func:`gradients_now`."""
+    now = gradients_now(parameters)
+    return [grad is not was or version != old for (grad, version), (was, old) in zip(now, before, strict=True)]
+
+
+def _core_averages(run: Run) -> bool:
+    """Whether ``manual_backward`` averages gradients itself.
+
+    It does wherever there is a process group, whoever owns ``reduce_gradients``: a strategy that reduces in its wrapper's backward
+    does nothing there, and one that really averages finds means, which averaging leaves as they are.
+    """
+    if run.world.size == 1 or dist.is_initialized():
+        return run.world.size > 1
+    owner = run.hooks.owner("reduce_gradients")
+    if owner is None or owner.kind == "default":
+        raise TrainingError(
+            f"{run.plan.strategy.label} has {run.world.size} ranks, no torch.distributed process group and no reduce_gradients, so in "
+            "manual optimisation nobody would average gradients. Fix: make a group in setup_process_group, or implement reduce_gradients"
+        )
+    return False

@@ -1,0 +1,215 @@
+"""Optimizers and learning-rate schedulers, in the forms that ``configure_optimizers`` may return."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from geartrain.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+_CONFIG_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One scheduler and when to step it."""
+
+    scheduler: Any
+    #: ``"epoch"`` or ``"step"``.
+    interval: str = "epoch"
+    #: Every how many epochs or steps.
+    frequency: int = 1
+    #: The metric that ReduceLROnPlateau reads.
+    monitor: str | None = None
+    #: Whether a missing metric is an error.
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+    #: The newest epoch or step at which it was due.
+    count: int = 0
+    #: The step at which it became due, until there is a new value to judge; 0 otherwise.
+    due: int = 0
+    #: The epoch and the step of the value that it judged last: each value counts once.
+    judged: tuple[int, int] | None = None
+
+    def progress(self) -> tuple[int, int, tuple[int, int] | None]:
+        """What a checkpoint keeps beside the scheduler's own state."""
+        return self.count, self.due, self.judged
+
+    def set_progress(self, progress: Any) -> None:
+        self.count, self.due, self.judged = progress[0], progress[1], None if progress[2] is None else tuple(progress[2])
+
+
+def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    """Read what ``configure_optimizers`` returned, in any of Lightning's forms.
+
+    Raises:
+        UsageError: anything else; or a scheduler of an optimizer that was not returned, which would change nothing that is trained.
+    """
+    optimizers, schedules = _read_forms(returned)
+    stepped = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    for schedule in schedules:
+        own = getattr(schedule.scheduler, "optimizer", None)
+        if isinstance(own, Optimizer) and stepped.isdisjoint(map(id, own.param_groups)):
+            raise UsageError(
+                f"configure_optimizers: the {type(schedule.scheduler).__name__} is of {type(own).__name__}, which was not returned: "
+                "its rates would change nothing. Fix: return that optimizer, or make the scheduler of one that is returned"
+            )
+    return optimizers, schedules
+
+
+def _read_forms(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _from_dicts([returned])
+    if isinstance(returned, Sequence) and returned:
+        if all(isinstance(item, Optimizer) for item in returned):
+            return list(returned), []
+        if all(isinstance(item, Mapping) for item in returned):
+            return _from_dicts(returned)
+        if len(returned) == 2 and all(isinstance(item, Sequence) for item in returned):
+            optimizers, schedulers = returned
+            if optimizers and all(isinstance(item, Optimizer) for item in optimizers):
+                return list(optimizers), [_schedule(item) for item in schedulers]
+    raise UsageError(
+        f"configure_optimizers returned {returned!r}. Fix: an optimizer, a list of them, two lists (optimizers, schedulers), "
+        'a dict {"optimizer": ..., "lr_scheduler": ...}, or a tuple of such dicts'
+    )
+
+
+def _from_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[Schedule]]:
+    optimizers, schedules = [], []
+    for one in dicts:
+        unknown = set(one) - {"optimizer", "lr_scheduler", "monitor"}
+        if unknown or not isinstance(one.get("optimizer"), Optimizer):
+            what = f"has {', '.join(sorted(map(repr, unknown)))}" if unknown else "has no optimizer under 'optimizer'"
+            raise UsageError(
+                f"configure_optimizers: a dict {what}. It takes 'optimizer', 'lr_scheduler' and 'monitor'; every optimizer steps each time."
+            )
+        optimizers.append(one["optimizer"])
+        if one.get("lr_scheduler") is not None:
+            schedules.append(_schedule(one["lr_scheduler"], one.get("monitor")))
+    return optimizers, schedules
+
+
+def _schedule(given: Any, monitor: str | None = None) -> Schedule:
+    if isinstance(given, Mapping):
+        for key in given:
+            if key not in _CONFIG_KEYS:
+                raise UsageError(f"configure_optimizers: a scheduler's dict has {key!r}. {nearest(key, _CONFIG_KEYS)}")
+        schedule = Schedule(**{"scheduler": None, "monitor": monitor, **given})
+    else:
+        schedule = Schedule(given, monitor=monitor)
+    if not callable(getattr(schedule.scheduler, "step", None)):
+        raise UsageError(f"configure_optimizers: {schedule.scheduler!r} is not a scheduler.")
+    if schedule.interval not in ("epoch", "step") or schedule.frequency < 1:
+        raise UsageError(
+            f"configure_optimizers: interval={schedule.interval!r}, frequency={schedule.frequency!r}: 'epoch' or 'step', at least 1."
+        )
+    schedule.reduce_on_plateau = schedule.reduce_on_plateau or isinstance(schedule.scheduler, ReduceLROnPlateau)
+    if schedule.reduce_on_plateau and schedule.monitor is None:
+        raise UsageError('configure_optimizers: ReduceLROnPlateau needs to know its metric. Fix: {"scheduler": ..., "monitor": "val_loss"}')
+    return schedule
+
+
+def zero_grad(optimizer: Optimizer) -> None:
+    """``optimizer.zero_grad()``, without its profiling and foreach bookkeeping, which cost 5 µs a step on a small model."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, as by horovod
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The parameters that these step, each once: one that two of them step must not count twice."""
+    return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
+
+
+def about_to_step(run: Run) -> dict[str, nn.Parameter]:
+    """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation and in a Session
+    those of the optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
+    named = dict(run.module.named_parameters())
+    if run.manual is None and not run.own_loop:
+        return named
+    stepped = set(parameters_of(run.optimizers))
+    return {name: parameter for name, parameter in named.items() if parameter in stepped}
+
+
+def mean_over_ranks(run: Run, loss: Any) -> Any:
+    """A closure's loss: ranks that see different ones would search along different lines, and wait for each other."""
+    if run.world.size == 1 or not isinstance(loss, torch.Tensor | float):
+        return loss
+    here = torch.as_tensor(loss, device=run.device).detach()
+    return torch.stack(list(run.hooks.all_gather(run=run, tensor=here))).mean()
+
+
+def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
+    """Whether the optimizer computes the loss itself, several times a step, as LBFGS does.
+
+    Args:
+        automatic: whether the loop steps all of them; in manual optimisation the module steps each by itself.
+
+    Raises:
+        UsageError: it does, and is not the only one that the loop steps: the others would step on gradients of another point.
+    """
+    needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
+    if automatic and needing and len(optimizers) > 1:
+        raise UsageError(f"{type(needing[0]).__name__} needs a closure and must be the only optimizer.")
+    return bool(needing)
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def step_schedules(run: Run, interval: str, count: int) -> None:
+    """Step the schedulers of one interval; ``count`` steps or epochs are done. Those that judge a metric wait for :func:`step_plateaus`."""
+    for schedule in run.schedulers:
+        if schedule.interval != interval or count % schedule.frequency or schedule.count == count:  # of an epoch it is called twice
+            continue
+        schedule.count = count
+        if schedule.reduce_on_plateau:
+            schedule.due = max(run.step, 1) if interval == "epoch" else count
+        else:
+            schedule.scheduler.step()
+
+
+def step_plateaus(run: Run, ends: str = "") -> None:
+    """Step the schedulers that judge a metric and are due, if it has a new value. Every rank goes by rank 0's.
+
+    Args:
+        ends: ``"validation"`` or ``"epoch"``: what has given metrics just now. Otherwise only those that became due in this step are tried.
+
+    Raises:
+        UsageError: the monitored metric of a strict one was never logged.
+    """
+    for schedule in run.schedulers:
+        if not schedule.due or (schedule.interval == "epoch" and ends != "epoch") or (not ends and schedule.due != run.step):
+            continue
+        value, when, known = run.logs.newest(str(schedule.monitor))
+        if value is not None and when != schedule.judged:
+            schedule.scheduler.step(value)
+            schedule.judged = when
+            schedule.due = 0
+        elif value is None and ends == "epoch":
+            text = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged. {nearest(str(schedule.monitor), known)}"
+            if schedule.strict:
+                raise UsageError(text)
+            warnings.warn(f"{text} Training goes on without", stacklevel=2)

@@ -1,0 +1,98 @@
+"""What ``predict_step`` returned: every rank's outputs on every rank, and the file that keeps them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.data.loaders import map_tensors
+from geartrain.data.sharding import batches_in_turn
+from geartrain.errors import TrainingError
+from geartrain.files.atomic import replacing
+from geartrain.launch.pickling import plain_dump, refusals
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+#: Bytes of outputs after which a broadcast ends: a rank's predictions may need more memory than a device has left.
+_CHUNK = 64 * 2**20
+_NONE = object()
+
+
+def from_all_ranks(run: Run, mine: list[Any], loader: Any) -> list[Any]:
+    """Return the outputs of all ranks, on every rank: in the loader's order if ranks had its batches in turn, else rank by rank.
+
+    Raises:
+        TrainingError: an output of this rank cannot be pickled.
+    """
+    ranks: list[list[Any]] = [[] for _ in range(run.world.size)]
+    ranks[run.world.rank] = mine
+    for rank, outputs in enumerate(ranks):
+        chunks = _pickled(run, mine) if rank == run.world.rank else None
+        more = True
+        while more:
+            chunk, more = run.hooks.broadcast(run=run, obj=None if chunks is None else next(chunks), src=rank)
+            if chunks is None:
+                outputs += map(pickle.loads, chunk)
+    if batches_in_turn(loader) is None:
+        return list(chain(*ranks))
+    return [output for turn in zip_longest(*ranks, fillvalue=_NONE) for output in turn if output is not _NONE]
+
+
+def _pickled(run: Run, outputs: list[Any]) -> Iterator[tuple[list[bytes], bool]]:
+    """Yield pickled outputs in chunks, each with True if another follows."""
+    chunk: list[bytes] = []
+    size = 0
+    for output in outputs:
+        if size >= _CHUNK:
+            yield chunk, True
+            chunk, size = [], 0
+        chunk.append(_pickle(run, output))
+        size += len(chunk[-1])
+    yield chunk, False
+
+
+def _pickle(run: Run, output: Any) -> bytes:
+    output = map_tensors(output, _without_rest)
+    try:
+        return pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
+        # Under ddp_spawn the script's classes came to this rank by cloudpickle, and only it can send them on.
+        with suppress(Exception):
+            return bytes(sys.modules["cloudpickle"].dumps(output))
+        raise _refusal(f"rank {run.world.rank} cannot send to the others what predict_step returned", "output", output, error) from error
+
+
+def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares no memory with a larger one, all of which would be pickled."""
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return tensor.clone()
+    return tensor
+
+
+def save(outputs: list[Any], path: Path) -> None:
+    """Write predictions whole or not at all. ``torch.load(path, weights_only=True)`` reads tensors, numbers, strings and their nestings.
+
+    Raises:
+        TrainingError: an output cannot be pickled, or the file cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            torch.save(outputs, file)
+    except TrainingError:
+        raise
+    except Exception as error:
+        raise _refusal(f"{path} was not written", "predictions", outputs, error) from error
+
+
+def _refusal(what: str, name: str, outputs: Any, error: Exception) -> TrainingError:
+    refused = next(refusals(name, outputs, plain_dump), None)
+    why = f"{refused.path} is {refused.what}: {refused.why}" if refused else f"{type(error).__name__}: {error}"
+    return TrainingError(f"{what}: {why}. Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them")

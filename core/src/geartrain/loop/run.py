@@ -1,0 +1,173 @@
+"""Run and World: the state that is handed to every hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+    from torch._C._distributed_c10d import Store
+    from torch.optim import Optimizer
+
+    from geartrain.checkpoint.resume import Resumed
+    from geartrain.checkpoint.training_state import EpochBegin
+    from geartrain.hooks.manager import Hooks
+    from geartrain.launch.cluster import Place
+    from geartrain.loop.manual.optimisation import Manual
+    from geartrain.loop.optimizers import Schedule
+    from geartrain.loop.step_forwarder import ModuleHooks, Step
+    from geartrain.metrics.store import Logs
+    from geartrain.module.module import Module
+    from geartrain.plan import Plan
+    from geartrain.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where this process stands among the others. Every number counts from 0."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, as hooks see it."""
+
+    #: What was decided before anything started; frozen.
+    plan: Plan
+    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a frozen all-hook without implementation is ``None``.
+    hooks: Hooks
+    #: The user's module, never wrapped.
+    module: Module
+    trainer: Trainer
+    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: what was asked for.
+    command: str
+    #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
+    stage: str = "train"
+    #: This process among the others, as whoever started them says; ``None`` where it is alone.
+    place: Place | None = None
+    #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
+    store: Store | None = None
+    #: The run's folder, or ``None``.
+    output: Path | None = None
+    #: The wrapped ``Step(module)``; only the ``forward`` hook calls it.
+    model: nn.Module | None = None
+    #: ``Step(module)`` as it was before ``wrap_model``: what evaluation calls.
+    bare: Step = field(init=False)
+    #: What calling each step method comes to: what the default ``forward`` calls.
+    calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Schedule] = field(default_factory=list)
+    device: torch.device = field(init=False)
+    world: World = field(default_factory=World)
+    #: What plugins want called between ``prepare_data`` and ``setup`` of data module and module.
+    before_setup: list[Callable[[], None]] = field(default_factory=list)
+    #: Optimizer steps done; in manual optimisation, batches.
+    step: int = 0
+    #: Epochs done; while one runs, its number from 0.
+    epoch: int = 0
+    #: Batches done in this epoch, before accumulation.
+    batch_idx: int = 0
+    #: Batches done in earlier epochs.
+    batches_seen: int = 0
+    #: The loader that is iterated now, from 0.
+    dataloader_idx: int = 0
+    #: The batch that is in a step method now; ``None`` between batches.
+    batch: Any = None
+    #: What the newest ``training_step`` returned; ``None`` between epochs.
+    step_output: Any = None
+    #: What this epoch's training steps returned, where ``training_epoch_end`` wants it.
+    outputs: list[Any] = field(default_factory=list)
+    #: Whether the optimizer computes the loss itself, as LBFGS does.
+    closure: bool = False
+    #: Manual optimisation, from ``on_run_start`` of a ``fit`` on; ``None`` where optimisation is automatic.
+    manual: Manual | None = None
+    #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
+    reported: dict[str, float] = field(default_factory=dict)
+    logs: Logs = field(init=False)
+    #: The module's own hooks that are overridden, each a bound method or ``None``.
+    on: ModuleHooks = field(init=False)
+    #: Loaders by stage, after ``shard_dataloader``.
+    loaders: dict[str, list[Iterable[Any]]] = field(default_factory=dict)
+    #: Batches of one pass over each loader by stage, after limits; ``None`` where a loader has no length.
+    batches: dict[str, list[int | None]] = field(default_factory=dict)
+    #: The most batches that any rank has, by stage: so many times every rank calls the step in evaluation.
+    rounds: dict[str, list[int | None]] = field(default_factory=dict)
+    #: Whether ranks must agree at each batch whether there is another, by stage: some rank's loader cannot tell its length.
+    unsure: dict[str, bool] = field(default_factory=dict)
+    #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
+    repeating: bool = False
+    #: Whether the loop is somebody's own, a Session's: each optimizer is stepped by itself, and there are neither epochs nor stages.
+    own_loop: bool = False
+    #: How the running epoch began; ``None`` before the first one.
+    began: EpochBegin | None = None
+    #: Where a run that resumes goes on, in its first epoch; ``None`` after it, and in other runs.
+    resumed: Resumed | None = None
+    #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
+    #: ranks come and go; all ranks have the same.
+    commit: dict[str, Any] | None = None
+    #: Set by anyone, takes effect on all ranks at the next flush.
+    should_stop: bool = False
+
+    def __copy__(self) -> Run:
+        same: Run = object.__new__(type(self))
+        for name in self.__slots__:
+            if hasattr(self, name):  # some are set only once the run is set up
+                setattr(same, name, getattr(self, name))
+        return same
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
+        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "own_loop")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from geartrain.hooks.manager import Hooks
+        from geartrain.planning.components import parts_for
+
+        trainer = state["trainer"]
+        Run.__init__(self, hooks=Hooks(parts_for(trainer._parts, state["module"], state["command"])), **state)
+        trainer._run = self
+
+    def again(self) -> None:
+        """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
+        come and go. The module keeps its weights: ``commit`` says where ``fit`` goes on."""
+        place, state = self.place, self.__getstate__()
+        if self.command == "fit":
+            state |= {"step": 0, "epoch": 0}
+        self.__setstate__(state)
+        self.place = place
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of every logged metric on this rank; what was logged since the last flush is read now.
+
+        The CPU waits for the GPU here, but no rank waits for another. So a metric with ``sync_dist`` that no flush has reduced yet is this
+        rank's own: ``run.logs.refresh(name)``, called on every rank, reduces it.
+        """
+        if hasattr(self, "logs"):  # before set-up nothing can be logged
+            self.logs.read()
+        return self.reported
+
+    @property
+    def automatic(self) -> bool:
+        """Whether what is trained is called through ``model``: by the loop or in a Session; ``False`` in manual optimisation."""
+        return self.own_loop or self.module.automatic_optimization  # in a Session any nn.Module stands there
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""
+        self.logs.log(name, value, **options)
+
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to ``run.device``, through the module's ``transfer_batch_to_device`` where it is overridden."""
+        from geartrain.data.loaders import transfer
+
+        return transfer(self, batch)

@@ -1,0 +1,299 @@
+"""What the loop knows about the user's module: the Step that is wrapped, its own hooks, and what cannot be run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from geartrain.errors import TrainingError, UsageError
+from geartrain.hooks.spelling import DATA, MODULE, on_methods, refuse_misspelt
+from geartrain.module.module import DataModule, Module, overridden
+
+if TYPE_CHECKING:
+    from geartrain.options import Options
+
+#: The methods of a module that a Trainer calls with batches.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+#: The module's own hooks that are called inside a training step.
+IN_STEP = (
+    "on_before_zero_grad",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "training_epoch_end",
+)
+
+#: Methods of Lightning's module that geartrain would never call -> what to do instead.
+_NOT_CALLED = {
+    "optimizer_step": "a plugin's optimizer_step hook",
+    "optimizer_zero_grad": "on_before_zero_grad",
+    "lr_scheduler_step": "a plugin's on_step_end hook",
+    "backward": "a plugin's backward hook",
+    "configure_gradient_clipping": "a plugin's clip_gradients hook",
+    "clip_gradients": "a plugin's clip_gradients hook",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_sharded_model": "__init__",
+    "configure_model": "__init__",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_post_move_to_device": "on_fit_start, or tensors that share one Parameter from __init__ on",
+    "on_validation_model_zero_grad": "on_validation_start",
+    "on_validation_model_eval": "on_validation_start",
+    "on_validation_model_train": "on_validation_end",
+    "on_test_model_eval": "on_test_start",
+    "on_test_model_train": "on_test_end",
+    "on_predict_model_eval": "on_predict_start",
+    "log_grad_norm": "Trainer(plugins=['norms'])",
+    "tbptt_split_batch": "splitting the sequence in training_step",
+    "predict_step_end": "predict_step",
+    "predict_epoch_end": "what Trainer.predict returns",
+}
+
+#: Methods of Lightning's data module that geartrain would never call -> what to do instead.
+_NOT_CALLED_OF_DATA = {
+    "transfer_batch_to_device": "the same method of the module",
+    "on_before_batch_transfer": "the same method of the module",
+    "on_after_batch_transfer": "the same method of the module",
+    "state_dict": "on_save_checkpoint of the module, or state_dict of a callback",
+    "load_state_dict": "on_load_checkpoint of the module, or load_state_dict of a callback",
+    "on_save_checkpoint": "on_save_checkpoint of the module",
+    "on_load_checkpoint": "on_load_checkpoint of the module",
+    "on_exception": "on_exception of a callback",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+}
+
+
+class Step(nn.Module):
+    """The module as the strategy wraps it: ``step("training_step", batch, batch_idx)`` calls that method.
+
+    Training must go through the wrapper's ``forward`` (DDP prepares its reducer there); calling ``module.training_step`` past it
+    lets the ranks' weights drift apart with no error. This class is what makes ``training_step`` a ``forward``.
+    """
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
+        self._arity = {name: _arity(module, name) for name in STEPS if callable(getattr(module, name, None))}
+        self._ends = {name for name in self._arity if callable(getattr(module, f"{name}_end", None))}
+
+    def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
+        """What calling each step method comes to, decided once.
+
+        Training goes through ``model``, which is this Step as the strategy wrapped it. Where nothing wraps it, and in evaluation,
+        a call is the module's own method, without nn.Module's call machinery (1 µs), unless it takes fewer arguments or has a
+        ``*_step_end``.
+        """
+
+        def direct(method: str) -> Callable[..., Any]:
+            full = 2 if method == "training_step" else 3
+            if self._arity[method] >= full and method not in self._ends:
+                own: Callable[..., Any] = getattr(self.module, method)
+                return own
+            return partial(self.forward, method)
+
+        calls = {name: direct(name) for name in self._arity}
+        if model is not self and "training_step" in calls:
+            calls["training_step"] = partial(model, "training_step")
+        return calls
+
+    def forward(self, method: str, *args: Any) -> Any:
+        output = self.part(method, *args)
+        return self.end(method, [output]) if method in self._ends else output
+
+    def part(self, method: str, *args: Any) -> Any:
+        """Call a step method on one part of a batch, without its ``*_step_end``."""
+        # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
+        return getattr(self._modules["module"], method)(*args[: self._arity[method]])
+
+    def has_end(self, method: str) -> bool:
+        """Whether the module has a ``*_step_end`` for this method."""
+        return method in self._ends
+
+    def end(self, method: str, outputs: list[Any]) -> Any:
+        """Give one output for each part of a batch to the module's ``*_step_end``."""
+        return getattr(self._modules["module"], f"{method}_end")(outputs)
+
+
+def _arity(module: Module, method: str) -> int:
+    parameters = inspect.signature(getattr(module, method)).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+class ModuleHooks:
+    """The module's own hooks: a bound method where the subclass overrides one, else ``None``, which costs nothing to ask."""
+
+    def __init__(self, module: Module) -> None:
+        for name in dir(Module):
+            if name.startswith("on_"):
+                setattr(self, name, getattr(module, name) if overridden(module, name) else None)
+        for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
+            setattr(self, name, getattr(module, name, None))
+        #: Whether any is called inside a training step; where none is, the step asks this one alone.
+        self.in_step = any(getattr(self, name) is not None for name in IN_STEP)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def check_module(module: Any, command: str) -> None:
+    """Refuse a module, or its class, that cannot be run, before anything starts.
+
+    Raises:
+        UsageError: no Module, a missing step or optimizer, a method that geartrain would never call.
+    """
+    cls = module if inspect.isclass(module) else type(module)
+    if not issubclass(cls, Module):
+        raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
+    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - _NOT_CALLED.keys(), ["automatic_optimization"], Module)
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
+    if not callable(getattr(module, step, None)):
+        raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
+    if command == "fit" and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers:
+        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
+    for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
+        _check_method(module, cls, name)
+    refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
+    for method, instead in _NOT_CALLED.items():
+        # What Module has itself is for manual optimisation: there a subclass may change what it calls.
+        if hasattr(cls, method) and not (hasattr(Module, method) and (not module.automatic_optimization or not overridden(module, method))):
+            raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
+
+
+#: Arguments that Lightning gives a step, or gave it once -> what to do instead.
+_NOT_GIVEN = {
+    "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in training_step, see docs/manual-optimisation.md",
+    "hiddens": "splitting the sequence in training_step",
+    "dataloader_iter": "a batch: def {name}(self, batch, batch_idx)",
+}
+
+
+def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
+    """Refuse a method that the loop could not call.
+
+    Raises:
+        UsageError: it is no method, or needs other arguments than it gets.
+    """
+    method = getattr(module, name, None)
+    if not callable(method):
+        if method is not None or name not in STEPS:
+            raise UsageError(f"{cls.__name__}.{name} is {method!r} and no method. Fix: define it, or leave it out")
+        return
+    is_step = name in STEPS
+    if not is_step and (not name.startswith(("on_", "transfer_")) or not overridden(module, name)):
+        return
+    if is_step:
+        given, fewest = ["batch", "batch_idx", "dataloader_idx"][: 2 if name == "training_step" else 3], 0
+    else:
+        own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
+        given, fewest = [p.name for p in own], sum(p.default is p.empty for p in own)
+    parameters = _parameters(module, method)
+    for argument, instead in _NOT_GIVEN.items():
+        if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
+            raise UsageError(f"{cls.__name__}.{name} takes {argument!r}, which it is not given. Fix: {instead.format(name=name)}")
+    if not any(_binds(parameters, count) for count in range(fewest, len(given) + 1)):
+        raise UsageError(
+            f"{cls.__name__}.{name} takes ({', '.join(map(str, parameters))}) and is called with ({', '.join(given)}). "
+            f"Fix: def {name}(self{''.join(f', {argument}' for argument in given)})"
+        )
+
+
+def check_loader_count(module: Module, stage: str, count: int) -> None:
+    """Refuse methods that need, or cannot take, the number of the loader.
+
+    Raises:
+        TrainingError: one that needs it, and there is one loader; one that cannot take it, and there are several.
+    """
+    prefix = "validation" if stage == "validate" else stage
+    for name, arguments in ((f"{prefix}_step", 2), (f"on_{prefix}_batch_start", 2), (f"on_{prefix}_batch_end", 3)):
+        method = getattr(module, name, None)
+        if method is None:
+            continue
+        parameters, given = _parameters(module, method), arguments + (count > 1)
+        if not any(_binds(parameters, n) for n in range(0 if name.endswith("_step") else given, given + 1)):
+            fix = "dataloader_idx=0 as its last argument"
+            what = "dataloader_idx, and there is one loader" if count == 1 else f"no dataloader_idx, and there are {count} loaders"
+            raise TrainingError(f"{type(module).__name__}.{name} takes {what} to {stage}. Fix: {fix}")
+
+
+def _parameters(module: Module | type[Module], method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """A method's parameters without ``self``, which that of a class still has."""
+    parameters = list(inspect.signature(method).parameters.values())
+    return parameters[1:] if isinstance(module, type) and inspect.isfunction(method) else parameters
+
+
+def _binds(parameters: list[inspect.Parameter], count: int) -> bool:
+    try:
+        inspect.Signature(parameters).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def refuse_unrun(cls: type, names: Iterable[str]) -> None:
+    """Refuse methods whose call runs nothing: Python only makes a generator or a coroutine of it.
+
+    Raises:
+        UsageError: one of ``names`` yields or is ``async def``.
+    """
+    for name in names:
+        function = getattr(cls, name, None)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise UsageError(f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'")
+        if inspect.isgeneratorfunction(function):
+            raise UsageError(f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'")
+
+
+def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
+    """Refuse options of the trainer that only automatic optimisation follows.
+
+    Raises:
+        UsageError: accumulation or clipping by the loop.
+    """
+    false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
+    if (every := options.accumulate_grad_batches) != 1:
+        raise UsageError(
+            f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() once in {every} batches"
+        )
+    if (limit := options.gradient_clip_val) is not None:
+        raise UsageError(
+            f"{false}, so gradient_clip_val={limit} would do nothing. "
+            f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
+        )
+
+
+def check_data(data: Any) -> None:
+    """Refuse a data module that cannot be used, before anything starts.
+
+    Raises:
+        UsageError: no DataModule, or a method that geartrain would never call.
+    """
+    if not isinstance(data, DataModule):
+        raise UsageError(f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+    refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
+    for name in ("prepare_data", "setup", "teardown"):
+        if not callable(getattr(data, name)):
+            raise UsageError(f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out")
+    refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
+    for method, instead in _NOT_CALLED_OF_DATA.items():
+        if hasattr(type(data), method):
+            raise UsageError(f"{type(data).__name__}.{method} would never be called. Use instead: {instead}")

@@ -1,0 +1,266 @@
+"""What each process does: set up, run the stage, tear down. The order here is the contract of hookspecs.py."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from geartrain.checkpoint.checkpoints import Start, load
+from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
+from geartrain.data.sharding import batches_in_turn, is_spare
+from geartrain.data.uneven_inputs import is_sure
+from geartrain.errors import TrainingError, UsageError
+from geartrain.errors.hints import write_instead
+from geartrain.hooks.manager import fire
+from geartrain.launch.forks import share_temporary_folder
+from geartrain.launch.reports import leave, report
+from geartrain.loop import fit as loop
+from geartrain.loop.evaluate import evaluate
+from geartrain.loop.optimizers import needs_closure, read_optimizers
+from geartrain.loop.run import Run, World
+from geartrain.loop.seeding import determinism, seed_everything
+from geartrain.loop.step_forwarder import ModuleHooks, Step, check_loader_count
+from geartrain.metrics.store import Logs
+from geartrain.module.module import DataModule, Module
+from geartrain.planning.components import is_manual
+
+#: command -> the stages whose loaders it needs.
+_STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
+
+
+def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
+    """Set up this process, run the command and tear down, whatever happens.
+
+    Args:
+        source: where loaders come from.
+        start: the checkpoint to start from.
+        local_rank: this process on its node, from 0.
+
+    Returns:
+        For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, for ``fit`` ``None``.
+    """
+    options = run.plan.options
+    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [run.module, source.datamodule]
+    with determinism(options.deterministic), always_tear_down(run, owners) as undo:
+        undo.append(run.hooks.teardown_device)
+        run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
+        undo.append(run.hooks.teardown_process_group)
+        join_others(run)
+        if options.seed is not None:
+            seed_everything(options.seed)
+        _attach(run, source)
+        compare_with_rank_0(run, start)
+        _set_up_loaders(run, source)
+        _set_up_model(run, start)
+        if options.seed is not None and run.world.rank:
+            seed_everything(options.seed + run.world.rank)  # the same weights on every rank, but not the same dropout
+        run.hooks.freeze()
+        fire(run.hooks.on_run_start, run=run)
+        result = None
+        if run.command == "fit":
+            loop.fit(run)
+        else:
+            result = evaluate(run, run.command)
+        fire(run.hooks.on_run_end, run=run)
+        if run.world.size > 1:
+            run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
+    return result
+
+
+def join_others(run: Run) -> None:
+    """Make this process one of the world.
+
+    Raises:
+        TrainingError: the world is not the one that was planned.
+    """
+    world = run.hooks.setup_process_group(run=run)
+    owner = run.hooks.owner("setup_process_group")
+    whose = owner.label if owner else "geartrain"
+    if not isinstance(world, World):
+        raise TrainingError(
+            f"{whose}: setup_process_group returned {world!r}. Fix: return geartrain.World(rank, size, local_rank, local_size, node_rank)"
+        )
+    run.world = world
+    planned = run.plan.processes
+    if planned is not None and run.world.size != planned:
+        raise TrainingError(
+            f"the plan has {planned} processes, but setup_process_group of {whose} made a world of "
+            f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or devices=1"
+        )
+
+
+def _attach(run: Run, source: DataSource) -> None:
+    run.logs, run.on, run.bare = Logs(run), ModuleHooks(run.module), Step(run.module)
+    run.module._run, run.module._trainer = run, run.trainer
+    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [source.datamodule, run.module]
+    for owner in owners:
+        if run.world.local_rank == 0:
+            owner.prepare_data()
+    run.hooks.barrier(run=run)
+    for set_up in run.before_setup:
+        set_up()
+    for owner in owners:
+        owner.setup(run.command)
+
+
+def compare_with_rank_0(run: Run, start: Start | None = None) -> None:
+    """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
+
+    Raises:
+        TrainingError: what differs, and on which rank.
+    """
+    if run.world.size == 1:
+        return
+    # A module's arguments may well differ, as a folder's name does; what it became must not.
+    # What a launcher decides may differ from node to node, and from ranks that came at first to those that came later.
+    own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
+    plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
+    parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
+    # Of a checkpoint the name: nodes may keep their copies in different folders.
+    read = None if start is None or start.path is None or run.commit is not None else start.path.name
+    mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
+    first = run.hooks.broadcast(run=run, obj=mine, src=0)
+    odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
+    if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
+        raise TrainingError(
+            f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
+        )
+
+
+def _odd(first: Any, mine: Any) -> str:
+    if isinstance(first, dict) and isinstance(mine, dict):
+        keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
+        return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
+    return f"{first!r} there and {mine!r} here"
+
+
+def _set_up_loaders(run: Run, source: DataSource) -> None:
+    for stage in _STAGES[run.command]:
+        limit = run.plan.options.limit(stage)
+        loaders = [] if limit == 0 else source.loaders(stage, run.module)
+        if stage == "validate" and run.command == "fit" and loaders and not callable(getattr(run.module, "validation_step", None)):
+            warnings.warn(f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used", stacklevel=2)
+            loaders = []
+        if limit == 0 and stage == _STAGES[run.command][0]:
+            raise UsageError(f"limit_{'val' if stage == 'validate' else stage}_batches=0 leaves nothing to {stage}.")
+        if not loaders and not (stage == "validate" and run.command == "fit"):
+            raise TrainingError(
+                f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
+            )
+        if loaders and stage != "train":
+            check_loader_count(run.module, stage, len(loaders))
+        run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
+        share_temporary_folder(run.loaders[stage])
+        run.batches[stage] = [_count(loader, limit, stage) for loader in run.loaders[stage]]
+        _agree_on_rounds(run, stage)
+    size = loader_batch_size(run.loaders["train"][0]) if run.command == "fit" else None
+    if size is not None:  # the plan had what the user's loader or data module said before it started
+        run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
+
+
+def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int | None:
+    """Return how many batches this rank uses. To predict, the limit is that of all ranks together: the result is that of one process."""
+    dealer = batches_in_turn(loader) if stage == "predict" else None
+    if dealer is None:
+        return 0 if is_spare(loader) else count_batches(loader, limit, stage)
+    total = count_batches(loader, limit, stage, length(dealer.sampler))
+    return None if total is None else len(range(dealer.rank, total, dealer.size))
+
+
+def _agree_on_rounds(run: Run, stage: str) -> None:
+    """Every rank must know how many batches the longest has; in training all must have equally many.
+
+    Raises:
+        TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
+    """
+    mine = run.batches[stage]
+    run.rounds[stage], run.unsure[stage] = mine, False
+    if run.world.size == 1 or not mine:
+        return
+    sure = all(map(is_sure, run.loaders[stage]))
+    numbers = [sure, *(-1 if n is None else n for n in mine)]
+    table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
+    run.unsure[stage] = not table[:, 0].all()
+    if stage == "train" and not run.unsure[stage] and bool((table != table[0]).any()):
+        raise TrainingError(
+            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
+            "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
+        )
+    run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
+
+
+def _set_up_model(run: Run, start: Start) -> None:
+    asleep = sum(not part.training for part in run.module.modules())
+    if run.command == "fit" and asleep:
+        warnings.warn(
+            f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit", stacklevel=2
+        )
+    run.model = run.hooks.wrap_model(run=run, model=run.bare)
+    run.calls = run.bare.calls(run.model)
+    if run.command == "fit":
+        optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
+        if run.automatic == is_manual(run.hooks):
+            raise UsageError(
+                f"{type(run.module).__name__}.automatic_optimization became {run.automatic} after fit had begun. Fix: set it in __init__"
+            )
+        run.closure = needs_closure(optimizers, run.automatic)
+        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
+        if not optimizers:
+            warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
+    load(run, start)
+
+
+@contextmanager
+def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterator[list[Callable[..., Any]]]:
+    """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo.
+
+    Args:
+        owners: whose ``teardown`` is called, where the module was set up.
+    """
+    undo: list[Callable[..., Any]] = []
+    failures: list[BaseException] = []
+    try:
+        yield undo
+    except BaseException as error:
+        failures.append(error)
+        run.hooks.blame(error)
+        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := write_instead("Module", str(error.name))):
+            error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
+        report(error)
+        _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
+    for owner in owners:
+        if run.module._run is run:
+            _guard(failures, partial(owner.teardown, run.command))
+    for loader in chain.from_iterable(run.loaders.values()):
+        _guard(failures, partial(end_workers, loader))
+    if run.world.size > 1:
+        # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
+        # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
+        run.model, run.calls = None, {}
+        if dist.is_available() and dist.is_initialized():
+            gc.collect()
+    leave()
+    for teardown in reversed(undo):
+        _guard(failures, partial(teardown, run=run))
+    run.module._run = None
+    if failures:
+        raise failures[0]
+
+
+def _guard(failures: list[BaseException], action: Callable[[], Any]) -> None:
+    """Run a clean-up, whatever the others did; the first error stays the one that is raised, later ones are noted on it."""
+    try:
+        action()
+    except Exception as error:
+        failures.append(error)
+        if failures[0] is not error:
+            failures[0].add_note(f"and then, while tearing down: {type(error).__name__}: {error}")

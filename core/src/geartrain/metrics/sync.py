@@ -1,0 +1,117 @@
+"""Metrics with ``sync_dist`` over all ranks: a header of fixed size (which metrics, how many, whether someone wants to stop), then one
+vector."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geartrain.errors import TrainingError
+from geartrain.metrics import reductions
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How a metric was asked to be logged; the same on every call and every rank."""
+
+    prog_bar: bool
+    logger: bool
+    on_step: bool
+    on_epoch: bool
+    #: The name of a reduction, or what a function of the user's own is called.
+    reduce_fx: str
+    sync_dist: bool
+    rank_zero_only: bool
+
+
+@dataclass(slots=True)
+class Share:
+    """What this rank has of one metric."""
+
+    spec: Spec
+    #: A sum for a mean, else the reduced value.
+    total: float
+    weight: int
+    #: The user's own reduction, and the values that it gets.
+    function: Callable[[torch.Tensor], Any] | None
+    samples: list[float]
+
+    def value(self, name: str) -> float:
+        """The metric's value on this rank alone."""
+        if self.function is not None:
+            return reductions.apply(name, self.function, self.samples)
+        return reductions.value(self.spec.reduce_fx, [self.total], [self.weight])
+
+
+def sync(run: Run, shares: Mapping[str, Share]) -> tuple[dict[str, float], dict[str, Spec], bool]:
+    """Reduce metrics over all ranks; each calls it at the same time with its own.
+
+    Returns:
+        Each metric's value; how each was logged, which a rank without samples learns here; and whether any rank wants to stop.
+
+    Raises:
+        TrainingError: ranks with samples brought different metrics.
+    """
+    keys = {name: shares[name].spec for name in sorted(shares)}
+    digest = zlib.crc32(repr(list(keys.items())).encode())
+    header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(keys), run.should_stop], dtype=torch.float64))
+    stop = bool(header[:, 2].any())
+    if bool((header[:, :2] != header[0, :2]).any()):
+        keys = _agree(run, keys)
+    if not keys:
+        return {}, keys, stop
+    vector = [number for name in keys for number in ((shares[name].total, shares[name].weight) if name in shares else (0.0, 0))]
+    table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
+    values = {
+        name: reductions.value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
+        for i, (name, spec) in enumerate(keys.items())
+    }
+    own = [name for name, spec in keys.items() if spec.reduce_fx not in reductions.NAMED]
+    return (values | _apply_functions(run, own, shares) if own else values), keys, stop
+
+
+def _apply_functions(run: Run, names: list[str], shares: Mapping[str, Share]) -> dict[str, float]:
+    """What functions of the user's own make of every rank's values, rank by rank."""
+    mine = [shares[name].samples if name in shares else [] for name in names]
+    counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
+    flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
+    ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
+    values = []
+    for i, name in enumerate(names):
+        every = [value for rank, count in zip(ranks, counts, strict=True) for value in rank[sum(count[:i]) : sum(count[: i + 1])]]
+        function = shares[name].function if name in shares else None
+        # A rank without samples of its own never saw the function, which need not pickle: it takes the value of one that did.
+        values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
+    told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
+    return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def _agree(run: Run, keys: dict[str, Spec]) -> dict[str, Spec]:
+    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own of a loader
+    for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
+    told = [run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    by_rank, idle = [theirs for theirs, _ in told], [lacks for _, lacks in told]
+    first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
+    for rank, theirs in enumerate(by_rank):
+        mine, others = {*theirs.items()}, {*by_rank[first].items()}
+        odd = sorted(mine - others if idle[rank] or not theirs else mine ^ others, key=str)
+        if odd:
+            raise TrainingError(
+                f"ranks {first} and {rank} logged different metrics with sync_dist: {odd[0][0]!r} is not the same on both. "
+                "Fix: log the same names on every rank, or leave out sync_dist"
+            )
+    return dict(by_rank[first])
+
+
+def is_idle(run: Run) -> bool:
+    """True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
+    stage = "validate" if run.stage == "sanity_check" else run.stage
+    batches = run.batches.get(stage, [])
+    return stage != "train" and any(count == 0 for count in batches)

@@ -1,0 +1,182 @@
+"""torchmetrics objects in ``self.log``: computed at the end of an epoch over all ranks, then reset. torchmetrics is never imported here."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from geartrain.data.loaders import map_tensors
+from geartrain.errors import TrainingError
+from geartrain.metrics.sync import is_idle
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+
+
+def is_metric(thing: Any) -> bool:
+    """Whether it is a torchmetrics ``Metric``; only who has imported torchmetrics can have one."""
+    library = sys.modules.get("torchmetrics")
+    return library is not None and isinstance(thing, library.Metric)
+
+
+def is_collection(thing: Any) -> bool:
+    """Whether it is a torchmetrics ``MetricCollection``."""
+    library = sys.modules.get("torchmetrics")
+    return library is not None and isinstance(thing, library.MetricCollection)
+
+
+def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
+    """Compute the objects that were logged, over all ranks.
+
+    Args:
+        logged: by name, each object and whether its value at the end of the epoch is wanted.
+
+    Returns:
+        The values, and the objects, also those that only other ranks logged.
+    """
+    objects = dict(logged)
+    if run.world.size > 1 and "torchmetrics" in sys.modules:  # the same on every rank: all run the same program
+        objects |= _adopted(run, objects)
+    values = {name: compute(run, name, metric) for name, (metric, on_epoch) in sorted(objects.items()) if on_epoch}
+    return values, [metric for metric, _ in objects.values()]
+
+
+def states(module: nn.Module) -> dict[str, Any]:
+    """What the metrics in a module have seen since their last reset, by path: tensors, and lists of them."""
+    metrics = {path: part for path, part in module.named_modules() if is_metric(part) and part._update_count}
+    return {
+        path: {"updates": metric._update_count, "values": {name: getattr(metric, name) for name in metric._defaults}}
+        for path, metric in metrics.items()
+    }
+
+
+def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Let metrics go on from what :func:`states` gave."""
+    for path, state in states.items():
+        metric: Any = module.get_submodule(path)
+        metric.reset()
+        metric._update_count = state["updates"]
+        for name, value in state["values"].items():
+            setattr(metric, name, map_tensors(value, partial(torch.Tensor.to, device=metric.device, copy=True)))
+
+
+def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
+    """What other ranks logged and this one, without a batch of its own of some loader, did not: it must sync them too.
+
+    Raises:
+        TrainingError: ranks with batches logged different ones.
+    """
+    mine = {name: (_path(run.module, metric), on_epoch) for name, (metric, on_epoch) in sorted(logged.items())}
+    digest = zlib.crc32(repr(mine).encode())
+    header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64))
+    if not bool((header != header[0]).any()):
+        return {}
+    told = [run.hooks.broadcast(run=run, obj=(mine, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    first, _ = min((one for one in told if one[0]), key=lambda one: one[1])  # of the first rank that has batches of every loader
+    for rank, (theirs, idle) in enumerate(told):
+        compared = theirs if idle or not theirs else {**first, **theirs}
+        odd = sorted(name for name in compared if first.get(name) != theirs.get(name))
+        if odd:
+            raise TrainingError(f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. Fix: the same on all")
+    for name, (path, _) in first.items():
+        if path is None:
+            raise TrainingError(f"self.log({name!r}): a rank without samples cannot find the metric. Fix: an attribute of the module")
+    return {name: (run.module.get_submodule(path), on_epoch) for name, (path, on_epoch) in first.items() if name not in logged}
+
+
+def _path(module: nn.Module, metric: Any) -> str | None:
+    """Where a metric is in a module; ``None`` where it is no submodule."""
+    return next((path for path, part in module.named_modules() if part is metric), None)
+
+
+def compute(run: Run, name: str, metric: Any) -> float:
+    """A metric's value over all ranks, synced through the strategy's ``all_gather``: its own way knows torch.distributed alone.
+
+    Raises:
+        TrainingError: it is not one number.
+    """
+    before = metric.dist_sync_fn, metric.distributed_available_fn
+    if metric.dist_sync_fn is None:
+        metric.dist_sync_fn, metric.distributed_available_fn = partial(_gather, run), lambda: run.world.size > 1
+    try:
+        value = metric.compute()
+    finally:
+        metric.dist_sync_fn, metric.distributed_available_fn = before
+    if not isinstance(value, torch.Tensor | int | float) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        what = f"has the shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
+        raise TrainingError(f"self.log({name!r}): the metric's value {what}, not one number. Fix: log the parts of its compute()")
+    return float(value)
+
+
+def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """What torchmetrics calls for each tensor of a metric's state: one tensor a rank.
+
+    A rank that has seen nothing brings an empty float tensor, whatever the others' type and shape: it takes theirs.
+    """
+    empty = run.hooks.log_sync(run=run, values=torch.tensor([tensor.numel() == 0], dtype=torch.float64))[:, 0].tolist()
+    if any(empty) and not all(empty):
+        dtype, shape = run.hooks.broadcast(run=run, obj=(tensor.dtype, tensor.shape[1:]), src=empty.index(0.0))
+        if tensor.numel() == 0:
+            tensor = torch.empty(0, *shape, dtype=dtype, device=tensor.device)
+    return list(run.hooks.all_gather(run=run, tensor=tensor))
+
+
+def last_value(name: str, metric: Any) -> torch.Tensor:
+    """What the metric's ``forward`` gave for the batch.
+
+    Raises:
+        TrainingError: it was not called, only ``update`` was.
+    """
+    value = metric._forward_cache
+    if value is None:
+        raise TrainingError(
+            f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. Fix: self.metric(preds, target) in place of "
+            "update(), or on_step=False, on_epoch=True"
+        )
+    if not isinstance(value, torch.Tensor):
+        raise TrainingError(f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number")
+    return value
+
+
+def places(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Where a module has metrics and collections, as ``get_submodule`` takes it, and each; not those that are inside another."""
+    found: list[tuple[str, nn.Module]] = []
+    if "torchmetrics" in sys.modules:
+        inside: set[int] = set()
+        for path, parent in module.named_modules():
+            if id(parent) in inside:
+                continue
+            for name, child in parent._modules.items():
+                if is_metric(child) or is_collection(child):
+                    assert child is not None
+                    inside.update(map(id, child.modules()))
+                    found.append((f"{path}.{name}" if path else name, child))
+    return found
+
+
+def put(module: nn.Module, path: str, metric: nn.Module) -> None:
+    """Put a metric where :func:`places` found one."""
+    parent, _, name = path.rpartition(".")
+    module.get_submodule(parent)._modules[name] = metric
+
+
+@contextmanager
+def standing_in(module: nn.Module) -> Iterator[None]:
+    """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
+    before = places(module)
+    copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
+    for path, metric in before:
+        put(module, path, copies[id(metric)])
+    try:
+        yield
+    finally:
+        for path, metric in before:
+            put(module, path, metric)

@@ -1,0 +1,1 @@
+"""What the user writes: Module, DataModule, and the arguments of both."""

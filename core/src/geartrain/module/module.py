@@ -1,0 +1,457 @@
+"""Module and DataModule: what a user subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from geartrain.errors import TrainingError
+from geartrain.module.hparams import MadeWith
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from geartrain.loop.manual.optimisation import Manual
+    from geartrain.loop.run import Run
+    from geartrain.trainer import Trainer
+
+
+class NotAttached(RuntimeError, AttributeError):
+    """``module.trainer`` of a module that no trainer runs or ran."""
+
+
+class Module(MadeWith, nn.Module):
+    """A model with what is needed to train it: ``training_step`` and ``configure_optimizers`` at least.
+
+    Steps, of which a subclass defines those it needs:
+
+    - ``training_step(batch, batch_idx)`` returns the loss (0-d tensor), a dict with it under ``"loss"``, or ``None`` to skip.
+    - ``validation_step``, ``test_step``, ``predict_step(batch, batch_idx, dataloader_idx)``; later arguments may be left out.
+    - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one output for each part of the
+      batch: one part, except under dp, which splits it. What they return stands for the step's output.
+    - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's output of the epoch, on
+      this rank (a list of lists where there are several loaders); training outputs are detached.
+    - ``train_dataloader()``, ``val_dataloader()``, ``test_dataloader()``, ``predict_dataloader()``, unless a DataModule or
+      ``Trainer.fit`` brings the data.
+    """
+
+    _run: Run | None = None
+    _trainer: Trainer | None = None
+    #: Properties that ``torch.jit`` is not to compile, and attributes that it is not to read.
+    __jit_unused_properties__ = ("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank", "hparams")
+    __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
+    #: ``False``, on the class or set in ``__init__``: ``training_step`` does backward and steps itself. See docs/manual-optimisation.md.
+    automatic_optimization = True
+
+    # --- where the module is ---------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs or last ran this module.
+
+        Raises:
+            NotAttached: none did; a ``RuntimeError`` and, for ``hasattr``, an ``AttributeError``.
+        """
+        if self._trainer is None:
+            raise NotAttached(
+                f"{type(self).__name__} is not attached to a Trainer. Fix: use self.trainer only inside fit, validate, test, predict"
+            )
+        return self._trainer
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """As nn.Module's, which would put its own words in place of those above; submodules are found faster."""
+            modules = self.__dict__.get("_modules")
+            if modules is not None and name in modules:
+                return modules[name]
+            return type(self).trainer.fget(self) if name == "trainer" else super().__getattr__(name)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, or of the first parameter outside a run."""
+        if self._run is not None:
+            return self._run.device
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done; in manual optimisation, batches."""
+        return self._run.step if self._run else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The running epoch, from 0."""
+        return self._run.epoch if self._run else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._run.world.rank if self._run else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._run.world.local_rank if self._run else 0
+
+    # --- what it can do in a step ----------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Any = "mean",
+        sync_dist: bool = False,
+        rank_zero_only: bool = False,
+        batch_size: int | None = None,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Log one number. It stays on its device until the next flush, so logging never makes the GPU wait.
+
+        Args:
+            name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
+            value: a number, a tensor of one element, or a torchmetrics ``Metric``, which is computed over all ranks at the end of the
+                epoch and reset.
+            prog_bar: show it beside the progress bar.
+            logger: hand it to the loggers.
+            on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.
+            on_epoch: log the reduced value at the end of the epoch; default: everywhere but in ``training_step``.
+            reduce_fx: ``"mean"`` or ``"avg"`` (weighted by batch size), ``"sum"``, ``"min"`` or ``"max"`` over the epoch and, with
+                ``sync_dist``, over ranks; or a function that makes one number of all values, a float64 tensor ``[n]``.
+            sync_dist: reduce over ranks; otherwise each rank keeps its own.
+            rank_zero_only: called on rank 0 only.
+            batch_size: the weight of a mean; default: what the batch says (``batch_size``, ``num_graphs``), else the first dimension of
+                its first tensor, or another place where the loader's batch size stands.
+            add_dataloader_idx: append ``/dataloader_idx_N`` where there are several loaders.
+
+        Raises:
+            RuntimeError: outside a run.
+            TrainingError: not a single number, an unknown ``reduce_fx``, or other options than earlier for this name.
+        """
+        if self._run is None:
+            raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
+        self._run.logs.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            rank_zero_only=rank_zero_only,
+            batch_size=batch_size,
+            add_dataloader_idx=add_dataloader_idx,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
+        from geartrain.metrics.torchmetrics import is_collection
+
+        # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
+        items = dictionary.items(keep_base=False, copy_state=False) if is_collection(dictionary) else dictionary.items()  # type: ignore[call-arg]
+        for name, value in items:
+            self.log(name, value, **options)
+
+    def all_gather(self, data: Any) -> Any:
+        """Gather tensors from every rank; nested lists, tuples and dicts come back with the same nesting.
+
+        Returns:
+            Each tensor as ``[world_size, *shape]``, or as a list with one a rank where first dimensions differ.
+        """
+        from geartrain.data.loaders import map_tensors
+
+        run = self._run
+        if run is None:
+            raise RuntimeError("self.all_gather works only while a Trainer runs this module")
+        if run.world.size > 1:
+            tensors: list[torch.Tensor] = []
+            map_tensors(data, tensors.append)
+            counts = run.hooks.log_sync(run=run, values=torch.tensor([len(tensors)], dtype=torch.float64))[:, 0].tolist()
+            if len(set(counts)) > 1:  # gloo ends the process on collectives that do not match, and Python cannot catch it
+                raise TrainingError(
+                    f"self.all_gather: ranks bring different numbers of tensors, {[int(n) for n in counts]}. "
+                    "Fix: torch.cat them on each rank first; first dimensions may differ"
+                )
+        return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
+
+    def optimizers(self) -> Optimizer | list[Optimizer]:
+        """The optimizer, or the list of them where there are several. In manual optimisation their ``step()`` and ``zero_grad()`` go
+        through the hooks.
+
+        Raises:
+            TrainingError: in a Session, whose optimizers are the loop's.
+        """
+        self._refuse_in_own_loop("optimizers")
+        found = self._run.optimizers if self._run else []
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """The learning-rate scheduler, the list of them where there are several, or ``None``."""
+        found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
+        return found[0] if len(found) == 1 else found or None
+
+    # --- manual optimisation: automatic_optimization = False -------------------------------------------------------------
+
+    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """``loss.backward(**options)`` through the hooks: scaled where the precision scales, and with gradients averaged over ranks.
+
+        Every rank must call it equally often. A parameter that got a gradient on some ranks only gets the mean on all.
+
+        Args:
+            loss: 0-d, or of any shape with ``gradient=``.
+            options: as ``torch.Tensor.backward`` has them: ``retain_graph``, ``create_graph``, ``gradient``, ``inputs``.
+
+        Raises:
+            TrainingError: optimisation is automatic, the loss has no backward, or the backward of a strategy takes no options.
+        """
+        self._manual("manual_backward").backward(loss, options)
+
+    def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> torch.Tensor | None:
+        """Clip the gradients of one optimizer, averaged and unscaled; called after the last ``manual_backward`` before its ``step()``.
+
+        Args:
+            gradient_clip_val: the largest norm or value, above 0.
+            gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            The total norm before clipping (0-d, on the device), or ``None`` where values were clipped.
+
+        Raises:
+            TrainingError: optimisation is automatic, or a wrong argument.
+        """
+        return self._manual("clip_gradients").clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`.
+
+        Raises:
+            TrainingError: optimisation is automatic, or one is toggled already.
+        """
+        self._manual("toggle_optimizer").toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Give every parameter the ``requires_grad`` that it had before :meth:`toggle_optimizer`.
+
+        Raises:
+            TrainingError: optimisation is automatic, or this optimizer is not toggled.
+        """
+        self._manual("untoggle_optimizer").untoggle(optimizer)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """``with self.toggled_optimizer(optimizer):`` toggles it, and untoggles it whatever happens."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def _manual(self, method: str) -> Manual:
+        run, name = self._run, type(self).__name__
+        if run is not None and run.manual is not None:
+            return run.manual
+        self._refuse_in_own_loop(method)
+        if self.automatic_optimization:
+            raise TrainingError(
+                f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
+                "Fix: automatic_optimization = False in __init__, or return the loss from training_step"
+            )
+        raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
+
+    def _refuse_in_own_loop(self, method: str) -> None:
+        if self._run is not None and self._run.own_loop:
+            raise TrainingError(
+                f"{type(self).__name__} calls self.{method}, and in a Session backward and steps are your loop's. "
+                "Fix: session.backward(loss) and optimizer.step() in the loop, or geartrain.Trainer"
+            )
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """``print`` on rank 0 only."""
+        if self.global_rank == 0:
+            print(*values, **options)
+
+    # --- what a subclass may override ------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Make optimizers and schedulers, in any of Lightning's forms: an optimizer, a list, two lists, a dict with
+        ``"optimizer"`` and ``"lr_scheduler"``, a tuple of such dicts, or ``None``."""
+        raise NotImplementedError
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device; override it for batches that ``.to(device)`` cannot move."""
+        from geartrain.data.loaders import move
+
+        return move(batch, device)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it is moved."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch after it is moved."""
+        return batch
+
+    def prepare_data(self) -> None:
+        """Download and the like: once a node, before anything else."""
+
+    def setup(self, stage: str) -> None:
+        """Called in each process before loaders are made; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """Called in each process at the end, also after an error."""
+
+    def on_fit_start(self) -> None:
+        """After set-up of ``fit``."""
+
+    def on_fit_end(self) -> None:
+        """At the end of ``fit``."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """After each epoch and its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before each training batch; return -1 to leave out the rest of the epoch (on one rank)."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After each training batch's backward; ``outputs`` is what ``training_step`` returned, detached."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before gradients are cleared."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Before each backward."""
+
+    def on_after_backward(self) -> None:
+        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before each optimizer's step; gradients are reduced and clipped."""
+
+    def on_sanity_check_start(self) -> None:
+        """Before the sanity check."""
+
+    def on_sanity_check_end(self) -> None:
+        """After the sanity check."""
+
+    def on_validation_start(self) -> None:
+        """Before validation."""
+
+    def on_validation_end(self) -> None:
+        """After validation, when its metrics are known."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before validation's first batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After validation's last batch; what is logged here is an epoch's metric."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each validation batch."""
+
+    def on_test_start(self) -> None:
+        """Before testing."""
+
+    def on_test_end(self) -> None:
+        """After testing."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each test batch."""
+
+    def on_predict_start(self) -> None:
+        """Before prediction."""
+
+    def on_predict_end(self) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first batch to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last batch to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each batch to predict."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each batch to predict."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint before it is written: tensors and plain values only."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read what ``on_save_checkpoint`` added."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle of the model must not drag the trainer, its plugins and its data along.
+        return {key: value for key, value in vars(self).items() if key not in ("_run", "_trainer")}
+
+
+class DataModule(MadeWith):
+    """Data apart from the model. A subclass defines the loaders it has: ``train_dataloader``, ``val_dataloader``,
+    ``test_dataloader``, ``predict_dataloader``, each returning a DataLoader or any iterable of batches, or (but for training) a
+    list or dict of DataLoaders."""
+
+    trainer: Trainer | None = None
+
+    def prepare_data(self) -> None:
+        """Download and the like: once a node, before ``setup``."""
+
+    def setup(self, stage: str) -> None:
+        """Called in each process before its loaders are made; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """Called in each process at the end, also after an error."""
+
+    def train_dataloader(self) -> Iterable[Any]:
+        """Batches to train on."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Batches to validate on."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Batches to test on."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Batches to predict."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "trainer"}
+
+
+def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:
+    """Whether a subclass, which may be given itself, or the instance defines ``name`` anew."""
+    base = Module if issubclass(thing if isinstance(thing, type) else type(thing), Module) else DataModule
+    found = getattr(thing, name, None)
+    return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

@@ -1,0 +1,259 @@
+"""The parts of a run: core's own and the chosen plugins, the plan they make, and how another process makes the same ones again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geartrain._version import __version__
+from geartrain.builtin.clipping import GradientClipping
+from geartrain.builtin.defaults import Defaults
+from geartrain.builtin.precision.precision import ScaledPrecision
+from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
+from geartrain.errors import UsageError
+from geartrain.files.paths import user_path
+from geartrain.hooks.manager import Hooks
+from geartrain.hooks.plugin_info import Choice, Part, state_of
+from geartrain.hooks.spelling import warn_of_others
+from geartrain.launch.cluster import Place, starts_rank_0
+from geartrain.options import Options
+from geartrain.plan import Plan, make_plan
+from geartrain.planning.registry import KNOWN, Registry, file_plugin, has_hookimpls, is_file, make
+from geartrain.planning.selection import choose_accelerator, choose_devices, choose_precision, choose_strategy
+
+#: What manual optimisation is called among the parts.
+_MANUAL = "manual_optimisation"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a Trainer or a Session was asked for, apart from the loop's options."""
+
+    accelerator: Any
+    devices: Any
+    strategy: Any
+    num_nodes: int
+    precision: Any
+    plugins: Any
+    callbacks: Any
+    max_time: Any
+    output: str | Path | None
+    accelerator_options: Mapping[str, Any] | None
+    strategy_options: Mapping[str, Any] | None
+    plugin_options: Mapping[str, Mapping[str, Any]] | None
+    assume: Mapping[str, int]
+
+
+def assemble(registry: Registry, place: Place | None, options: Options, asked: Asked) -> tuple[tuple[Part, ...], Hooks, Plan]:
+    """Choose, and plan: the parts, their hooks, not yet frozen, and the plan.
+
+    Args:
+        place: this process among others, as whoever started it says.
+
+    Raises:
+        UsageError: anything that cannot work.
+    """
+    if isinstance(asked.num_nodes, bool) or not isinstance(asked.num_nodes, int) or asked.num_nodes < 1:
+        raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
+    devices, num_nodes = _as_launched(place, asked.accelerator, asked.devices, asked.num_nodes)
+    chip, passed = choose_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, asked.assume)
+    indices = choose_devices(chip, devices, asked.assume)
+    scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
+    extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
+    dtype = choose_precision(registry, asked.precision)
+    output = None if asked.output is None else user_path(asked.output, "output")
+    parts = (*core_parts(options, output, starts_rank_0(place, num_nodes)), dtype, chip, scheme, *extra)
+    hooks = Hooks(parts)
+    if starts_rank_0(place, num_nodes):
+        _warn_of_failed(registry, asked, (chip, scheme, *extra))
+        for part in (chip, scheme, *extra):
+            warn_of_others(part.plugin, part.choice.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
+    plan = make_plan(
+        hooks,
+        {"accelerator": chip, "strategy": scheme},
+        tuple(part.choice for part in extra),
+        indices,
+        num_nodes=num_nodes,
+        precision=dtype.choice,
+        passed_over=passed | also_passed,
+        options=options,
+        output=None if options.fast_dev_run else output,
+        assumed=chip.choice.name in asked.assume,
+    )
+    return parts, hooks, plan
+
+
+def _warn_of_failed(registry: Registry, asked: Asked, parts: Sequence[Part]) -> None:
+    """Warn about plugins that ``"auto"`` would have considered, and about those whose name another distribution's has."""
+    names = {(part.choice.kind, part.choice.name.lower()) for part in parts}
+    if str(asked.accelerator).lower() in ("auto", "gpu"):
+        names |= {("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")}
+    if str(asked.strategy).lower() == "auto":
+        names |= {key for key in KNOWN if key[0] == "strategy"}
+    for candidate in registry.candidates:
+        if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
+            fix = "" if candidate.contested else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
+            warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
+
+
+def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
+    if place is None or place.launcher == "geartrain":
+        return devices, num_nodes
+    if devices == "auto" and accelerator == "cpu":
+        devices = place.local_size
+    return devices, place.nodes if num_nodes == 1 else num_nodes
+
+
+def core_parts(options: Options, output: Path | None, first: bool) -> list[Part]:
+    """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
+
+    parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
+    if output is not None and not options.fast_dev_run:
+        parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
+    if options.gradient_clip_val is not None:
+        parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
+    if options.enable_progress_bar:
+        from geartrain.builtin.progress.progress import (
+            ProgressBar,  # rich costs a tenth of a second, which ranks without a bar need not pay
+        )
+
+        parts.append(_core_part("progress", ProgressBar(), "enable_progress_bar=True"))
+    return parts
+
+
+def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
+    return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+
+
+def reserved_folder(parts: Iterable[Part], resumes: bool = False) -> AbstractContextManager[None]:
+    """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`."""
+    folder = next((part.plugin for part in parts if isinstance(part.plugin, RunFolder)), None)
+    return nullcontext() if folder is None else folder.reserved(resumes)
+
+
+def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, ...]:
+    """A run's parts: the trainer's; in a ``fit`` with a folder what writes last.ckpt, and of a module with
+    ``automatic_optimization = False`` those of manual optimisation."""
+    if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
+        parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
+    if command != "fit" or module.automatic_optimization:
+        return tuple(parts)
+    from geartrain.builtin.precision.manual import ManuallyScaledPrecision
+    from geartrain.loop.manual.plugin import ManualOptimisation  # imported here: automatic optimisation need not pay for them
+
+    same = [Part(part.choice, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
+    return (
+        *same,
+        _core_part(_MANUAL, ManualOptimisation(), "automatic_optimization = False"),
+    )  # last: then ``run.manual`` is there in everyone's on_run_start
+
+
+def is_manual(hooks: Hooks) -> bool:
+    """Whether these hooks are those of manual optimisation."""
+    owner = hooks.owner("step")
+    return owner is not None and owner.is_core and owner.name == _MANUAL
+
+
+def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+    """The chosen plugins, in the order given.
+
+    Args:
+        plugins: one, or several: names of installed ones, files, classes or objects.
+        options: for those given by name or file, by name.
+
+    Raises:
+        UsageError: an unknown or broken one, one given twice, or options of one that is not among them.
+    """
+    given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
+    parts, left = [], dict(options)
+    for plugin in given:
+        if not isinstance(plugin, str):
+            parts.append(registry.adopt("plugin", plugin, "given as an object"))
+        elif is_file(plugin):
+            name, found = file_plugin(plugin)
+            own = left.pop(name, {})
+            if isinstance(found, type):
+                found = make(found, plugin, own)
+            elif own:
+                raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
+            parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own, source=os.path.abspath(plugin)))
+        else:
+            parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+    labels = [part.choice.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
+    if left:
+        raise UsageError(
+            f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
+        )
+    return parts
+
+
+def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
+    """The plugins that ``callbacks`` and ``max_time`` come to; none without them.
+
+    Raises:
+        UsageError: no callback, one with methods that would never be called, or a duration that cannot be read.
+    """
+    given = list(callbacks) if isinstance(callbacks, Iterable) and not isinstance(callbacks, str) else [callbacks]
+    for one in given:
+        if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
+            fix = f"plugins=[{one!r}]" if isinstance(one, str) else "an object of a subclass of geartrain.callbacks.Callback"
+            raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
+    parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]
+    if max_time is not None:
+        parts.append(registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}"))
+    return parts
+
+
+# --- the same parts in another process -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One part as it goes to another process."""
+
+    choice: Choice
+    options: Mapping[str, Any]
+    source: str | None
+    #: The object itself, where it has no source; it must pickle.
+    plugin: Any
+    #: What its ``state_dict()`` gave, where it has a source and a state.
+    state: Any
+
+
+def recipes(parts: Iterable[Part]) -> list[Recipe]:
+    """Return how to make the chosen precision, accelerator, strategy and plugins again.
+
+    What has a name or a file is made from it and given its state, because it may hold what cannot travel (files, connections).
+    """
+    return [
+        Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)
+        for part in parts
+        if not part.choice.is_core
+    ]
+
+
+def remake(registry: Registry, made: Iterable[Recipe]) -> list[Part]:
+    """The same parts, in this process."""
+    return [Part(recipe.choice, _plugin(registry, recipe), recipe.options, recipe.source) for recipe in made]
+
+
+def _plugin(registry: Registry, recipe: Recipe) -> Any:
+    if recipe.source is None:
+        return recipe.plugin
+    if recipe.choice.kind == "plugin" and is_file(recipe.source):
+        _, found = file_plugin(recipe.source)
+        plugin = make(found, recipe.choice.name, recipe.options) if isinstance(found, type) else found
+    else:
+        plugin = registry.select(recipe.choice.kind, recipe.source, recipe.options, recipe.choice.reason).plugin
+    if recipe.state is not None:
+        plugin.load_state_dict(recipe.state)
+    return plugin

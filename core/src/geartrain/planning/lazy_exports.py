@@ -1,0 +1,94 @@
+"""How ``geartrain.strategies``, ``geartrain.callbacks`` and the like find names in the distributions that are installed."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from importlib_metadata import EntryPoint, entry_points
+
+from geartrain.errors.hints import write_instead
+from geartrain.planning.registry import GROUPS, KNOWN, canonical
+
+
+def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:
+    """What ``from <module> import <attribute>`` gives: a class that an installed entry point names, or a helper beside it.
+
+    Args:
+        kind: ``"strategy"`` or ``"accelerator"``.
+        homes: names that geartrain's own distributions provide -> the plugin's name.
+
+    Raises:
+        ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line; a class that several
+            distributions have; or a name of Lightning's, which ends in what to write.
+        AttributeError: an unknown name.
+    """
+    installed = entry_points(group=GROUPS[kind])
+    home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
+    found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
+    ours = {key: ep for key, ep in found.items() if key[0] == home}
+    theirs = ", ".join(f"{distribution} ({value})" for distribution, value in found.keys() - ours.keys())
+    if not ours and attribute in homes:
+        # A helper of the plugin's module that is no entry point itself, as find_usable_cuda_devices is.
+        for ep in installed:
+            if (_distribution(ep), ep.name) == (home, homes[attribute]):
+                return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
+        also = f". Another distribution has one: {theirs}" if theirs else ""
+        raise ImportError(f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home)
+    if ours and theirs:
+        warnings.warn(f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}", stacklevel=3)
+    if len(ours or found) > 1:
+        raise ImportError(
+            f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module", name=module
+        )
+    for ep in (ours or found).values():
+        return ep.load()
+    if answer := write_instead(module, attribute):
+        raise ImportError(f"{module} has no {attribute!r}{answer}", name=module)
+    have = ", ".join(names(kind))
+    raise AttributeError(f"{module} has no {attribute!r}. Installed: {have}")
+
+
+def import_from(package: str, wanted: str) -> ModuleType:
+    """Import a package that another distribution of ours brings.
+
+    Args:
+        package: its name; that of the distribution is the same, with dashes.
+        wanted: what the user asked for, for the error.
+
+    Raises:
+        ImportError: it is not installed; ends in the ``pip install`` line.
+    """
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+    distribution = package.replace("_", "-")
+    raise ImportError(f"{wanted} is not installed. Fix: pip install {distribution}", name=distribution)
+
+
+def forward(module: str, package: str, attribute: str) -> Any:
+    """Return what ``from <module> import <attribute>`` gives, if all names of the module are those of one package."""
+    if attribute.startswith("__") and attribute != "__all__":  # a __path__ would make the package's modules importable twice
+        raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
+    return getattr(import_from(package, module), attribute)
+
+
+def names(kind: str) -> list[str]:
+    """The class names that are installed."""
+    return sorted({name for name in map(_attribute, entry_points(group=GROUPS[kind])) if name})
+
+
+def _distribution(entry_point: EntryPoint) -> str:
+    return canonical(entry_point.dist.name) if entry_point.dist else "?"
+
+
+def _attribute(entry_point: EntryPoint) -> str:
+    """The class that an entry point names; empty where its value is malformed, which is its author's business."""
+    try:
+        return str(entry_point.attr or "")
+    except (AttributeError, ValueError):
+        return ""

@@ -1,0 +1,424 @@
+"""Find plugins by their entry points, choose them by name, and import only what was chosen.
+
+Reads metadata alone: listing what is installed imports neither torch nor any plugin. Plugins that are not chosen may be
+broken, blocked or missing a dependency; they are listed with the reason and change nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from importlib_metadata import EntryPoint, entry_points
+
+from geartrain._version import __version__
+from geartrain.errors import UsageError, describe, nearest
+from geartrain.errors.hints import hint
+from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.planning.hardware import ask
+
+#: kind -> entry-point group.
+GROUPS = {
+    "accelerator": "geartrain.accelerators",
+    "strategy": "geartrain.strategies",
+    "precision": "geartrain.precisions",
+    "plugin": "geartrain.plugins",
+    "command": "geartrain.commands",
+}
+
+#: Names that geartrain's own distributions provide: (kind, name) -> distribution. What is not here gets no install line.
+KNOWN = {
+    ("accelerator", "cuda"): "geartrain-cuda",
+    ("accelerator", "mps"): "geartrain-mps",
+    ("strategy", "dp"): "geartrain-dp",
+    ("strategy", "ddp2"): "geartrain-dp",
+    ("strategy", "ddp"): "geartrain-ddp",
+    ("strategy", "ddp_spawn"): "geartrain-spawn",
+    ("strategy", "spawn"): "geartrain-spawn",
+    ("strategy", "horovod"): "geartrain-horovod",
+    ("strategy", "bagua"): "geartrain-bagua",
+    **dict.fromkeys(
+        [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
+        + [("plugin", name) for name in ("nan_guard", "norms", "throughput", "timer")],
+        "geartrain-callbacks",
+    ),
+    ("plugin", "csv"): "geartrain-csv",
+    ("plugin", "device_stats"): "geartrain-device-stats",
+    ("plugin", "tensorboard"): "geartrain-tensorboard",
+    ("plugin", "wandb"): "geartrain-wandb",
+    ("plugin", "mlflow"): "geartrain-mlflow",
+    ("command", "conformance"): "geartrain-testing",
+    ("command", "doctor"): "geartrain-doctor",
+    ("command", "new"): "geartrain-testing",
+    ("command", "port"): "geartrain-port",
+    ("command", "tune"): "geartrain-tuner",
+}
+
+#: Names that users of Lightning may type and that no distribution provides.
+NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")} | {
+    ("strategy", name)
+    for name in ("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu", "tpu_spawn", "xla", "colossalai")
+}
+
+
+#: What the last scan of the metadata depended on, and what it found: it takes 13 ms for some hundred distributions.
+_scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """One installed plugin, as its metadata tells."""
+
+    name: str
+    kind: str
+    distribution: str
+    version: str
+    entry_point: EntryPoint
+    #: ``selected``, ``available``, ``unavailable``, ``failed`` or ``blocked``.
+    state: str = "available"
+    reason: str = ""
+    #: True if another distribution claims this name, and this one does not win.
+    contested: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.distribution}[{self.name}]"
+
+    @property
+    def is_ours(self) -> bool:
+        """True if core provides it, or the distribution of ours that the name belongs to: these win over others of the same name."""
+        return canonical(self.distribution) in ("geartrain", KNOWN.get((self.kind, self.name.lower())))
+
+    def as_dict(self) -> dict[str, str]:
+        return {key: getattr(self, key) for key in ("name", "kind", "state", "reason", "distribution", "version")}
+
+
+class Registry:
+    """What is installed.
+
+    Args:
+        block: names that must not be chosen, or ``DISTRIBUTION[name]``, beside those in the environment variable ``GEARTRAIN_BLOCK``
+            (comma-separated).
+
+    Raises:
+        UsageError: ``block`` has a name that nothing installed has.
+    """
+
+    def __init__(self, block: Iterable[str] = ()) -> None:
+        self.candidates = _installed()
+        self._block(block, "--block")
+        self._block((n.strip() for n in os.environ.get("GEARTRAIN_BLOCK", "").split(",")), "GEARTRAIN_BLOCK")
+        self._settle_names()
+
+    def _block(self, names: Iterable[str], by: str) -> None:
+        for name in filter(None, names):
+            hit = [c for c in self.candidates if name.lower() in (c.name.lower(), c.label.lower())]
+            if not hit and by == "--block":
+                known = [known for c in self.candidates for known in (c.name, c.label)]
+                raise UsageError(f"{by} {name}: nothing installed has that name. {nearest(name, known)}")
+            for candidate in hit:
+                candidate.state, candidate.reason = "blocked", f"by {by}"
+
+    def _settle_names(self) -> None:
+        """Of several distributions with one name let ours win, or none: a chosen name must not depend on what else is installed."""
+        claims: dict[tuple[str, str], list[Candidate]] = {}
+        for candidate in self.candidates:
+            if candidate.state != "blocked":
+                claims.setdefault((candidate.kind, candidate.name.lower()), []).append(candidate)
+        for same in claims.values():
+            ours = next((c for c in same if c.is_ours), None)
+            for candidate in same if len(same) > 1 else ():
+                if candidate is not ours:
+                    what = f"the name is {ours.label}'s" if ours else f"{' and '.join(c.label for c in same)} claim the same name"
+                    fix = f"uninstall {candidate.distribution}" if ours else "uninstall one"
+                    candidate.contested, candidate.state = True, "failed"
+                    candidate.reason = f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
+
+    def of(self, kind: str) -> list[Candidate]:
+        return [c for c in self.candidates if c.kind == kind]
+
+    # --- find ------------------------------------------------------------------------------------------------------------
+
+    def find(self, kind: str, name: str) -> Candidate:
+        """The one candidate of that kind and name; names are case-insensitive.
+
+        Raises:
+            UsageError: unknown, not installed, blocked, or claimed by two distributions.
+        """
+        hits = [c for c in self.of(kind) if c.name.lower() == name.lower()]
+        if not hits:
+            raise UsageError(self._missing(kind, name))
+        left = [c for c in hits if c.state != "blocked"]
+        if not left:
+            raise UsageError(f"{hits[0].label} is blocked {hits[0].reason}. Fix: lift the block, or choose another {kind}.")
+        found = next((c for c in left if not c.contested), left[0])
+        if found.contested:
+            what, _, fix = found.reason.partition("; ")
+            raise UsageError(f"{kind} {name!r}: {what}. Fix: {fix}")
+        return found
+
+    def _missing(self, kind: str, name: str) -> str:
+        installed = [c.name for c in self.of(kind)]
+        key = (kind, name.lower())
+        if key in KNOWN:
+            return f"{kind} {name!r} is not installed. Fix: pip install {KNOWN[key]}"
+        if key in NOT_SHIPPED:
+            return f"there is no {kind} {name!r}: no geartrain distribution provides it. Installed: {', '.join(installed)}."
+        if instead := hint(kind, key[1]):
+            return f"there is no {kind} {name!r}. Fix: {instead}"
+        other = next((c for c in self.candidates if c.name.lower() == name.lower()), None)
+        if other:
+            return f"{name!r} is no {kind} but belongs to --{other.kind}. Fix: --{other.kind} {other.name}"
+        elsewhere = next((k for k, n in [*KNOWN, *NOT_SHIPPED] if n == name.lower()), None)
+        if elsewhere:
+            return f"{name!r} is no {kind} but belongs to --{elsewhere}. Fix: --{elsewhere} {name.lower()}"
+        known = installed + [n for k, n in KNOWN if k == kind]
+        return f"there is no {kind} {name!r}. {nearest(name, known)}"
+
+    # --- load ------------------------------------------------------------------------------------------------------------
+
+    def load(self, candidate: Candidate) -> Any:
+        """Import a candidate's class; of a command, its function.
+
+        Raises:
+            UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
+        """
+        if needed := _other_core(candidate):
+            candidate.state, candidate.reason = "failed", f"it requires {needed}, and geartrain {__version__} is installed"
+            raise UsageError(
+                f"{candidate.label}: {candidate.reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"
+            )
+        try:
+            loaded = candidate.entry_point.load()
+        except BaseException as error:  # a plugin may fail in any way, sys.exit included; whoever chose it must read why
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            candidate.state, candidate.reason = "failed", f"{type(error).__name__}: {error}"
+            # Never "pip install MODULE": a distribution of that name may be a stranger's.
+            hint = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
+            hint = "pip install torch" if getattr(error, "name", None) == "torch" else hint
+            raise UsageError(f"{candidate.label} could not be imported: {candidate.reason}. Fix: {hint}") from error
+        wanted, fits = ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
+        if not fits(loaded):
+            candidate.state, candidate.reason = "failed", f"its entry point gives {loaded!r}, not a {wanted}"
+            raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a {wanted} in its [project.entry-points]")
+        return loaded
+
+    def probe(self, candidate: Candidate) -> Any:
+        """Import a candidate and, if it is an accelerator, ask whether it can serve here. Sets state and reason.
+
+        Returns:
+            Its class if it can serve, else ``None``.
+        """
+        if candidate.state != "available":
+            return None
+        try:
+            cls = self.load(candidate)
+        except UsageError:
+            return None
+        try:
+            reason = ask(cls) if candidate.kind == "accelerator" else None
+        except UsageError as error:
+            candidate.state, candidate.reason = "failed", str(error)
+            return None
+        if reason:
+            candidate.state, candidate.reason = "unavailable", reason
+            return None
+        return cls
+
+    def select(self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = "") -> Part:
+        """Find, import and make one plugin with its options."""
+        candidate = self.find(kind, name)
+        cls = self.load(candidate)
+        try:
+            plugin = make(cls, candidate.label, options or {})
+        except Exception as error:
+            candidate.state, candidate.reason = "failed", f"its __init__ raised {type(error).__name__}: {error}"
+            raise
+        candidate.state, candidate.reason = "selected", reason
+        choice = Choice(candidate.name, kind, candidate.distribution, candidate.version, reason)
+        return Part(choice, plugin, dict(options or {}), source=candidate.name)
+
+    def adopt(self, kind: str, given: Any, reason: str) -> Part:
+        """Return the part of an object or a class that the user made; named as its entry point, if it has one.
+
+        An object that is no plugin itself may have ``as_plugin()``, which returns the plugin that stands for it.
+        """
+        plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
+        cls = type(plugin)
+        if hasattr(plugin, "as_plugin"):
+            return Part(Choice(cls.__name__, kind, None, None, reason), plugin.as_plugin())
+        for candidate in self.of(kind):
+            if _names(candidate.entry_point, cls):
+                candidate.state, candidate.reason = "selected", reason
+                return Part(Choice(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
+        name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
+        return Part(Choice(name, kind, None, None, reason), plugin)
+
+
+def _installed() -> list[Candidate]:
+    """Return all that is installed; the metadata are read again only after a folder of ``sys.path`` has changed."""
+    global _scanned
+    state = (entry_points, [(path, _changed_at(path)) for path in sys.path])
+    if _scanned is None or _scanned[0] != state:
+        _scanned = (state, _scan())
+    return [Candidate(*found) for found in _scanned[1]]
+
+
+def canonical(distribution: str) -> str:
+    """A distribution's name in pip's spelling."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _other_core(candidate: Candidate) -> str | None:
+    """Return what a candidate's distribution requires of geartrain, if it is another version than this."""
+    from packaging.requirements import InvalidRequirement, Requirement  # not above: what lists plugins need not pay for it
+
+    for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
+        try:
+            needed = Requirement(line)
+        except InvalidRequirement:
+            continue  # geartrain doctor says so
+        asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if canonical(needed.name) == "geartrain" and asked and not needed.specifier.contains(__version__, prereleases=True):
+            return f"geartrain{needed.specifier}"
+    return None
+
+
+def _changed_at(path: str) -> int | None:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return None
+
+
+def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
+    """Read what :class:`Candidate` has of every plugin, in one pass over the metadata; of each distribution they are read once."""
+    every = entry_points()
+    named: dict[int, tuple[str, str]] = {}
+
+    def found(kind: str, ep: EntryPoint) -> tuple[str, str, str, str, EntryPoint]:
+        if id(ep.dist) not in named:
+            named[id(ep.dist)] = (ep.dist.name, ep.dist.version) if ep.dist else ("?", "?")
+        return (ep.name, kind, *named[id(ep.dist)], ep)
+
+    return [
+        found(kind, ep)
+        for kind, group in GROUPS.items()
+        for ep in sorted((ep for ep in every if ep.group == group), key=lambda ep: (ep.name, ep.value))
+    ]
+
+
+def _names(entry_point: EntryPoint, cls: type) -> bool:
+    """Whether an entry point names this class; nothing is imported for it."""
+    module, _, attribute = entry_point.value.partition(":")
+    return getattr(sys.modules.get(module.strip()), attribute.strip(), None) is cls
+
+
+def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
+    """Call a plugin's class with its options.
+
+    Raises:
+        UsageError: an option that its ``__init__`` does not have, or a required one that is missing.
+    """
+    try:
+        inspect.signature(cls).bind(**options)
+    except TypeError as error:
+        known = list(inspect.signature(cls).parameters)
+        unknown = next((name for name in options if name not in known), None)
+        hint = nearest(unknown, known) if unknown else f"Its options: {', '.join(known)}."
+        raise UsageError(f"{label}: {error}. {hint}") from error
+    try:
+        return cls(**options)
+    except UsageError as error:
+        if str(error).startswith(label):
+            raise  # not from itself: whoever follows its causes would come to no end
+        raise UsageError(f"{label}: {error}") from error
+    except SystemExit as error:
+        raise UsageError(f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there") from error
+    except Exception as error:
+        error.add_note(f"raised while {label} was created")
+        raise
+
+
+# --- one-file plugins ----------------------------------------------------------------------------------------------------
+
+
+def load_file(path: Path, name: str | None = None) -> ModuleType:
+    """Import a Python file as a module named after it, with its folder on ``sys.path`` as ``python FILE`` would have it.
+
+    Raises:
+        UsageError: there is no such file, or it raises.
+    """
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"there is no file {path}. {nearest(path.name, beside)}")
+    name = name or path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path.resolve():
+            return loaded
+        raise UsageError(f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file.")
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UsageError(f"{path} could not be imported: {describe(error)}") from error
+    return module
+
+
+def is_file(name: str) -> bool:
+    """Whether a plugin's name is a file: ``my_hooks.py`` or ``my_hooks.py:Class``."""
+    return name.partition(":")[0].endswith(".py")
+
+
+def file_plugin(spec: str) -> tuple[str, Any]:
+    """The plugin in a file: its one class with hookimpls, or the module itself where functions are marked.
+
+    Args:
+        spec: ``file.py`` or ``file.py:Class``.
+
+    Returns:
+        The name by which its options are given (the file's stem, or the class), and the class or module.
+    """
+    file, _, wanted = spec.partition(":")
+    module = load_file(Path(file).expanduser())
+    classes = {
+        name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
+    }
+    if wanted:
+        if wanted not in classes:
+            raise UsageError(f"{file} has no plugin class {wanted!r}. {nearest(wanted, classes)}")
+        return wanted, classes[wanted]
+    if has_hookimpls(module):
+        if classes:
+            raise UsageError(f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}")
+        return module.__name__, module
+    if not classes:
+        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark what it should do")
+    if len(classes) > 1:
+        raise UsageError(f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}")
+    return module.__name__, next(iter(classes.values()))
+
+
+def has_hookimpls(thing: Any) -> bool:
+    """True if a class, an object or a module has something marked with ``@hookimpl``."""
+    found = (getattr(thing, name, None) for name in dir(thing))
+    return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)

@@ -1,0 +1,187 @@
+"""Arguments -> what was chosen: accelerator, devices, strategy, precision, and why. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from geartrain.errors import UsageError
+from geartrain.hooks.plugin_info import Part
+from geartrain.launch.cluster import detect
+from geartrain.launch.rerun_command import why_not
+from geartrain.planning.devices import parse_devices
+from geartrain.planning.hardware import ask, priority_of, visible
+from geartrain.planning.registry import KNOWN, Candidate, Registry
+
+#: What ``accelerator="gpu"`` may take.
+_GPUS = ("cuda", "mps")
+#: Short forms of precisions. A number alone is mixed if weights of that size train badly, as in Lightning.
+_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+# --- accelerator ---------------------------------------------------------------------------------------------------------
+
+
+def choose_accelerator(
+    registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
+) -> tuple[Part, dict[str, str]]:
+    """The accelerator, and why the others were passed over.
+
+    Args:
+        given: a name, ``"auto"``, ``"gpu"``, or an object or class of the user's own.
+        options: for its ``__init__``.
+        assume: accelerator name -> device count, for planning for hardware that is not here.
+    """
+    for assumed in assume:
+        registry.find("accelerator", assumed)
+    if not isinstance(given, str):
+        part = registry.adopt("accelerator", given, "given as an object")
+        _check_usable(part, assume)
+        return part, {}
+    name = given.lower()
+    if name in ("auto", "gpu"):
+        return _best_accelerator(registry, name, options, assume)
+    strategies = {c.name.lower() for c in registry.of("strategy")} | {known for kind, known in KNOWN if kind == "strategy"}
+    if name in strategies and not any(c.name.lower() == name for c in registry.of("accelerator")):
+        raise UsageError(f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})")
+    part = registry.select("accelerator", name, options, f"--accelerator {given}")
+    _check_usable(part, assume)
+    return part, {}
+
+
+def _check_usable(part: Part, assume: Mapping[str, int]) -> None:
+    if part.choice.name in assume:
+        return
+    try:
+        reason = ask(part.plugin)
+    except UsageError as error:
+        raise UsageError(f"{part.choice.label}: {error}") from error.__cause__
+    if reason:
+        raise UsageError(f"{part.choice.label} cannot be used here: {reason}")
+
+
+def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]) -> tuple[Part, dict[str, str]]:
+    passed: dict[str, str] = {}
+    usable: list[tuple[float, Candidate]] = []
+    for candidate in registry.of("accelerator"):
+        if name == "gpu" and candidate.name.lower() not in _GPUS:
+            continue
+        # The only place where plugins that were not named are imported: they must be asked.
+        assumed = candidate.name in assume and candidate.state == "available"
+        cls = registry.load(candidate) if assumed else registry.probe(candidate)
+        if cls is None:
+            passed[candidate.label] = f"{candidate.state}: {candidate.reason}"
+        else:
+            usable.append((_priority(cls, candidate), candidate))
+    passed |= _not_installed(registry)
+    usable.sort(key=lambda pair: (-pair[0], pair[1].name))
+    for i, (priority, best) in enumerate(usable):
+        why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
+        rest = usable[i + 1 :]
+        equal = [c.name for p, c in rest if p == priority]
+        if equal:
+            why += f", which {', '.join(equal)} has too: the first by name"
+        try:
+            part = registry.select("accelerator", best.name, options, why)
+        except Exception:
+            if options or not rest:  # the user's options may be the reason
+                raise
+            passed[best.label] = f"failed: {best.reason}"
+            continue
+        for p, c in rest:
+            lower = f"is lower than {best.name}'s {priority}" if p < priority else f"is {best.name}'s too, which comes first by name"
+            passed[c.label] = f"available, but its priority {p} {lower}"
+        return part, passed
+    why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
+    raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
+
+
+def _priority(cls: Any, candidate: Candidate) -> float:
+    try:
+        return priority_of(cls)
+    except UsageError as error:  # only of one that is assumed: any other was asked
+        raise UsageError(f"{candidate.label}: {error}") from None
+
+
+def _not_installed(registry: Registry) -> dict[str, str]:
+    """Hardware that this machine visibly has and whose plugin is not installed: label -> the install line."""
+    installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
+    passed = {}
+    for name, what in visible().items():
+        if name not in installed:
+            distribution = KNOWN["accelerator", name]
+            passed[f"{distribution}[{name}]"] = f"not installed, though this machine has {what}. Fix: pip install {distribution}"
+    return passed
+
+
+def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
+    """Device indices on each node, as the accelerator's grammar reads ``devices``; one that has ``select_devices`` may take others in
+    their place (cuda's ``auto_select`` takes free ones)."""
+    name, plugin = accelerator.choice.name, accelerator.plugin
+    available = assume[name] if name in assume else plugin.device_count()
+    indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
+    if name not in assume and hasattr(plugin, "select_devices"):
+        if not getattr(plugin, "indexed", True):
+            raise UsageError(f"{accelerator.choice.label}: indexed = False and select_devices contradict each other. Fix: take out one")
+        indices = parse_devices(plugin.select_devices(devices, indices), accelerator=name, available=available)
+    return tuple(indices)
+
+
+# --- strategy ------------------------------------------------------------------------------------------------------------
+
+
+def choose_strategy(
+    registry: Registry, given: Any, options: Mapping[str, Any], devices: tuple[int, ...], num_nodes: int
+) -> tuple[Part, dict[str, str]]:
+    """The strategy, and why the others were passed over. ``"auto"`` decides by metadata alone: nothing else is imported."""
+    if not isinstance(given, str):
+        return registry.adopt("strategy", given, "given as an object"), {}
+    if given.lower() != "auto":
+        return registry.select("strategy", given, options, f"--strategy {given}"), {}
+    if len(devices) == 1 and num_nodes == 1:
+        part = registry.select("strategy", "single", options, "'auto': one device needs no other")
+        return part, {
+            c.label: _why_not(c, "one device needs no strategy of several") for c in registry.of("strategy") if c.state != "selected"
+        }
+    # ddp starts ranks by running the command again, unless a launcher has started them.
+    stuck = why_not() if detect() is None else None
+    others = [name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"]
+    preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *others]
+    for name in preferred:
+        if any(c.name == name and c.state == "available" for c in registry.of("strategy")):
+            why = f"'auto': the best installed one for {len(devices)} devices on {num_nodes} node(s)" + (
+                f", where {stuck} for ddp" if stuck else ""
+            )
+            part = registry.select("strategy", name, options, why)
+            return part, {c.label: _why_not(c, f"{name} is preferred") for c in registry.of("strategy") if c.state != "selected"}
+    if stuck and any(c.name == "ddp" for c in registry.of("strategy")):
+        raise UsageError(
+            f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes. ddp would run this program's command "
+            f"again, and {stuck}. Fix: pip install geartrain-spawn (or geartrain-dp), put the program in a file, or devices=1"
+        )
+    raise UsageError(
+        f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes, and none is installed. "
+        "Fix: pip install geartrain-ddp, or devices=1"
+    )
+
+
+def _why_not(candidate: Candidate, reason: str) -> str:
+    return f"{candidate.state}: {candidate.reason}" if candidate.reason else f"{candidate.state}, but {reason}"
+
+
+# --- precision -----------------------------------------------------------------------------------------------------------
+
+
+def choose_precision(registry: Registry, given: Any) -> Part:
+    """Return the precision: by its name, in a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true), or an object.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if not isinstance(given, str | int) or isinstance(given, bool):
+        return registry.adopt("precision", given, "given as an object")
+    name = _PRECISIONS.get(str(given).lower(), str(given))
+    known = [candidate.name for candidate in registry.of("precision")]
+    if name.lower() not in (one.lower() for one in known):
+        raise UsageError(f"precision={given!r} is not known. Fix: one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}")
+    return registry.select("precision", name, {}, f"--precision {given}" if given != "32-true" else "the default")
