@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from geartrain_bagua import minmax_uint8
 from geartrain_bagua.minmax_uint8 import compress, decode, decode_plain, decompress, encode, encode_plain

@@ -3,8 +3,7 @@
 import enum
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from geartrain import UsageError
 from geartrain.planning.devices import parse_devices

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pluggy import HookCaller, PluginManager
 
 from geartrain import GeartrainError, hookimpl

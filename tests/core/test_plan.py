@@ -14,8 +14,7 @@ from geartrain import Layout, UsageError, hookimpl
 from geartrain.builtin.cpu import CPUAccelerator
 from geartrain.plan import complete
 
-from .contract_fixtures import accelerator_source, strategy_source
-from .contract_fixtures import dists as dists
+from .contract_fixtures import accelerator_source, dists as dists, strategy_source
 
 pytestmark = pytest.mark.usefixtures("dists")
 

@@ -14,8 +14,7 @@ import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, EarlyStopping
 
-from .models import Loggers, Net, Pretend, Recorder, assert_equal, by_hand, differ, loader, samples, weights
-from .models import trainer as make_trainer
+from .models import Loggers, Net, Pretend, Recorder, assert_equal, by_hand, differ, loader, samples, trainer as make_trainer, weights
 
 
 def make(**options):

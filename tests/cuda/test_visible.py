@@ -7,8 +7,7 @@ from unittest import mock
 import pynvml
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import session

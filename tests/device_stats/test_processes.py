@@ -5,9 +5,7 @@ from several_ranks import results
 from geartrain import hookimpl
 from geartrain_device_stats import DeviceStats
 
-from ..spawn.models import Net as SpawnedNet
-from ..spawn.models import loader
-from ..spawn.models import trainer as spawning
+from ..spawn.models import Net as SpawnedNet, loader, trainer as spawning
 from .cases import FakeGpu, Logger, Net, Until, sampling, trainer
 
 

@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
-from geartrain.errors import GeartrainError, TrainingError, UsageError
-from geartrain.errors import panel as _panel
+from geartrain.errors import GeartrainError, TrainingError, UsageError, panel as _panel
 from geartrain.hookspecs import hookimpl, hookspec
 from geartrain.launch import start as _start  # noqa: F401 (reads where the program started, before it changes its folder)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from geartrain.launch import rerun_command as relaunch
-from geartrain.launch import supervisor as workers
+from geartrain.launch import rerun_command as relaunch, supervisor as workers
 from geartrain.launch.reports import begin, leave, report
 from geartrain.launch.signals import Interrupted
 from geartrain.launch.stopped_rank import is_stopped

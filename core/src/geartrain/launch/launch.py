@@ -18,8 +18,7 @@ import torch
 import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
-from geartrain.launch import cluster as environment
-from geartrain.launch import rendezvous
+from geartrain.launch import cluster as environment, rendezvous
 from geartrain.launch.cluster import STARTED_BY, Place
 from geartrain.launch.forks import adopt_temporary_folder, guard_forks
 from geartrain.launch.reports import begin, disconnect_if_failed, report

@@ -32,8 +32,7 @@ from torch.distributed.elastic.multiprocessing import PContext, start_processes
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from geartrain.errors import TrainingError
-from geartrain.launch import bootstrap
-from geartrain.launch import rerun_command as relaunch
+from geartrain.launch import bootstrap, rerun_command as relaunch
 from geartrain.launch.failures import Failure, RankMonitor, judge
 from geartrain.launch.forks import TEMPORARY, not_inherited, remove_temporary_folder
 from geartrain.launch.patience import Patience

@@ -31,7 +31,7 @@ IN_STEP = (
 )
 
 #: Methods of Lightning's module that geartrain would never call -> what to do instead.
-_NOT_CALLED = {
+NOT_CALLED = {
     "optimizer_step": "a plugin's optimizer_step hook",
     "optimizer_zero_grad": "on_before_zero_grad",
     "lr_scheduler_step": "a plugin's on_step_end hook",
@@ -63,7 +63,7 @@ _NOT_CALLED = {
 }
 
 #: Methods of Lightning's data module that geartrain would never call -> what to do instead.
-_NOT_CALLED_OF_DATA = {
+NOT_CALLED_OF_DATA = {
     "transfer_batch_to_device": "the same method of the module",
     "on_before_batch_transfer": "the same method of the module",
     "on_after_batch_transfer": "the same method of the module",
@@ -164,7 +164,7 @@ def check_module(module: Any, command: str) -> None:
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
         raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
-    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - _NOT_CALLED.keys(), ["automatic_optimization"], Module)
+    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - NOT_CALLED.keys(), ["automatic_optimization"], Module)
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
@@ -173,7 +173,7 @@ def check_module(module: Any, command: str) -> None:
     for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
-    for method, instead in _NOT_CALLED.items():
+    for method, instead in NOT_CALLED.items():
         # What Module has itself is for manual optimisation: there a subclass may change what it calls.
         if hasattr(cls, method) and not (hasattr(Module, method) and (not module.automatic_optimization or not overridden(module, method))):
             raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
@@ -294,6 +294,6 @@ def check_data(data: Any) -> None:
         if not callable(getattr(data, name)):
             raise UsageError(f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out")
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
-    for method, instead in _NOT_CALLED_OF_DATA.items():
+    for method, instead in NOT_CALLED_OF_DATA.items():
         if hasattr(type(data), method):
             raise UsageError(f"{type(data).__name__}.{method} would never be called. Use instead: {instead}")

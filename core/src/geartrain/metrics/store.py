@@ -20,8 +20,7 @@ from torch import nn
 from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
 from geartrain.hooks.manager import fire
-from geartrain.metrics import reductions
-from geartrain.metrics import torchmetrics as metric_objects
+from geartrain.metrics import reductions, torchmetrics as metric_objects
 from geartrain.metrics.sync import Share, Spec, sync
 
 if TYPE_CHECKING:

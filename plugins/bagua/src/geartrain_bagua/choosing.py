@@ -12,8 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from importlib_metadata import EntryPoint, entry_points
 
 from geartrain import UsageError
-from geartrain.errors import nearest
-from geartrain.hooks.spelling import refuse_misspelt
+from geartrain.plugin_api import nearest, refuse_misspelt
 from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.

@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
-from geartrain.checkpoint.resume import load_optimizer
-from geartrain.data.loaders import map_tensors
 from geartrain.parallel import average_gradients, broadcast_weights, launch
+from geartrain.plugin_api import load_optimizer, map_tensors
 from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
 from geartrain_bagua.buckets import make_buckets

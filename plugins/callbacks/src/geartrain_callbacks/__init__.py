@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from geartrain_callbacks._version import __version__
-from geartrain_callbacks.callback import Callback
+from geartrain_callbacks.callback import NOT_CALLED, Callback
 from geartrain_callbacks.early_stopping import EarlyStopping
 from geartrain_callbacks.ema import EMA
 from geartrain_callbacks.lr_monitor import LearningRateMonitor
@@ -21,6 +21,7 @@ from geartrain_callbacks.timer import Timer
 
 __all__ = [
     "EMA",
+    "NOT_CALLED",
     "Callback",
     "EarlyStopping",
     "LearningRateMonitor",
@@ -36,7 +37,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Only for names that are not here: those of Lightning's callbacks get what to write instead."""
-    from geartrain.errors.hints import write_instead
+    from geartrain.plugin_api import write_instead
 
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):
         # An ImportError, because "from geartrain.callbacks import NAME" would replace the text of an AttributeError.

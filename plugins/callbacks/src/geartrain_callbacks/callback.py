@@ -10,17 +10,13 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from geartrain.errors import UsageError, nearest
-from geartrain.hooks.spelling import OF_PLUGINS, STATE, refuse_half_a_state, refuse_misspelt
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run, World
-from geartrain.loop.step_forwarder import IN_STEP, refuse_unrun
+from geartrain import Run, UsageError, World, hookimpl
+from geartrain.plugin_api import IN_STEP, OF_PLUGINS, STATE, nearest, refuse_half_a_state, refuse_misspelt, refuse_unrun
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from geartrain.module.module import Module
-    from geartrain.trainer import Trainer
+    from geartrain import Module, Trainer
 
 #: Methods of Lightning's callbacks that geartrain would never call -> what to do instead.
 NOT_CALLED = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path, PurePosixPath
 
-from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.files.paths import is_url
+from geartrain import TrainingError, UsageError
+from geartrain.plugin_api import is_url, nearest
 
 #: A name in braces, and after a colon how to write it.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")

@@ -6,9 +6,7 @@ import math
 import warnings
 from typing import Any, Literal
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.stopping import say, stop_together
 

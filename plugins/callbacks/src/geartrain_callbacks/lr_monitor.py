@@ -9,9 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
 
 
 class LearningRateMonitor:

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from geartrain.checkpoint.checkpoints import checkpoint_state, is_last, save
-from geartrain.errors import TrainingError, UsageError
-from geartrain.files.atomic import remove_abandoned
-from geartrain.files.paths import user_path
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
-from geartrain.plan import Plan
+from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import checkpoint_state, is_last, remove_abandoned, save, user_path
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.own_files import check_name, delete, is_own, written_after

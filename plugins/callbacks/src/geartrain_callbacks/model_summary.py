@@ -9,9 +9,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
 
 
 class ModelSummary:

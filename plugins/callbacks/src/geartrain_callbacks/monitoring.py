@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from geartrain.errors import UsageError, nearest
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError
+from geartrain.plugin_api import nearest
 
 
 def check_mode(name: str, mode: str) -> None:

@@ -8,11 +8,8 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.optimizers import about_to_step
-from geartrain.loop.run import Run
-from geartrain.plan import Plan
+from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.norms import norms_of
 from geartrain_callbacks.stopping import say, stop_together
 

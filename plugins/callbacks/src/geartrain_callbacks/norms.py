@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.optimizers import about_to_step
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
+from geartrain.plugin_api import about_to_step
 
 
 class Norms:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from geartrain.checkpoint.files import peek, progress
+from geartrain.plugin_api import peek, progress
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
 #: Keys of a ModelCheckpoint's state, by which it is told from other states.

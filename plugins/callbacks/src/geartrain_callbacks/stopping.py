@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from geartrain.loop.run import Run
+from geartrain import Run
 
 
 def stop_together(run: Run) -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from geartrain.data.loaders import BatchSizer
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
+from geartrain.plugin_api import BatchSizer
 
 #: Dense 16-bit operations a second of a GPU, by what its name contains; the first that fits. NVIDIA's pages, whose figures "with
 #: sparsity" are twice as large: https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.

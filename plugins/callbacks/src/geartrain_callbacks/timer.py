@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.stopping import say, stop_together
 
 #: How a limit may be given.

@@ -9,13 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.files.atomic import AppendedFile, replacing
-from geartrain.files.paths import user_path
-from geartrain.hookspecs import hookimpl
-from geartrain.launch.cluster import detect, starts_rank_0
-from geartrain.loop.run import Run
-from geartrain.plan import Plan
+from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import AppendedFile, detect, replacing, starts_rank_0, user_path
 
 #: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")

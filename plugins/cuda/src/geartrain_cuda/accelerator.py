@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.data.loaders import Through
+from geartrain.plugin_api import Through
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.diagnose import diagnose, no_gpu
 from geartrain_cuda.nvml import Unavailable, session

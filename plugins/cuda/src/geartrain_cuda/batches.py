@@ -27,8 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from geartrain import Run
-from geartrain.data.loaders import Through, map_nested, map_tensors, move
-from geartrain.module.module import overridden
+from geartrain.plugin_api import Through, map_nested, map_tensors, move, overridden
 
 #: What errors say of pinned memory that the system does not give: cudaErrorMemoryAllocation, cudaErrorOperatingSystem (locking was
 #: refused), and torch's CPU allocator. https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html

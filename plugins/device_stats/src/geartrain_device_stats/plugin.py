@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.data.loaders import Through
+from geartrain.plugin_api import Through
 from geartrain_device_stats.cpu import SHORTEST
 from geartrain_device_stats.monitor import PATIENCE, Monitor
 

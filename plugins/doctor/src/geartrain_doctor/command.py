@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from geartrain.errors import GeartrainError, UsageError, nearest
-from geartrain.planning.registry import Registry
+from geartrain import GeartrainError, UsageError
+from geartrain.plugin_api import Registry, nearest
 from geartrain_doctor import machine, network, processes, software
 from geartrain_doctor.findings import Finding, Section, examine
 
@@ -83,7 +83,7 @@ def _target(target: str | None, rest: list[str]) -> Any:
     if target is None:
         return None
     try:
-        from geartrain.commands.arguments import read
+        from geartrain.plugin_api import read
     except Exception:  # _pickles reports it, and the other checks go on
         return None
 

@@ -24,10 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from geartrain.launch import bootstrap
-from geartrain.launch.cluster import Place, detect
-from geartrain.launch.patience import Patience
-from geartrain.launch.reports import is_connection, report
+from geartrain.plugin_api import Patience, Place, bootstrap, detect, is_connection, report
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -97,8 +94,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
         error, and the end of its output.
     """
-    from geartrain.launch import rendezvous
-    from geartrain.launch.signals import hear_signals
+    from geartrain.plugin_api import hear_signals, rendezvous
 
     began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
@@ -130,7 +126,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 @contextmanager
 def _later() -> Iterator[None]:
     """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
-    from geartrain.launch.signals import SIGNALS
+    from geartrain.plugin_api import SIGNALS
 
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
@@ -144,8 +140,7 @@ def _later() -> Iterator[None]:
 
 
 def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
-    from geartrain.launch.launch import variables
-    from geartrain.launch.reports import ERROR_FILE
+    from geartrain.plugin_api import ERROR_FILE, variables
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
@@ -250,8 +245,8 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     import torch
     import torch.distributed as dist
 
-    from geartrain.errors import TrainingError
-    from geartrain.launch import rendezvous
+    from geartrain import TrainingError
+    from geartrain.plugin_api import rendezvous
 
     place = detect()
     assert place is not None

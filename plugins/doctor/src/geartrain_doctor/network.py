@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from geartrain.errors import UsageError
-from geartrain.launch.cluster import STARTED_BY, detect
+from geartrain import UsageError
+from geartrain.plugin_api import STARTED_BY, detect
 from geartrain_doctor.findings import Section
 
 #: Seconds for a name server to answer, and for a connection within this machine.

@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
-from geartrain.commands.arguments import Request
-from geartrain.data.loaders import DataSource
-from geartrain.errors import UsageError
-from geartrain.launch.pickling import Dump, Refusal, plain_dump, refusals
-from geartrain.module.module import DataModule, Module
-from geartrain.planning.registry import Registry
-from geartrain.trainer import Trainer
+from geartrain import DataModule, Module, Trainer, UsageError
+from geartrain.plugin_api import DataSource, Dump, Refusal, Registry, Request, plain_dump, refusals
 from geartrain_doctor.findings import Section
 
 #: As many are shown of each object.

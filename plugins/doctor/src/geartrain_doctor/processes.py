@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.errors import UsageError
+from geartrain import UsageError
 from geartrain_doctor.findings import Section
 from geartrain_doctor.software import backends, has_torch
 

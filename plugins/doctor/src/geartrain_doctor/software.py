@@ -15,10 +15,8 @@ import importlib_metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
-from geartrain._version import __version__
-from geartrain.errors import UsageError
-from geartrain.planning.registry import KNOWN, Candidate, Registry
-from geartrain.planning.selection import choose_accelerator
+from geartrain import UsageError, __version__
+from geartrain.plugin_api import KNOWN, Candidate, Registry, choose_accelerator
 from geartrain_doctor.findings import Section
 
 _DRIVER = Path("/proc/driver/nvidia/version")

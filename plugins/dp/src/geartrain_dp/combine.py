@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from geartrain import TrainingError
-from geartrain.data.loaders import map_nested
+from geartrain.plugin_api import map_nested
 from geartrain_dp.split import children, has_rows, is_plain_list
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, hookimpl
-from geartrain.loop.step_forwarder import Step
+from geartrain.plugin_api import Step
 from geartrain_ddp import DDPStrategy
 from geartrain_dp.replicas import Replicas
 from geartrain_dp.strategy import refuse

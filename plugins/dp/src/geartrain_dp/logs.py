@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.metrics import reductions
-from geartrain.metrics.torchmetrics import is_metric
+from geartrain.plugin_api import is_metric, reductions
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
 
 

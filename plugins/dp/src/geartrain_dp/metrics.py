@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain.data.loaders import map_tensors, move
-from geartrain.metrics.torchmetrics import is_metric, places, put
+from geartrain.plugin_api import is_metric, map_tensors, move, places, put
 
 #: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")

@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from geartrain import Run, TrainingError
-from geartrain.data.loaders import map_tensors, move
-from geartrain.loop.step_forwarder import Step
+from geartrain.plugin_api import Step, map_tensors, move
 from geartrain_dp.combine import combine
 from geartrain_dp.logs import PartLogs
 from geartrain_dp.metrics import PartMetrics, refuse_metrics

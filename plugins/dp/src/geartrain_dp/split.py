@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from geartrain import TrainingError
-from geartrain.data.loaders import map_nested
+from geartrain.plugin_api import map_nested
 
 
 def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[int]]:

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, hookimpl
-from geartrain.loop.step_forwarder import Step
-from geartrain.module.module import overridden
+from geartrain.plugin_api import Step, overridden
 from geartrain_dp.replicas import Replicas
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.checkpoint.checkpoints import checkpoint_state
+from geartrain.plugin_api import checkpoint_state
 from geartrain_horovod.collectives import Collectives
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
-from geartrain.files.paths import user_path
+from geartrain.plugin_api import user_path
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.elastic import Elastic, WorldChanged

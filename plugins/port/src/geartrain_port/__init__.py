@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from geartrain.errors import UsageError
+from geartrain import UsageError
 from geartrain_port._version import __version__
 
 __all__ = ["Left", "Ported", "__version__", "port"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from geartrain.trainer import Trainer
+from geartrain import Trainer
 from geartrain_port import names
 from geartrain_port.arguments import Arguments
 

@@ -8,9 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from geartrain.errors import GeartrainError, TrainingError, UsageError
-from geartrain.files.atomic import replacing
-from geartrain.files.paths import user_path
+from geartrain import GeartrainError, TrainingError, UsageError
+from geartrain.plugin_api import replacing, user_path
 from geartrain_port import Ported, port
 
 

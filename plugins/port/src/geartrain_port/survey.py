@@ -8,12 +8,12 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from geartrain.loop.step_forwarder import _NOT_CALLED, _NOT_CALLED_OF_DATA
-from geartrain_callbacks.callback import NOT_CALLED
+from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
+from geartrain.plugin_api import NOT_CALLED, NOT_CALLED_OF_DATA
 from geartrain_port import Left, names
 
 #: Base class here -> its methods that would never be called.
-_METHODS = {"Module": _NOT_CALLED, "DataModule": _NOT_CALLED_OF_DATA, "Callback": NOT_CALLED}
+_METHODS = {"Module": NOT_CALLED, "DataModule": NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}
 
 
 class Survey(cst.CSTVisitor):

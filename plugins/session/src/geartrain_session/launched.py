@@ -13,17 +13,24 @@ from typing import Any, Self, cast
 
 import torch
 
-from geartrain.errors import UsageError, nearest
-from geartrain.hooks.manager import Hooks, fire
-from geartrain.launch.cluster import detect
-from geartrain.loop.run import Run
-from geartrain.loop.seeding import seed_everything
-from geartrain.options import Options
-from geartrain.plan import check_joins, complete
-from geartrain.planning.components import Asked, assemble, core_parts, recipes, remake, reserved_folder
-from geartrain.planning.rank_properties import Placed
-from geartrain.planning.registry import Registry
-from geartrain.trainer import Trainer
+from geartrain import Run, Trainer, UsageError, seed_everything
+from geartrain.plugin_api import (
+    Asked,
+    Hooks,
+    Options,
+    Placed,
+    Registry,
+    assemble,
+    check_joins,
+    complete,
+    core_parts,
+    detect,
+    fire,
+    nearest,
+    recipes,
+    remake,
+    reserved_folder,
+)
 from geartrain_session.models import SessionModel
 from geartrain_session.working import Models, Stay, Work, check_hooks, hyperparameters_of, let_go
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.data.loaders import close_batches, map_tensors
-from geartrain.data.sharding import is_spare, set_epoch
-from geartrain.errors import UsageError
+from geartrain import UsageError
+from geartrain.plugin_api import close_batches, is_spare, map_tensors, set_epoch
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+    from geartrain import Run
     from geartrain_session.session import Session
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.loop.optimizers import mean_over_ranks
+from geartrain import TrainingError, UsageError
+from geartrain.plugin_api import mean_over_ranks
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+    from geartrain import Run
     from geartrain_session.models import SessionModel
     from geartrain_session.session import Session
 

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.data.loaders import count_batches
-from geartrain.errors import UsageError
-from geartrain.errors.hints import write_instead
-from geartrain.launch.forks import share_temporary_folder
-from geartrain.loop.optimizers import needs_closure, parameters_of
-from geartrain.loop.run import Run
-from geartrain.loop.step_forwarder import STEPS
-from geartrain.loop.worker import compare_with_rank_0
-from geartrain.module.module import Module
+from geartrain import Module, Run, UsageError
+from geartrain.plugin_api import (
+    STEPS,
+    compare_with_rank_0,
+    count_batches,
+    needs_closure,
+    parameters_of,
+    share_temporary_folder,
+    write_instead,
+)
 from geartrain_session.models import Called, SessionLoader, SessionModel
 from geartrain_session.optimizers import Step, Stepper, session_optimizer, stepper_of
 from geartrain_session.together import Together

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from geartrain.data.loaders import not_plain
-from geartrain.errors import TrainingError, UsageError
+from geartrain import TrainingError, UsageError
+from geartrain.plugin_api import not_plain
 
 
 def of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 
-from geartrain.checkpoint.checkpoints import save
-from geartrain.data.loaders import map_tensors
-from geartrain.errors import UsageError
-from geartrain.files.paths import user_path
-from geartrain.hooks.manager import fire
-from geartrain.loop.seeding import seed_everything
-from geartrain.metrics.store import check_name, scalar
-from geartrain.metrics.sync import Share, Spec, sync
+from geartrain import UsageError, seed_everything
+from geartrain.plugin_api import Share, Spec, check_name, fire, map_tensors, save, scalar, sync, user_path
 from geartrain_session import state as states
 from geartrain_session.launched import Launched
 

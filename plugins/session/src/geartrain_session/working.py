@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from geartrain.errors import UsageError
-from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import Part
-from geartrain.loop.run import Run
-from geartrain.loop.seeding import seed_everything
-from geartrain.loop.step_forwarder import ModuleHooks
-from geartrain.loop.worker import always_tear_down, compare_with_rank_0, join_others
-from geartrain.metrics.store import Logs
-from geartrain.module.hparams import hyperparameters
-from geartrain.module.module import Module, overridden
+from geartrain import Module, Run, UsageError, seed_everything
+from geartrain.plugin_api import (
+    Hooks,
+    Logs,
+    ModuleHooks,
+    Part,
+    always_tear_down,
+    compare_with_rank_0,
+    hyperparameters,
+    join_others,
+    overridden,
+)
 
 if TYPE_CHECKING:
     from geartrain_session.models import SessionModel

@@ -17,14 +17,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.data.loaders import map_tensors
-from geartrain.hooks.plugin_info import Part, state_of
-from geartrain.loop.optimizers import read_optimizers
-from geartrain.metrics.store import Logs
+from geartrain.plugin_api import Logs, Part, map_tensors, read_optimizers, state_of
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
-    from geartrain.module.module import Module
+    from geartrain import Module, Run
 
 #: What nn.Module itself keeps in a module's ``__dict__``; of it only these travel as attributes.
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geartrain import UsageError, hookimpl
-from geartrain.files.paths import user_path
+from geartrain.plugin_api import user_path
 from geartrain_tensorboard.graph import trace
 from geartrain_tensorboard.hparams import session_end, session_start
 

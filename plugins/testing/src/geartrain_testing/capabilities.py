@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from geartrain.errors import UsageError, nearest
+from geartrain import UsageError
+from geartrain.plugin_api import nearest
 
 #: The largest ``convergence`` that may be declared.
 MOST = 0.5

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.planning.registry import Candidate, Registry
+from geartrain import TrainingError, UsageError
+from geartrain.plugin_api import Candidate, Registry, nearest
 
 _SUITE = '''\
 """What `geartrain conformance` runs; the same can stand among a plugin's tests."""
@@ -105,7 +105,7 @@ def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
     Raises:
         UsageError: the strategy refuses to plan; otherwise each case of the suite would.
     """
-    from geartrain.trainer import Trainer
+    from geartrain import Trainer
     from geartrain_testing import StrategyConformance
 
     devices = 2 if given is None else given

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.errors import UsageError
+from geartrain import UsageError
 from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.cases import Cases
 from geartrain_testing.cases_failures import FailureCases

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from geartrain.planning.registry import Candidate, Registry
-from geartrain.trainer import Trainer
+from geartrain import Trainer
+from geartrain.plugin_api import Candidate, Registry
 from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.launching import Launched, free_port
 from geartrain_testing.program import COMPARED, Request, write

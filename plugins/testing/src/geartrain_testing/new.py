@@ -7,9 +7,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from geartrain.errors import UsageError, nearest
-from geartrain.files.paths import user_path
-from geartrain.planning.registry import KNOWN, Registry
+from geartrain import UsageError
+from geartrain.plugin_api import KNOWN, Registry, nearest, user_path
 
 #: One folder a kind: a whole package called ``mine``, which is written with another name in place of that.
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -70,7 +69,7 @@ def _check_name(kind: str, name: str) -> None:
     same = _same(name)
     if kind == "plugin":
         try:
-            from geartrain.commands.arguments import option_names  # not above: strategies and accelerators need no parser
+            from geartrain.plugin_api import option_names  # not above: strategies and accelerators need no parser
         except ModuleNotFoundError as error:  # the Trainer needs torch; without it, a taken name is refused when the plugin is chosen
             if error.name != "torch":
                 raise

@@ -8,11 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from geartrain.data.loaders import DataSource
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.module.module import Module
-from geartrain.trainer import Trainer
+from geartrain import Module, Trainer, UsageError, hookimpl
+from geartrain.plugin_api import DataSource
 from geartrain_callbacks.callback import Callback
 from geartrain_testing.nets import Net, samples
 from geartrain_testing.thread_ranks import ThreadRanks

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain.launch.cluster import detect
+from geartrain.plugin_api import detect
 from geartrain_testing.nets import OPTIMIZER, Net, samples
 from geartrain_testing.recorder import Recorder, save
 

@@ -11,13 +11,9 @@ from typing import IO, Any, ClassVar
 import torch
 from torch import nn
 
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.launch.cluster import Place
-from geartrain.loop.optimizers import about_to_step
-from geartrain.loop.run import Run, World
+from geartrain import Layout, Plan, PlanRequest, Run, UsageError, World, hookimpl
 from geartrain.parallel import belongings, refusals, refuse_unequal
-from geartrain.plan import Layout, Plan, PlanRequest
+from geartrain.plugin_api import Place, about_to_step
 from geartrain_testing.turns import Turns
 
 

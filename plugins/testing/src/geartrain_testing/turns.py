@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from geartrain.errors import TrainingError
+from geartrain import TrainingError
 
 #: Seconds that an interrupted run waits for a rank to hand on; then it raises KeyboardInterrupt in that rank, and waits once more.
 PATIENCE = 2.0

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from geartrain.data.loaders import BatchSizer, length, loader_batch_size
-from geartrain.errors import UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, UsageError, hookimpl
+from geartrain.plugin_api import BatchSizer, length, loader_batch_size
 
 #: What errors of other classes say when memory is short: the CPU's allocator (Linux, Windows), C++, CUDA's libraries, Metal.
 _SHORT = re.compile(

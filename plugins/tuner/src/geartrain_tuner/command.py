@@ -12,12 +12,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from geartrain.commands.arguments import Request, read
-from geartrain.commands.target import Target
-from geartrain.errors import TrainingError, UsageError, nearest
-from geartrain.files.atomic import write
-from geartrain.loop.step_forwarder import check_module
-from geartrain.trainer import Trainer
+from geartrain import Trainer, TrainingError, UsageError
+from geartrain.plugin_api import Request, Target, check_module, nearest, read, write
 from geartrain_tuner import LRFinder, Tuner
 from geartrain_tuner.tuner import learning_rate_of, owners_of
 

@@ -9,13 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain import hookspecs
-from geartrain._version import __version__
-from geartrain.errors import UsageError
-from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import Choice, Part
-from geartrain.planning.components import core_parts
-from geartrain.trainer import Trainer
+from geartrain import Trainer, UsageError, __version__, hookspecs
+from geartrain.plugin_api import Choice, Hooks, Part, core_parts
 
 
 def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from geartrain.errors import TrainingError, UsageError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.run import Run
+from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain_tuner.chart import chart
 
 #: How much of the average of losses each step keeps.

@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from geartrain.data.sharding import generators
-from geartrain.module.hparams import HyperParameters
-from geartrain.module.module import DataModule
+from geartrain import DataModule
+from geartrain.plugin_api import HyperParameters, generators
 
 #: Puts one thing back as it was when this was made, and returns it; may be called several times.
 _Rewinder = Callable[[], Any]

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 
-from geartrain.data.loaders import DataSource
-from geartrain.errors import TrainingError, UsageError
-from geartrain.loop.step_forwarder import check_data, check_module
-from geartrain.module.module import DataModule, Module, overridden
-from geartrain.trainer import Trainer
+from geartrain import DataModule, Module, Trainer, TrainingError, UsageError
+from geartrain.plugin_api import DataSource, check_data, check_module, overridden
 from geartrain_tuner.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
 from geartrain_tuner.finder import check, finder, left_out, tell
 from geartrain_tuner.lr import LRFinder, LRSweep, schedule

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from geartrain import UsageError, hookimpl
-from geartrain.files.paths import user_path
+from geartrain.plugin_api import user_path
 from geartrain_wandb import session
 
 if TYPE_CHECKING:

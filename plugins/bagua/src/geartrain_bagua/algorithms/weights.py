@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.checkpoint.resume import load_optimizer
-from geartrain.data.loaders import not_plain
+from geartrain.plugin_api import load_optimizer, not_plain
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
 
