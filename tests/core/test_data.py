@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.data.loaders import BatchSizer, DataSource, count_batches, first_size, loader_batch_size, map_tensors, move
+from geartrain.data.loaders import BatchSizer, DataSource, count_batches, first_size, loader_batch_size
+from geartrain.module.nested import map_tensors, move
 from geartrain.testing import run_plugin
 
 from .models import EvalNet, Net, Stream, fit, loader, samples, trainer

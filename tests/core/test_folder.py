@@ -15,8 +15,8 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import GeartrainError, Session, TrainingError, UsageError, hookimpl
+from geartrain.builtin.folder_lock import fcntl, locked
 from geartrain.files import atomic as whole_files
-from geartrain.files.folder_lock import fcntl, locked
 
 from .models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
 from .test_whole_files import files_of_at_most

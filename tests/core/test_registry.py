@@ -10,8 +10,9 @@ import pytest
 
 import geartrain
 from geartrain import UsageError
+from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import Choice
-from geartrain.planning.registry import KNOWN, NOT_SHIPPED, Registry, make
+from geartrain.planning.registry import Registry, make
 
 from .contract_fixtures import dists as dists
 

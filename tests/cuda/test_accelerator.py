@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
-from geartrain.data.loaders import map_tensors
+from geartrain.module.nested import map_tensors
 from geartrain_cuda import CUDAAccelerator
 from geartrain_cuda.batches import Prefetcher
 from geartrain_cuda.settings import Settings

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.data.loaders import map_tensors, move
+from geartrain.module.nested import map_tensors, move
 from geartrain_cuda import CUDAAccelerator, find_usable_cuda_devices
 from geartrain_cuda.nvml import Unavailable, session
 from geartrain_cuda.visible import view

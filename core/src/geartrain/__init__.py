@@ -17,8 +17,8 @@ from geartrain.launch import start as _start  # noqa: F401 (reads where the prog
 
 if TYPE_CHECKING:
     from geartrain.commands import cli
+    from geartrain.data.seeding import seed_everything
     from geartrain.loop.run import Run, World
-    from geartrain.loop.seeding import seed_everything
     from geartrain.module.module import DataModule, Module
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.trainer import Trainer
@@ -43,7 +43,7 @@ _LAZY = {
     "Trainer": "geartrain.trainer",
     "World": "geartrain.loop.run",
     "cli": "geartrain.commands",
-    "seed_everything": "geartrain.loop.seeding",
+    "seed_everything": "geartrain.data.seeding",
 }
 
 #: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 sys.excepthook = _panel.excepthook
+_panel.show_in_notebooks()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geartrain.builtin.progress.progress import ProgressBar as ProgressBar
     from geartrain.checkpoint.checkpoints import checkpoint_state as checkpoint_state, is_last as is_last, save as save
     from geartrain.checkpoint.files import peek as peek, progress as progress
     from geartrain.checkpoint.resume import load_optimizer as load_optimizer
@@ -100,15 +101,16 @@ if TYPE_CHECKING:
 
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
+    "geartrain.builtin.progress.progress": "ProgressBar",
     "geartrain.checkpoint.checkpoints": "checkpoint_state is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.resume": "load_optimizer",
     "geartrain.commands.arguments": "Request option_names read",
     "geartrain.commands.target": "Target",
-    "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size map_nested map_tensors "
-    "move not_plain",
+    "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
     "geartrain.data.sharding": "generators is_spare set_epoch",
     "geartrain.errors": "nearest",
+    "geartrain.errors.known": "KNOWN",
     "geartrain.errors.hints": "write_instead",
     "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
     "geartrain.files.paths": "is_url user_path",
@@ -132,12 +134,13 @@ _NAMES = {
     "geartrain.metrics.sync": "Share Spec sync",
     "geartrain.metrics.torchmetrics": "is_metric places put",
     "geartrain.module.hparams": "HyperParameters hyperparameters",
+    "geartrain.module.nested": "map_nested map_tensors move not_plain",
     "geartrain.module.module": "overridden",
     "geartrain.options": "Options",
     "geartrain.plan": "check_joins complete",
     "geartrain.planning.components": "Asked assemble core_parts recipes remake reserved_folder",
     "geartrain.planning.rank_properties": "Placed",
-    "geartrain.planning.registry": "Candidate KNOWN Registry",
+    "geartrain.planning.registry": "Candidate Registry",
     "geartrain.planning.selection": "choose_accelerator",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

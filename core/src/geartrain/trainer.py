@@ -14,13 +14,13 @@ from torch import nn
 
 from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find
 from geartrain.data.loaders import DataSource, loader_batch_size, read_loaders
+from geartrain.data.seeding import seed_everything
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import detect
 from geartrain.loop.run import Run
-from geartrain.loop.seeding import seed_everything
 from geartrain.loop.step_forwarder import check_data, check_module, refuse_automatic
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
@@ -284,16 +284,16 @@ class Trainer(Placed):
             if datamodule is not None:
                 warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
-        if len(self.hooks.parts) > len(self._parts):  # of the command and the module before
-            self.hooks = Hooks(self._parts)
+        self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
         if command == "fit" and not model.automatic_optimization:
             refuse_automatic(self.plan.options, model)
-        parts = parts_for(self._parts, model, command)
-        if len(parts) > len(self._parts):
-            self.hooks = Hooks(parts)
         return self.plan
+
+    def hooks_for(self, model: Module | type[Module], command: str) -> Hooks:
+        """Return the hooks of one run, not yet frozen: a run freezes its own."""
+        return Hooks(parts_for(self._parts, model, command))
 
     def _start(
         self,
@@ -326,14 +326,13 @@ class Trainer(Placed):
     def _launch(
         self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any, resumes: bool
     ) -> Any:
-        start = Start(find(checkpoint, self.hooks, self.output, resumes), resumes)
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
+        start = Start(find(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self
-        # Hooks are frozen for one run; the next one gets new callers of the same plugins.
-        hooks = Hooks(parts_for(self._parts, model, command))
+        hooks = self.hooks
         steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
         run = self._run = Run(
             plan=self.plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from geartrain.hookspecs import hookimpl
-from geartrain.loop.optimizers import parameters_of
+from geartrain.loop.optimizers import clip, parameters_of
 from geartrain.loop.run import Run
 
 
@@ -17,11 +17,3 @@ class GradientClipping:
         limit = run.plan.options.gradient_clip_val
         assert limit is not None
         return clip(parameters_of(run.optimizers), limit, run.plan.options.gradient_clip_algorithm)
-
-
-def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:
-    """Clip gradients by ``"norm"``, and return the total norm before (0-d), or by ``"value"``."""
-    if algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters, limit)
-        return None
-    return torch.nn.utils.clip_grad_norm_(parameters, limit)

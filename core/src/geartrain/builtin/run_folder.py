@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from geartrain.builtin.folder_lock import locked
 from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import AppendedFile, remove_abandoned, write
-from geartrain.files.folder_lock import locked
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 from geartrain.plan import Plan

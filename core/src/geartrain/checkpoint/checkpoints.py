@@ -17,12 +17,13 @@ from geartrain.checkpoint.training_state import fit_state
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
+from geartrain.hooks.manager import fire
 from geartrain.launch.cluster import detect
-from geartrain.loop.run import Run
 from geartrain.module.module import overridden
 
 if TYPE_CHECKING:
     from geartrain.hooks.manager import Hooks
+    from geartrain.loop.run import Run
 
 #: The checkpoint that the run's folder gets after each epoch.
 LAST = "last.ckpt"
@@ -140,7 +141,7 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
 
 def best_checkpoints(hooks: Hooks, output: Path | None) -> list[Path]:
     """Return the best checkpoints that plugins have saved: one for each plugin that has saved any."""
-    return list(chain.from_iterable(hooks.find_checkpoint(which="best", output=output)))
+    return list(chain.from_iterable(fire(hooks.find_checkpoint, which="best", output=output)))
 
 
 def _best(hooks: Hooks, output: Path | None) -> Path:
@@ -183,12 +184,12 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
         TrainingError: something was saved, and all of it is damaged.
     """
     # The folder's first, which comes last: of two in one tick of the clock, an epoch's end is the later.
-    lasts = list(chain.from_iterable(reversed(hooks.find_checkpoint(which="last", output=output))))
+    lasts = list(chain.from_iterable(reversed(fire(hooks.find_checkpoint, which="last", output=output))))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)
     damaged: list[Path] = []
-    others = dict.fromkeys(chain.from_iterable(hooks.find_checkpoint(which="any", output=output)))
+    others = dict.fromkeys(chain.from_iterable(fire(hooks.find_checkpoint, which="any", output=output)))
     for path in chain(_newest_first(lasts), _furthest_first(others)):
         if _is_whole(path):
             if damaged or path not in lasts:

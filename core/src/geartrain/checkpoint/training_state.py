@@ -16,11 +16,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from geartrain.data.loaders import map_tensors, not_plain
+from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.sharding import generators, order_seeds
 from geartrain.hooks.plugin_info import Part, keeps_state
-from geartrain.loop.seeding import random_state, set_random_state
 from geartrain.metrics import torchmetrics as metric_objects
+from geartrain.module.nested import map_tensors, not_plain
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

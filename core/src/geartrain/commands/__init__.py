@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, UsageError, nearest
+from geartrain.errors.known import KNOWN
 from geartrain.errors.panel import TRACEBACK, panel, traceback_text
-from geartrain.planning.registry import KNOWN, Registry
+from geartrain.planning.registry import Registry
 
 if TYPE_CHECKING:
     from geartrain.trainer import Trainer

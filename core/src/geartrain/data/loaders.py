@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,63 +22,6 @@ _METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "
 
 #: The module's methods that a batch goes through on its way to the device.
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-#: What a checkpoint can hold beside tensors, and lists, tuples, sets and dicts of them.
-_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-
-
-def map_tensors(data: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``data`` with ``function`` applied to every tensor in it; lists, tuples, named tuples, mappings and dataclasses keep
-    their form, anything else stays as it is."""
-    if isinstance(data, torch.Tensor):
-        return function(data)
-    return map_nested(data, lambda item: map_tensors(item, function))
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """A batch on ``device``; ``non_blocking`` where that is safe, which overlaps copies from pinned memory.
-
-    Tensors and any object with ``.to(device)`` are moved, in any nesting of lists, tuples, named tuples, mappings, dataclasses.
-    """
-    if isinstance(batch, torch.Tensor):
-        # On mps torch would read the batch after this call, when the loader may have freed it: wrong values, no error
-        # (pytorch/pytorch#189690). On cuda a copy from pageable memory is staged before the call returns.
-        return batch.to(device, non_blocking=device.type != "mps")
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return map_nested(batch, lambda item: move(item, device))
-
-
-def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
-    """``data`` with ``function`` applied to each item of a list, tuple, named tuple, mapping or dataclass, one level deep, keeping its
-    form; anything else stays as it is."""
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(function, data))
-    if isinstance(data, list | tuple):
-        return type(data)(map(function, data))
-    if isinstance(data, Mapping):
-        items = {key: function(value) for key, value in data.items()}
-        if not isinstance(data, MutableMapping) or type(data) is dict:
-            return items
-        same = copy.copy(data)  # an OrderedDict or defaultdict stays one
-        for key, value in items.items():
-            same[key] = value  # one by one: what a model of transformers gives forbids update()
-        return same
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
-    return data
-
-
-def not_plain(value: Any) -> str | None:
-    """The class of the first thing in ``value`` that could not be read again with ``weights_only=True``; ``None`` where there is none:
-    tensors, numbers, strings, and lists, tuples, sets and dicts of them."""
-    if isinstance(value, torch.Tensor) or value is None or type(value) in _PLAIN:
-        return None
-    if type(value) in (dict, OrderedDict):
-        value = (*value, *value.values())
-    elif type(value) not in (list, tuple, set):
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-    return next((odd for item in value if (odd := not_plain(item)) is not None), None)
 
 
 class Through:

@@ -14,12 +14,6 @@ class GeartrainError(Exception):
 class UsageError(GeartrainError, ValueError):
     """The run was asked for wrongly; nothing has been started. The command line exits with 2."""
 
-    def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows of the error: IPython asks for it."""
-        from geartrain.errors.panel import in_script
-
-        return in_script(self).split("\n")
-
 
 class TrainingError(GeartrainError, RuntimeError):
     """The run failed in a way that geartrain can explain. The command line exits with 1."""

@@ -31,6 +31,11 @@ def in_script(error: UsageError) -> str:
     return panel(error, "geartrain", f"{TRACEBACK}=1")
 
 
+def show_in_notebooks() -> None:
+    """Let IPython show the panel too: it asks an error for ``_render_traceback_``."""
+    UsageError._render_traceback_ = lambda error: in_script(error).split("\n")  # type: ignore[attr-defined]
+
+
 def traceback_text(error: BaseException) -> str:
     """Return Python's own text."""
     import traceback
@@ -84,7 +89,7 @@ def _is_own(frame: FrameType) -> bool:
     """True if the frame is neither of geartrain and its distributions nor of an installed package."""
     import sysconfig
 
-    from geartrain.planning.registry import KNOWN
+    from geartrain.errors.known import KNOWN
 
     file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
     if file.startswith("<frozen") or module.partition(".")[0].replace("_", "-") in {"geartrain", *KNOWN.values()}:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.data.loaders import close_batches, map_tensors
+from geartrain.data.loaders import close_batches
 from geartrain.data.uneven_inputs import repeated, while_any_has
 from geartrain.hooks.manager import fire
 from geartrain.loop.predictions import from_all_ranks
 from geartrain.metrics.torchmetrics import standing_in
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn

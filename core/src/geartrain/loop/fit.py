@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from geartrain.checkpoint.training_state import begin_epoch
-from geartrain.data.loaders import close_batches, map_tensors
+from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.data.uneven_inputs import while_all_have
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.manager import fire
 from geartrain.loop.evaluate import evaluate, same_buffers
 from geartrain.loop.optimizers import mean_over_ranks, parameters_of, step_plateaus, step_schedules, zero_grad
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

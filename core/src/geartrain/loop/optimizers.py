@@ -213,3 +213,11 @@ def step_plateaus(run: Run, ends: str = "") -> None:
             if schedule.strict:
                 raise UsageError(text)
             warnings.warn(f"{text} Training goes on without", stacklevel=2)
+
+
+def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:
+    """Clip gradients by ``"norm"``, and return the total norm before (0-d), or by ``"value"``."""
+    if algorithm == "value":
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+        return None
+    return torch.nn.utils.clip_grad_norm_(parameters, limit)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from geartrain.data.loaders import map_tensors
 from geartrain.data.sharding import batches_in_turn
 from geartrain.errors import TrainingError
 from geartrain.files.atomic import replacing
 from geartrain.launch.pickling import plain_dump, refusals
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

@@ -130,11 +130,8 @@ class Run:
         return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "own_loop")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from geartrain.hooks.manager import Hooks
-        from geartrain.planning.components import parts_for
-
         trainer = state["trainer"]
-        Run.__init__(self, hooks=Hooks(parts_for(trainer._parts, state["module"], state["command"])), **state)
+        Run.__init__(self, hooks=trainer.hooks_for(state["module"], state["command"]), **state)
         trainer._run = self
 
     def again(self) -> None:

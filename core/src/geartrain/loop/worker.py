@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
+from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sharding import batches_in_turn, is_spare
 from geartrain.data.uneven_inputs import is_sure
 from geartrain.errors import TrainingError, UsageError
@@ -25,13 +26,12 @@ from geartrain.launch.forks import share_temporary_folder
 from geartrain.launch.reports import leave, report
 from geartrain.loop import fit as loop
 from geartrain.loop.evaluate import evaluate
+from geartrain.loop.manual import is_manual
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, World
-from geartrain.loop.seeding import determinism, seed_everything
 from geartrain.loop.step_forwarder import ModuleHooks, Step, check_loader_count
 from geartrain.metrics.store import Logs
 from geartrain.module.module import DataModule, Module
-from geartrain.planning.components import is_manual
 
 #: command -> the stages whose loaders it needs.
 _STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from numbers import Number
@@ -96,6 +96,13 @@ class Logs:
         self._around: list[dict[str, _Metric]] = []
 
     # --- the hot path ----------------------------------------------------------------------------------------------------
+
+    def items_of(self, dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+        """Return what ``log_dict`` logs."""
+        if metric_objects.is_collection(dictionary):
+            # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
+            return dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg, no-any-return]
+        return dictionary.items()
 
     def log(
         self,

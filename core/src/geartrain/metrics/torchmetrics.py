@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.data.loaders import map_tensors
 from geartrain.errors import TrainingError
 from geartrain.metrics.sync import is_idle
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run

@@ -11,11 +11,11 @@ from torch import nn
 
 from geartrain.errors import TrainingError
 from geartrain.module.hparams import MadeWith
+from geartrain.module.nested import map_tensors, move
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from geartrain.loop.manual.optimisation import Manual
     from geartrain.loop.run import Run
     from geartrain.trainer import Trainer
 
@@ -152,11 +152,7 @@ class Module(MadeWith, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
-        from geartrain.metrics.torchmetrics import is_collection
-
-        # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
-        items = dictionary.items(keep_base=False, copy_state=False) if is_collection(dictionary) else dictionary.items()  # type: ignore[call-arg]
-        for name, value in items:
+        for name, value in dictionary.items() if self._run is None else self._run.logs.items_of(dictionary):
             self.log(name, value, **options)
 
     def all_gather(self, data: Any) -> Any:
@@ -165,8 +161,6 @@ class Module(MadeWith, nn.Module):
         Returns:
             Each tensor as ``[world_size, *shape]``, or as a list with one a rank where first dimensions differ.
         """
-        from geartrain.data.loaders import map_tensors
-
         run = self._run
         if run is None:
             raise RuntimeError("self.all_gather works only while a Trainer runs this module")
@@ -253,7 +247,7 @@ class Module(MadeWith, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def _manual(self, method: str) -> Manual:
+    def _manual(self, method: str) -> Any:
         run, name = self._run, type(self).__name__
         if run is not None and run.manual is not None:
             return run.manual
@@ -286,8 +280,6 @@ class Module(MadeWith, nn.Module):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to the device; override it for batches that ``.to(device)`` cannot move."""
-        from geartrain.data.loaders import move
-
         return move(batch, device)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -16,18 +16,17 @@ from geartrain.builtin.defaults import Defaults
 from geartrain.builtin.precision.precision import ScaledPrecision
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
+from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import Choice, Part, state_of
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import Place, starts_rank_0
+from geartrain.loop.manual import MANUAL
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
-from geartrain.planning.registry import KNOWN, Registry, file_plugin, has_hookimpls, is_file, make
+from geartrain.planning.registry import Registry, file_plugin, has_hookimpls, is_file, make
 from geartrain.planning.selection import choose_accelerator, choose_devices, choose_precision, choose_strategy
-
-#: What manual optimisation is called among the parts.
-_MANUAL = "manual_optimisation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +149,8 @@ def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, .
     same = [Part(part.choice, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
     return (
         *same,
-        _core_part(_MANUAL, ManualOptimisation(), "automatic_optimization = False"),
+        _core_part(MANUAL, ManualOptimisation(), "automatic_optimization = False"),
     )  # last: then ``run.manual`` is there in everyone's on_run_start
-
-
-def is_manual(hooks: Hooks) -> bool:
-    """Whether these hooks are those of manual optimisation."""
-    owner = hooks.owner("step")
-    return owner is not None and owner.is_core and owner.name == _MANUAL
 
 
 def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:

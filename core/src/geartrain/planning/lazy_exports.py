@@ -10,7 +10,8 @@ from typing import Any
 from importlib_metadata import EntryPoint, entry_points
 
 from geartrain.errors.hints import write_instead
-from geartrain.planning.registry import GROUPS, KNOWN, canonical
+from geartrain.errors.known import KNOWN
+from geartrain.planning.registry import GROUPS, canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:

@@ -22,6 +22,7 @@ from importlib_metadata import EntryPoint, entry_points
 from geartrain._version import __version__
 from geartrain.errors import UsageError, describe, nearest
 from geartrain.errors.hints import hint
+from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import Choice, Part
 from geartrain.planning.hardware import ask
 
@@ -33,41 +34,6 @@ GROUPS = {
     "plugin": "geartrain.plugins",
     "command": "geartrain.commands",
 }
-
-#: Names that geartrain's own distributions provide: (kind, name) -> distribution. What is not here gets no install line.
-KNOWN = {
-    ("accelerator", "cuda"): "geartrain-cuda",
-    ("accelerator", "mps"): "geartrain-mps",
-    ("strategy", "dp"): "geartrain-dp",
-    ("strategy", "ddp2"): "geartrain-dp",
-    ("strategy", "ddp"): "geartrain-ddp",
-    ("strategy", "ddp_spawn"): "geartrain-spawn",
-    ("strategy", "spawn"): "geartrain-spawn",
-    ("strategy", "horovod"): "geartrain-horovod",
-    ("strategy", "bagua"): "geartrain-bagua",
-    **dict.fromkeys(
-        [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
-        + [("plugin", name) for name in ("nan_guard", "norms", "throughput", "timer")],
-        "geartrain-callbacks",
-    ),
-    ("plugin", "csv"): "geartrain-csv",
-    ("plugin", "device_stats"): "geartrain-device-stats",
-    ("plugin", "tensorboard"): "geartrain-tensorboard",
-    ("plugin", "wandb"): "geartrain-wandb",
-    ("plugin", "mlflow"): "geartrain-mlflow",
-    ("command", "conformance"): "geartrain-testing",
-    ("command", "doctor"): "geartrain-doctor",
-    ("command", "new"): "geartrain-testing",
-    ("command", "port"): "geartrain-port",
-    ("command", "tune"): "geartrain-tuner",
-}
-
-#: Names that users of Lightning may type and that no distribution provides.
-NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")} | {
-    ("strategy", name)
-    for name in ("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu", "tpu_spawn", "xla", "colossalai")
-}
-
 
 #: What the last scan of the metadata depended on, and what it found: it takes 13 ms for some hundred distributions.
 _scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain.errors import UsageError
+from geartrain.errors.known import KNOWN
 from geartrain.hooks.plugin_info import Part
 from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import why_not
 from geartrain.planning.devices import parse_devices
 from geartrain.planning.hardware import ask, priority_of, visible
-from geartrain.planning.registry import KNOWN, Candidate, Registry
+from geartrain.planning.registry import Candidate, Registry
 
 #: What ``accelerator="gpu"`` may take.
 _GPUS = ("cuda", "mps")

@@ -5,33 +5,11 @@ libcst changes source without touching the formatting and the comments of the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from geartrain import UsageError
 from geartrain_port._version import __version__
+from geartrain_port.result import Left, Ported
 
 __all__ = ["Left", "Ported", "__version__", "port"]
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Left:
-    """Something that was not ported."""
-
-    #: Of the source that was given, from 1.
-    line: int
-    what: str
-    #: What to write.
-    instead: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ported:
-    """A file after it was ported."""
-
-    text: str
-    left: tuple[Left, ...]
-    #: What was ported and means something else here; ``instead`` says what.
-    changed: tuple[Left, ...] = ()
 
 
 def port(source: str, name: str = "<source>") -> Ported:

@@ -10,8 +10,9 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from geartrain_port import Left, Ported, calls, classes, names
+from geartrain_port import calls, classes, names
 from geartrain_port.arguments import Arguments, comments
+from geartrain_port.result import Left, Ported
 from geartrain_port.survey import Survey, dotted, root
 
 #: Methods of a trainer -> arguments that are called otherwise here.

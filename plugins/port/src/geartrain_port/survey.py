@@ -10,7 +10,8 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
 from geartrain.plugin_api import NOT_CALLED, NOT_CALLED_OF_DATA
-from geartrain_port import Left, names
+from geartrain_port import names
+from geartrain_port.result import Left
 
 #: Base class here -> its methods that would never be called.
 _METHODS = {"Module": NOT_CALLED, "DataModule": NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}

@@ -135,6 +135,10 @@ class Launched(Placed):
         self.hooks = Hooks(self._parts)
         self._forget()
 
+    def hooks_for(self, model: Any, command: str) -> Hooks:
+        """Return the hooks of one run, as :meth:`geartrain.Trainer.hooks_for` does."""
+        return Hooks(self._parts)
+
     # --- beginning and end -----------------------------------------------------------------------------------------------
 
     def launch(self, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,9 @@ import os
 
 import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first one is made)
 
-import geartrain.builtin.progress.progress  # noqa: F401
 import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
+from geartrain.plugin_api import ProgressBar  # noqa: F401
 
 gc.freeze()  # else each rank's first collection touches all of these objects, and with them copies their memory
 

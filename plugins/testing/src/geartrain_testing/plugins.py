@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from geartrain import Module, Trainer, UsageError, hookimpl
 from geartrain.plugin_api import DataSource
-from geartrain_callbacks.callback import Callback
 from geartrain_testing.nets import Net, samples
 from geartrain_testing.thread_ranks import ThreadRanks
 
@@ -99,8 +98,8 @@ def run_plugin(
     if "strategy" in options:
         raise UsageError("run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy")
     given, logged = _as_list(plugin), _Logged()
-    callbacks = [one for one in given if isinstance(one, Callback)]
-    plugins = [one for one in given if not isinstance(one, Callback)]
+    callbacks = [one for one in given if hasattr(one, "as_plugin")]
+    plugins = [one for one in given if not hasattr(one, "as_plugin")]
     strategy = ThreadRanks(ranks, first)
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
@@ -125,7 +124,7 @@ def run_plugin(
     for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
         chosen = [part.plugin for part in run.trainer._parts if part.choice.kind == "plugin"]  # plugins before callbacks
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
-        own = [next(as_callbacks).callback if isinstance(one, Callback) else next(as_plugins) for one in given]
+        own = [next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins) for one in given]
         metrics = chosen[len(all_plugins) - 1].metrics
         result = strategy.results[rank]
         if command in ("validate", "test") and result is not None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain_testing import nets
 from geartrain_testing.nets import Net, samples
-from geartrain_testing.program import Job
 from geartrain_testing.recorder import Barriers, Collectives, Listening
+
+if TYPE_CHECKING:
+    from geartrain_testing.program import Job
 
 SCENARIOS: dict[str, Callable[[Job], None]] = {}
 #: Samples of an evaluation set that no number of ranks and batches divides, and its batch size.

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.data.loaders import Through, map_tensors
+from geartrain.data.loaders import Through
 from geartrain.errors import UsageError
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 from geartrain.module.module import Module
+from geartrain.module.nested import map_tensors
 
 #: The metric that counts, epoch by epoch, the optimizer steps that the gradient scaler skipped.
 SKIPPED = "skipped_steps"

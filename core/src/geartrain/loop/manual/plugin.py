@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from geartrain.builtin.clipping import clip
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.fit import batch_starts, without_graph
 from geartrain.loop.manual.optimisation import Manual
-from geartrain.loop.optimizers import parameters_of
+from geartrain.loop.optimizers import clip, parameters_of
 from geartrain.loop.run import Run
 
 

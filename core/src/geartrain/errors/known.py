@@ -1,0 +1,37 @@
+"""What geartrain's own distributions provide, and what none does: for errors that end in a ``pip install`` line."""
+
+from __future__ import annotations
+
+#: Names that geartrain's own distributions provide: (kind, name) -> distribution. What is not here gets no install line.
+KNOWN = {
+    ("accelerator", "cuda"): "geartrain-cuda",
+    ("accelerator", "mps"): "geartrain-mps",
+    ("strategy", "dp"): "geartrain-dp",
+    ("strategy", "ddp2"): "geartrain-dp",
+    ("strategy", "ddp"): "geartrain-ddp",
+    ("strategy", "ddp_spawn"): "geartrain-spawn",
+    ("strategy", "spawn"): "geartrain-spawn",
+    ("strategy", "horovod"): "geartrain-horovod",
+    ("strategy", "bagua"): "geartrain-bagua",
+    **dict.fromkeys(
+        [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
+        + [("plugin", name) for name in ("nan_guard", "norms", "throughput", "timer")],
+        "geartrain-callbacks",
+    ),
+    ("plugin", "csv"): "geartrain-csv",
+    ("plugin", "device_stats"): "geartrain-device-stats",
+    ("plugin", "tensorboard"): "geartrain-tensorboard",
+    ("plugin", "wandb"): "geartrain-wandb",
+    ("plugin", "mlflow"): "geartrain-mlflow",
+    ("command", "conformance"): "geartrain-testing",
+    ("command", "doctor"): "geartrain-doctor",
+    ("command", "new"): "geartrain-testing",
+    ("command", "port"): "geartrain-port",
+    ("command", "tune"): "geartrain-tuner",
+}
+
+#: Names that users of Lightning may type and that no distribution provides.
+NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")} | {
+    ("strategy", name)
+    for name in ("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu", "tpu_spawn", "xla", "colossalai")
+}
