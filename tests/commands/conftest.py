@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import geartrain.planning.registry
-from geartrain.commands import exchange, main
+from geartrain.commands import main
+from geartrain_doctor import exchange
 
 HERE = Path(__file__).parent
 
@@ -50,8 +51,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """Names of the distributions that exist: core, whatever else this machine has; tests add to them with ``install``."""
-    names, real = {"geartrain"}, geartrain.planning.registry.entry_points
+    """Names of the distributions that exist: core and the tools, whatever else this machine has; tests add to them with ``install``."""
+    tools = ("callbacks", "csv", "doctor", "port", "testing", "tuner")
+    names, real = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}, geartrain.planning.registry.entry_points
     monkeypatch.setattr(
         geartrain.planning.registry, "entry_points", lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names]
     )
