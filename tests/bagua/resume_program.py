@@ -48,7 +48,7 @@ def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(),
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(samples(), batch_size=4, shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
-    scaler = [part.plugin.state_dict() for part in trainer.run.hooks.parts if part.choice.name == "16-mixed"]
+    scaler = [part.plugin.state_dict() for part in trainer.run.hooks.parts if part.info.name == "16-mixed"]
     found[name] = {
         "weights": [parameter.detach().clone() for parameter in module.parameters()],  # EMA's: it puts them there at the end
         "state": strategy.state_dict()["state"],

@@ -175,7 +175,7 @@ def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, argume
     (tmp_path / "config.yaml").write_text(config)
     given = [str(target), "--config", str(tmp_path / "config.yaml"), "--accelerator", "cpu", *arguments]
     trainer = read("fit", given, None).trainer
-    strategy = next(part.plugin for part in trainer._parts if part.choice.kind == "strategy")
+    strategy = next(part.plugin for part in trainer._parts if part.info.kind == "strategy")
     assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == ("HalfAllReduce", "fp16")
 
 

@@ -12,7 +12,7 @@ import geartrain.planning.selection
 from geartrain import hookimpl
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 
 GROUPS = ("accelerators", "strategies", "plugins")
 
@@ -24,7 +24,7 @@ ALONE = SimpleNamespace(world=SimpleNamespace(size=1))
 def part(plugin, kind="plugin", name=None, distribution=None):
     """A part as the registry makes it; its label is ``name``, or ``distribution[name]``."""
     name = name or getattr(plugin, "__name__", type(plugin).__name__)
-    return Part(Choice(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin)
+    return LoadedPlugin(PluginInfo(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin)
 
 
 def defaults():
@@ -41,7 +41,7 @@ def accelerator(plugin, name="chip"):
 
 def hooks_of(*parts):
     """Hooks of core's defaults and these parts; whatever is no part is a plugin."""
-    return Hooks([defaults(), *(p if isinstance(p, Part) else part(p) for p in parts)])
+    return Hooks([defaults(), *(p if isinstance(p, LoadedPlugin) else part(p) for p in parts)])
 
 
 def owns(result, hook="all_gather"):

@@ -1,4 +1,4 @@
-"""Plugins that say ``harmless = True`` never stop a run: one warning, and they are left out of the rest of it."""
+"""Plugins that say ``errors_are_warnings = True`` never stop a run: one warning, and they are left out of the rest of it."""
 
 import copy
 import warnings
@@ -13,7 +13,7 @@ from .models import Loggers, Net, fit, loader, trainer
 class Breaks:
     """A logger that breaks in the hooks in ``where``, and keeps what was called."""
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, *where, error=OSError):
         self.where, self.error, self.called = where, error, []
@@ -124,7 +124,7 @@ def test_without_an_error_nothing_changes():
 
 def test_others_still_stop_the_run():
     class Strict(Breaks):
-        harmless = False
+        errors_are_warnings = False
 
     with pytest.raises(OSError, match="disk full"):
         fit(Logs(), plugins=[Strict("log_metrics")])
@@ -136,7 +136,7 @@ def test_others_still_stop_the_run():
 class Around:
     """A wrapper of ``forward`` that breaks at ``where``: before its yield, after it, by not yielding, or by yielding twice."""
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, where, error=OSError):
         self.where, self.error, self.called, self.ended = where, error, 0, 0
@@ -206,7 +206,7 @@ def test_a_wrapper_that_breaks_over_the_owners_error_does_not_hide_it():
             raise mine
 
     class Hides:
-        harmless = True
+        errors_are_warnings = True
 
         @hookimpl(wrapper=True)
         def forward(self):
@@ -228,7 +228,7 @@ def test_an_interrupt_in_a_wrapper_passes(where):
 
 def test_a_wrapper_that_loses_the_owners_result_gives_it_on_and_is_left_out():
     class Forgets:
-        harmless, calls = True, 0
+        errors_are_warnings, calls = True, 0
 
         @hookimpl(wrapper=True)
         def forward(self):

@@ -231,11 +231,11 @@ def without_errors(hook):
 def test_harmless_wrappers_without_errors_mean_the_same(owner, around):
     deeds, outcomes = Deeds(), []
     arguments = {name: object() for name in ARGUMENTS["forward"]}
-    for harmless in (False, True):
+    for errors_are_warnings in (False, True):
         parts = [part(plugin("owner", "forward", owner, deeds), "strategy")]
         for n, impl in enumerate(around):
             parts.append(part(plugin(f"p{n}", "forward", impl, deeds), "plugin", f"p{n}"))
-            type(parts[-1].plugin).harmless = harmless
+            type(parts[-1].plugin).errors_are_warnings = errors_are_warnings
         hooks = Hooks(parts)
         hooks.freeze()
         outcomes += [outcome(hooks.forward, deeds, arguments) for _ in range(2)]

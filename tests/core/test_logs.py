@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 import geartrain.metrics.store
 from geartrain import Run, TrainingError, World, hookimpl
 from geartrain.callbacks import Callback, ModelCheckpoint
-from geartrain.metrics.store import Logs
+from geartrain.metrics.store import MetricStore
 
 from .models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
 
@@ -457,7 +457,7 @@ class Ranks:
             log_metrics=lambda run, metrics, step: lines.append(dict(metrics)) or [],
         )
         run = Run(plan=None, hooks=hooks, module=None, trainer=SimpleNamespace(calls=calls, lines=lines), command="fit")
-        run.world, run.logs = World(rank, self.size, rank, self.size), Logs(run)
+        run.world, run.logs = World(rank, self.size, rank, self.size), MetricStore(run)
         return run
 
     def exchange(self, rank, mine):

@@ -99,7 +99,9 @@ def test_half_a_state_of_a_plugin_or_a_callback(has, lacks):
 def on_step_end(self): ...
 
 
-@pytest.mark.parametrize(("name", "value"), [("harmless", True), ("replaces", {"backward"}), ("forward", hookimpl(lambda self: None))])
+@pytest.mark.parametrize(
+    ("name", "value"), [("errors_are_warnings", True), ("replaces", {"backward"}), ("forward", hookimpl(lambda self: None))]
+)
 def test_what_is_for_plugins_alone_on_a_callback(name, value):
     mine = type("Mine", (Callback,), {"on_fit_start": does, name: value})
     with pytest.raises(UsageError, match=rf"callback Mine\.{name} is for a plugin, and would be ignored here\. Fix: "):
@@ -109,7 +111,7 @@ def test_what_is_for_plugins_alone_on_a_callback(name, value):
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [
-        ("harmles", True, "harmless"),
+        ("errors_are_warning", True, "errors_are_warnings"),
         ("replace", {"backward"}, "replaces"),
         ("must_owns", ["backward"], "must_own"),
         ("hookspec", types.ModuleType("specs"), "hookspecs"),
@@ -130,8 +132,10 @@ def test_names_of_a_plugins_own(name):
 
 
 def test_the_error_names_the_plugin():
-    mine = type("Mine", (), {"on_step_end": on_step_end, "harmles": True})
-    with pytest.raises(UsageError, match=r"^acme\[Mine\]: nothing reads its harmles = True\. Did you mean 'harmless'\?"):
+    mine = type("Mine", (), {"on_step_end": on_step_end, "errors_are_warning": True})
+    with pytest.raises(
+        UsageError, match=r"^acme\[Mine\]: nothing reads its errors_are_warning = True\. Did you mean 'errors_are_warnings'\?"
+    ):
         hooks_of(part(mine(), distribution="acme"))
 
 
@@ -190,7 +194,7 @@ def test_a_method_that_the_class_calls_is_the_users_own():
 def test_values_that_geartrain_would_not_read_are_the_plugins_own():
     class Mine:
         require = frozenset({"backward"})
-        harmles = "words"
+        errors_are_warning = "words"
 
         def __init__(self):
             self.replace = True

@@ -11,7 +11,7 @@ import pytest
 import geartrain
 from geartrain import UsageError
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
-from geartrain.hooks.plugin_info import Choice
+from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.planning.registry import Registry, make
 
 from .contract_fixtures import dists as dists
@@ -137,7 +137,7 @@ def test_what_nobody_ships_gets_no_install_line(dists, kind, name):
 
 def test_distribution_may_provide_what_geartrain_does_not(dists):
     dists.add("acme-deepspeed", "class D: ...", strategies={"deepspeed": "D"})
-    assert Registry().select("strategy", "deepspeed").choice.distribution == "acme-deepspeed"
+    assert Registry().select("strategy", "deepspeed").info.distribution == "acme-deepspeed"
 
 
 @pytest.mark.parametrize(("asked", "name", "other"), [("strategy", "cpu", "accelerator"), ("accelerator", "Single", "strategy")])
@@ -190,7 +190,7 @@ def test_names_of_core_and_of_our_distributions_win(dists, kind, name):
     module = dists.add("acme", "1 / 0", **{group: {name.upper(): "X"}})
     registry = Registry()
     owner = KNOWN.get((kind, name), "geartrain")
-    assert registry.select(kind, name).choice.label == f"{owner}[{name}]"
+    assert registry.select(kind, name).info.label == f"{owner}[{name}]"
     theirs = found(registry, name.upper())
     assert (theirs.state, theirs.reason) == (
         "failed",
@@ -205,13 +205,13 @@ def test_one_of_two_distributions_with_a_name_is_blocked(dists, monkeypatch, by)
         dists.add(name, "class G: ...", strategies={"gossip": "G"})
     monkeypatch.setenv("GEARTRAIN_BLOCK", "Acme[gossip]" if by == "GEARTRAIN_BLOCK" else "")
     registry = Registry(["Acme[gossip]"] if by == "--block" else [])
-    assert registry.select("strategy", "gossip").choice.label == "zeta[gossip]"
+    assert registry.select("strategy", "gossip").info.label == "zeta[gossip]"
     assert [c.state for c in registry.candidates if c.name == "gossip"] == ["blocked", "selected"]
 
 
 def test_a_strangers_name_counts_if_ours_is_blocked(dists):
     dists.add("acme", "class C: ...", accelerators={"cpu": "C"})
-    assert Registry(["geartrain[cpu]"]).select("accelerator", "cpu").choice.label == "acme[cpu]"
+    assert Registry(["geartrain[cpu]"]).select("accelerator", "cpu").info.label == "acme[cpu]"
 
 
 def test_blocking_the_wrong_distribution_is_an_error(dists):
@@ -251,7 +251,7 @@ def test_broken_plugin_that_was_chosen_says_what_and_whose(dists, how):
         assert word in str(caught.value)
     assert found(registry, "broken").state == "failed"
     assert found(registry, "broken").reason
-    assert registry.select("strategy", "single").choice.label == "geartrain[single]"
+    assert registry.select("strategy", "single").info.label == "geartrain[single]"
 
 
 def test_failed_import_keeps_its_cause(dists):
@@ -273,7 +273,7 @@ def test_distribution_for_another_geartrain_is_refused_before_its_import(dists, 
 
 def test_distribution_for_this_geartrain_is_loaded(dists):
     dists.add("acme", "class G: ...", strategies={"gossip": "G"}, requires=["geartrain>=0.1,<99", "not a requirement!", "torch"])
-    assert Registry().select("strategy", "gossip").choice.label == "acme[gossip]"
+    assert Registry().select("strategy", "gossip").info.label == "acme[gossip]"
 
 
 def test_keyboard_interrupt_while_importing_is_no_broken_plugin(dists):
@@ -330,7 +330,7 @@ def test_select_makes_the_plugin_with_its_options(dists):
     part = registry.select("strategy", "GOSSIP", {"bucket_mb": 3}, "because")
     assert part.plugin.bucket_mb == 3
     assert part.options == {"bucket_mb": 3}
-    assert part.choice == Choice("gossip", "strategy", "geartrain-gossip", "1.0", "because")
+    assert part.info == PluginInfo("gossip", "strategy", "geartrain-gossip", "1.0", "because")
     assert (found(registry, "gossip").state, found(registry, "gossip").reason) == ("selected", "because")
 
 
@@ -341,7 +341,7 @@ def test_adopted_object_of_an_installed_class_has_its_entry_points_name(dists):
         registry = Registry()
         part = registry.adopt("strategy", given, "given")
         assert isinstance(part.plugin, cls)
-        assert part.choice.label == "geartrain-gossip[gossip]"
+        assert part.info.label == "geartrain-gossip[gossip]"
         assert found(registry, "gossip").state == "selected"
 
 
@@ -351,12 +351,12 @@ def test_adopted_object_of_the_users_own_has_its_class_name_and_no_distribution(
     for given in (Mine, Mine()):
         part = Registry().adopt("plugin", given, "given")
         assert isinstance(part.plugin, Mine)
-        assert part.choice == Choice("Mine", "plugin", None, None, "given")
-        assert part.choice.label == "Mine"
+        assert part.info == PluginInfo("Mine", "plugin", None, None, "given")
+        assert part.info.label == "Mine"
 
 
 def test_adopted_module_has_its_own_name(dists):
-    assert Registry().adopt("plugin", sys, "given").choice.label == "sys"
+    assert Registry().adopt("plugin", sys, "given").info.label == "sys"
 
 
 class Takes:

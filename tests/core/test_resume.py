@@ -422,7 +422,7 @@ def test_a_scale_of_16_mixed_goes_on(tmp_path):
     class Looks:
         @hookimpl
         def on_epoch_start(self, run):
-            scales.append(next(part.plugin for part in run.hooks.parts if part.choice.name == "16-mixed")._scaler.get_scale())
+            scales.append(next(part.plugin for part in run.hooks.parts if part.info.name == "16-mixed")._scaler.get_scale())
 
     train(tmp_path, epochs=1, module=Overflows, precision="16-mixed", plugins=[Looks()])
     train(tmp_path, epochs=2, path="last", module=Overflows, precision="16-mixed", plugins=[Looks()])
@@ -750,7 +750,7 @@ class Again:
 
     @hookimpl(wrapper=True)
     def setup_process_group(self, run):
-        run.commit = copy.deepcopy(self.commit)
+        run.memory_checkpoint = copy.deepcopy(self.commit)
         return (yield)
 
     @hookimpl

@@ -429,7 +429,7 @@ def test_geartrains_own_plugins_for_a_trainer_are_refused_by_name():
 
 def test_a_harmless_plugin_is_warned_of():
     class Monitor:
-        harmless = True
+        errors_are_warnings = True
 
         @hookimpl
         def on_epoch_end(self): ...

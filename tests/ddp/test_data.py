@@ -11,7 +11,7 @@ from several_ranks import results, succeeded
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import geartrain as gt
-from geartrain.data.sharding import is_spare, set_epoch, shard
+from geartrain.data.sharding import has_no_own_samples, set_epoch, shard
 
 from .cases import Net, ddp, one_trainer, samples
 
@@ -60,14 +60,14 @@ def test_training_pads_to_equal_length_and_keeps_the_shuffling(shuffle):
 def test_rank_without_a_sample_of_its_own_is_spare():
     loader = DataLoader(range(3))
     made = [shard(run_of(rank), loader, "test") for rank in range(4)]
-    assert [is_spare(one) for one in made] == [False, False, False, True]
+    assert [has_no_own_samples(one) for one in made] == [False, False, False, True]
     assert [numbers([b.tolist() for b in one]) for one in made] == [[0], [1], [2], [0]]
     assert [numbers(b) for b in shards(loader, "train")] == [[0], [1], [2], [0]]
 
 
 def test_no_rank_is_spare_if_the_loader_is_empty():
     """Then the loader is refused, as in one process."""
-    assert not any(is_spare(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
+    assert not any(has_no_own_samples(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
 
 
 def test_ranks_predict_whole_batches_in_turn():
@@ -177,7 +177,7 @@ def test_sampler_without_length_is_dealt_out_as_it_comes():
     for stage, expected in (("train", [[0, 2], [1, 3]]), ("validate", [[0, 2, 4], [1, 3]])):
         made = [shard(run_of(rank, 2), loader, stage) for rank in range(2)]
         assert [numbers(b.tolist() for b in one) for one in made] == expected
-        assert not any(map(is_spare, made))
+        assert not any(map(has_no_own_samples, made))
 
 
 @pytest.mark.parametrize("batched", [False, True])

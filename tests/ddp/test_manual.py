@@ -19,7 +19,7 @@ from .manual import STEPS, Two, by_hand, on_ranks
 class Joins:
     @hookimpl
     def setup_process_group(self, run):
-        place = run.place
+        place = run.cluster
         dist.init_process_group("gloo", store=run.store, rank=place.rank, world_size=place.size)
         return gt.World(place.rank, place.size, place.local_rank, place.local_size, place.node_rank)
 
@@ -158,7 +158,7 @@ class Alone:
 
     @hookimpl
     def setup_process_group(self, run):
-        place = run.place
+        place = run.cluster
         run.store.set(f"came {place.rank}", "")
         run.store.wait(["came 0", "came 1"])
         return gt.World(place.rank, place.size, place.local_rank, place.local_size, place.node_rank)

@@ -54,7 +54,7 @@ class Skips(Net):
 class Alone:
     @hookimpl
     def setup_process_group(self, run):
-        run.store.set(f"came {run.place.rank}", "")
+        run.store.set(f"came {run.cluster.rank}", "")
         run.store.wait(["came 0", "came 1"])
         return gt.World()
 

@@ -234,7 +234,7 @@ class Place(Net):
     """Tells its place in the last step."""
 
     def training_step(self, batch, batch_idx):
-        self.place = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
+        self.cluster = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
         return super().training_step(batch, batch_idx)
 
 

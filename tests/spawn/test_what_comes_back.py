@@ -257,7 +257,7 @@ def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_st
     one.fit(module, loader())
     one.fit(module, loader())
     assert module.seen_by_a_file == 2
-    plugin = next(part.plugin for part in one._parts if part.choice.name == "spawned_hooks")
+    plugin = next(part.plugin for part in one._parts if part.info.name == "spawned_hooks")
     assert plugin.calls == 6
 
 

@@ -95,7 +95,7 @@ def setup_process_group(run: Run) -> World:
     Fired: in each process, after ``setup_device``.
     Returns: ``World(rank, size, local_rank, local_size, node_rank)``; ``size`` must be the plan's number of processes, or the
         run ends: a strategy that silently trains alone is an error.
-    Default: a world of one. ``run.place`` says which rank this is, ``run.store`` is a fresh store, and ``MASTER_ADDR`` and
+    Default: a world of one. ``run.cluster`` says which rank this is, ``run.store`` is a fresh store, and ``MASTER_ADDR`` and
         ``MASTER_PORT`` name it, so ``torch.distributed.init_process_group("gloo")`` meets there.
     """
 
@@ -117,7 +117,7 @@ def wrap_model(run: Run, model: nn.Module) -> nn.Module:
     """Move the model to the device and wrap it for the strategy.
 
     Fired: once in each process, after ``setup_process_group`` and before ``configure_optimizers``.
-    Arguments: ``model`` is ``Step(module)``; ``model("training_step", batch, batch_idx)`` calls that method of the module.
+    Arguments: ``model`` is ``StepForwarder(module)``; ``model("training_step", batch, batch_idx)`` calls that method of the module.
     Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
     Default: ``model.to(run.device)``, with rank 0's weights on every rank.
     """

@@ -2,10 +2,10 @@
 
 - ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
   rank.
-- ``reserve``, ``variables``, ``threads``, ``join``, ``belongings``, ``hear_signals``, ``is_connection``, ``is_timeout``, ``refusals``:
-  for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
-- ``RankMonitor``, ``judge``, ``Failure``, ``left_early``, ``Stopped``, ``is_stopped``, ``Patience``: how ranks end, which one is to blame,
-  and how long a supervisor waits.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``pickled_arguments``, ``raise_on_signals``, ``is_connection``, ``is_timeout``,
+  ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``RankMonitor``, ``judge``, ``Failure``, ``left_early``, ``StoppedRankMonitor``, ``is_stopped``, ``Patience``: how ranks end, which one
+  is to blame, and how long a supervisor waits.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
   torch.distributed.
 """
@@ -26,14 +26,14 @@ from torch import nn
 from geartrain.data.loaders import DataSource
 from geartrain.data.sharding import shard
 from geartrain.errors import TrainingError
-from geartrain.launch.cluster import Place, detect
+from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.launch.failures import Failure, RankMonitor, judge, left_early
 from geartrain.launch.launch import join, launch, reserve, threads, variables
 from geartrain.launch.patience import Patience
 from geartrain.launch.pickling import refusals
 from geartrain.launch.reports import is_connection, is_timeout
-from geartrain.launch.signals import hear_signals
-from geartrain.launch.stopped_rank import Stopped, is_stopped
+from geartrain.launch.signals import raise_on_signals
+from geartrain.launch.stopped_rank import StoppedRankMonitor, is_stopped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -41,17 +41,15 @@ if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
 __all__ = [
+    "ClusterEnvironment",
     "Failure",
     "Patience",
-    "Place",
     "RankMonitor",
-    "Stopped",
+    "StoppedRankMonitor",
     "average_gradients",
-    "belongings",
     "broadcast_weights",
     "detect",
     "gather_uneven",
-    "hear_signals",
     "is_connection",
     "is_stopped",
     "is_timeout",
@@ -60,6 +58,8 @@ __all__ = [
     "launch",
     "left_early",
     "name_absent_ranks",
+    "pickled_arguments",
+    "raise_on_signals",
     "refusals",
     "reserve",
     "shard",
@@ -72,14 +72,14 @@ __all__ = [
 _BUCKET = 25 * 2**20
 
 
-def belongings(run: Run, worker: Any) -> dict[str, Any]:
+def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
     """What a run takes along, by the name under which its user knows it: for an error about something that cannot go."""
     source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
     given = (
         {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
     )
-    plugins = {part.choice.label: part.plugin for part in run.trainer._parts if part.source is None and not part.choice.is_core}
-    given |= getattr(worker, "belongings", {})  # of a Session's function
+    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.source is None and not part.info.is_core}
+    given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
     return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
 
 
@@ -235,7 +235,7 @@ def name_absent_ranks(run: Run) -> Iterator[None]:
     Raises:
         TrainingError: with the ranks that are missing.
     """
-    place, store = run.place, run.store
+    place, store = run.cluster, run.store
     assert place is not None
     assert store is not None
     try:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from geartrain.errors import UsageError
-from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,14 +44,14 @@ class Layout:
 class Plan:
     """Everything that was decided before anything starts."""
 
-    accelerator: Choice
+    accelerator: PluginInfo
     #: Device indices on each node.
     devices: tuple[int, ...]
-    strategy: Choice
+    strategy: PluginInfo
     layout: Layout
     num_nodes: int
-    precision: Choice
-    plugins: tuple[Choice, ...]
+    precision: PluginInfo
+    plugins: tuple[PluginInfo, ...]
     #: What else was installed and why it was not chosen, by label.
     passed_over: Mapping[str, str]
     options: Options
@@ -110,9 +110,11 @@ def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, A
     return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters, resumes=resumes)
 
 
-def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ...], devices: tuple[int, ...], **rest: Any) -> Plan:
+def make_plan(
+    hooks: Hooks, parts: Mapping[str, LoadedPlugin], plugins: tuple[PluginInfo, ...], devices: tuple[int, ...], **rest: Any
+) -> Plan:
     """Ask the strategy for its processes and put the plan together."""
-    request = PlanRequest(parts["accelerator"].choice.name, devices, rest["num_nodes"])
+    request = PlanRequest(parts["accelerator"].info.name, devices, rest["num_nodes"])
     layout = hooks.plan_processes(request=request)
     if not isinstance(layout, Layout) or not layout.is_whole():
         raise UsageError(
@@ -120,9 +122,9 @@ def make_plan(hooks: Hooks, parts: Mapping[str, Part], plugins: tuple[Choice, ..
             "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
         )
     plan = Plan(
-        accelerator=parts["accelerator"].choice,
+        accelerator=parts["accelerator"].info,
         devices=devices,
-        strategy=parts["strategy"].choice,
+        strategy=parts["strategy"].info,
         layout=layout,
         plugins=plugins,
         **rest,

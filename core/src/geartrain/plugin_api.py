@@ -24,14 +24,11 @@ if TYPE_CHECKING:
         count_batches as count_batches,
         length as length,
         loader_batch_size as loader_batch_size,
-        map_nested as map_nested,
-        map_tensors as map_tensors,
-        move as move,
-        not_plain as not_plain,
     )
-    from geartrain.data.sharding import generators as generators, is_spare as is_spare, set_epoch as set_epoch
+    from geartrain.data.sharding import generators as generators, has_no_own_samples as has_no_own_samples, set_epoch as set_epoch
     from geartrain.errors import nearest as nearest
     from geartrain.errors.hints import write_instead as write_instead
+    from geartrain.errors.known import KNOWN as KNOWN
     from geartrain.files.atomic import (
         AppendedFile as AppendedFile,
         remove_abandoned as remove_abandoned,
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
     )
     from geartrain.files.paths import is_url as is_url, user_path as user_path
     from geartrain.hooks.manager import Hooks as Hooks, fire as fire
-    from geartrain.hooks.plugin_info import Choice as Choice, Part as Part, state_of as state_of
+    from geartrain.hooks.plugin_info import LoadedPlugin as LoadedPlugin, PluginInfo as PluginInfo, state_of as state_of
     from geartrain.hooks.spelling import (
         OF_PLUGINS as OF_PLUGINS,
         STATE as STATE,
@@ -48,14 +45,19 @@ if TYPE_CHECKING:
         refuse_misspelt as refuse_misspelt,
     )
     from geartrain.launch import bootstrap as bootstrap, rendezvous as rendezvous
-    from geartrain.launch.cluster import STARTED_BY as STARTED_BY, Place as Place, detect as detect, starts_rank_0 as starts_rank_0
+    from geartrain.launch.cluster import (
+        STARTED_BY as STARTED_BY,
+        ClusterEnvironment as ClusterEnvironment,
+        detect as detect,
+        starts_rank_0 as starts_rank_0,
+    )
     from geartrain.launch.forks import share_temporary_folder as share_temporary_folder
     from geartrain.launch.launch import variables as variables
     from geartrain.launch.patience import Patience as Patience
     from geartrain.launch.pickling import Dump as Dump, Refusal as Refusal, plain_dump as plain_dump, refusals as refusals
     from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, is_connection as is_connection, report as report
-    from geartrain.launch.signals import SIGNALS as SIGNALS, hear_signals as hear_signals
-    from geartrain.loop.evaluate import same_buffers as same_buffers
+    from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
+    from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
     from geartrain.loop.optimizers import (
         about_to_step as about_to_step,
         mean_over_ranks as mean_over_ranks,
@@ -69,35 +71,36 @@ if TYPE_CHECKING:
         NOT_CALLED_OF_DATA as NOT_CALLED_OF_DATA,
         STEPS as STEPS,
         ModuleHooks as ModuleHooks,
-        Step as Step,
+        StepForwarder as StepForwarder,
         check_data as check_data,
         check_module as check_module,
         refuse_unrun as refuse_unrun,
     )
     from geartrain.loop.worker import (
         always_tear_down as always_tear_down,
-        compare_with_rank_0 as compare_with_rank_0,
-        join_others as join_others,
+        check_ranks_agree as check_ranks_agree,
+        init_process_group as init_process_group,
     )
     from geartrain.metrics import reductions as reductions
-    from geartrain.metrics.store import Logs as Logs, check_name as check_name, scalar as scalar
-    from geartrain.metrics.sync import Share as Share, Spec as Spec, sync as sync
-    from geartrain.metrics.torchmetrics import is_metric as is_metric, places as places, put as put
+    from geartrain.metrics.store import MetricStore as MetricStore, check_name as check_name, scalar as scalar
+    from geartrain.metrics.sync import LocalMetric as LocalMetric, MetricOptions as MetricOptions, sync as sync
+    from geartrain.metrics.torchmetrics import find_metrics as find_metrics, is_metric as is_metric, replace_metric as replace_metric
     from geartrain.module.hparams import HyperParameters as HyperParameters, hyperparameters as hyperparameters
     from geartrain.module.module import overridden as overridden
+    from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
     from geartrain.options import Options as Options
     from geartrain.plan import check_joins as check_joins, complete as complete
     from geartrain.planning.components import (
-        Asked as Asked,
-        assemble as assemble,
+        TrainerArguments as TrainerArguments,
+        build_components as build_components,
         core_parts as core_parts,
-        recipes as recipes,
-        remake as remake,
+        pickled_plugins as pickled_plugins,
         reserved_folder as reserved_folder,
+        restore_plugins as restore_plugins,
     )
-    from geartrain.planning.rank_properties import Placed as Placed
-    from geartrain.planning.registry import KNOWN as KNOWN, Candidate as Candidate, Registry as Registry
-    from geartrain.planning.selection import choose_accelerator as choose_accelerator
+    from geartrain.planning.rank_properties import RankProperties as RankProperties
+    from geartrain.planning.registry import InstalledPlugin as InstalledPlugin, Registry as Registry
+    from geartrain.planning.selection import select_accelerator as select_accelerator
 
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
@@ -108,40 +111,42 @@ _NAMES = {
     "geartrain.commands.arguments": "Request option_names read",
     "geartrain.commands.target": "Target",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
-    "geartrain.data.sharding": "generators is_spare set_epoch",
+    "geartrain.data.sharding": "generators has_no_own_samples set_epoch",
     "geartrain.errors": "nearest",
-    "geartrain.errors.known": "KNOWN",
     "geartrain.errors.hints": "write_instead",
+    "geartrain.errors.known": "KNOWN",
     "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
     "geartrain.files.paths": "is_url user_path",
     "geartrain.hooks.manager": "Hooks fire",
-    "geartrain.hooks.plugin_info": "Choice Part state_of",
+    "geartrain.hooks.plugin_info": "LoadedPlugin PluginInfo state_of",
     "geartrain.hooks.spelling": "OF_PLUGINS STATE refuse_half_a_state refuse_misspelt",
     "geartrain.launch": "bootstrap rendezvous",
-    "geartrain.launch.cluster": "Place STARTED_BY detect starts_rank_0",
+    "geartrain.launch.cluster": "ClusterEnvironment STARTED_BY detect starts_rank_0",
     "geartrain.launch.forks": "share_temporary_folder",
     "geartrain.launch.launch": "variables",
     "geartrain.launch.patience": "Patience",
     "geartrain.launch.pickling": "Dump Refusal plain_dump refusals",
     "geartrain.launch.reports": "ERROR_FILE is_connection report",
-    "geartrain.launch.signals": "SIGNALS hear_signals",
-    "geartrain.loop.evaluate": "same_buffers",
+    "geartrain.launch.signals": "SIGNALS raise_on_signals",
+    "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
-    "geartrain.loop.step_forwarder": "IN_STEP ModuleHooks NOT_CALLED NOT_CALLED_OF_DATA STEPS Step check_data check_module refuse_unrun",
-    "geartrain.loop.worker": "always_tear_down compare_with_rank_0 join_others",
+    "geartrain.loop.step_forwarder": (
+        "IN_STEP ModuleHooks NOT_CALLED NOT_CALLED_OF_DATA STEPS StepForwarder check_data check_module refuse_unrun"
+    ),
+    "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
     "geartrain.metrics": "reductions",
-    "geartrain.metrics.store": "Logs check_name scalar",
-    "geartrain.metrics.sync": "Share Spec sync",
-    "geartrain.metrics.torchmetrics": "is_metric places put",
+    "geartrain.metrics.store": "MetricStore check_name scalar",
+    "geartrain.metrics.sync": "LocalMetric MetricOptions sync",
+    "geartrain.metrics.torchmetrics": "find_metrics is_metric replace_metric",
     "geartrain.module.hparams": "HyperParameters hyperparameters",
-    "geartrain.module.nested": "map_nested map_tensors move not_plain",
     "geartrain.module.module": "overridden",
+    "geartrain.module.nested": "map_nested map_tensors move not_plain",
     "geartrain.options": "Options",
     "geartrain.plan": "check_joins complete",
-    "geartrain.planning.components": "Asked assemble core_parts recipes remake reserved_folder",
-    "geartrain.planning.rank_properties": "Placed",
-    "geartrain.planning.registry": "Candidate Registry",
-    "geartrain.planning.selection": "choose_accelerator",
+    "geartrain.planning.components": "TrainerArguments build_components core_parts pickled_plugins reserved_folder restore_plugins",
+    "geartrain.planning.rank_properties": "RankProperties",
+    "geartrain.planning.registry": "InstalledPlugin Registry",
+    "geartrain.planning.selection": "select_accelerator",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -28,12 +28,20 @@ from geartrain.module.hparams import hyperparameters
 from geartrain.module.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
 from geartrain.plan import Plan, check_joins, complete
-from geartrain.planning.components import Asked, assemble, core_parts, parts_for, recipes, remake, reserved_folder
-from geartrain.planning.rank_properties import Placed
+from geartrain.planning.components import (
+    TrainerArguments,
+    build_components,
+    core_parts,
+    parts_for,
+    pickled_plugins,
+    reserved_folder,
+    restore_plugins,
+)
+from geartrain.planning.rank_properties import RankProperties
 from geartrain.planning.registry import Registry
 
 
-class Trainer(Placed):
+class Trainer(RankProperties):
     """Trains a module.
 
     Everything is checked and planned when it is made, before anything starts; ``trainer.plan`` shows it.
@@ -144,8 +152,8 @@ class Trainer(Placed):
         if seed is not None:
             seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
         self._block = list(block)
-        self.registry, self._assume, self.place = Registry(block), dict(assume or {}), detect()
-        asked = Asked(
+        self.registry, self._assume, self.cluster = Registry(block), dict(assume or {}), detect()
+        asked = TrainerArguments(
             accelerator=accelerator,
             devices=devices,
             strategy=strategy,
@@ -160,7 +168,7 @@ class Trainer(Placed):
             plugin_options=plugin_options,
             assume=self._assume,
         )
-        self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
+        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, asked)
         self.output = self.plan.output
         self._run: Run | None = None
 
@@ -340,7 +348,7 @@ class Trainer(Placed):
             module=model,
             trainer=self,
             command=command,
-            place=self.place,
+            cluster=self.cluster,
             output=self.output,
             step=steps,
             epoch=epochs,
@@ -380,14 +388,14 @@ class Trainer(Placed):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a process on another node, or a fresh one on this, needs to make this trainer again."""
-        left_out = ("registry", "hooks", "place", "_parts", "_run")
-        return {key: value for key, value in vars(self).items() if key not in left_out} | {"recipes": recipes(self._parts)}
+        left_out = ("registry", "hooks", "cluster", "_parts", "_run")
+        return {key: value for key, value in vars(self).items() if key not in left_out} | {"recipes": pickled_plugins(self._parts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made = state.pop("recipes")
         vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _run=None)
         # This process did not begin the run's folder: whoever handed the trainer over did.
-        self._parts = (*core_parts(self.plan.options, self.output, False), *remake(self.registry, made))
+        self._parts = (*core_parts(self.plan.options, self.output, False), *restore_plugins(self.registry, made))
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:
             self.datamodule.trainer = self

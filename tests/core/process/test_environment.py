@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.launch.cluster import STARTED_BY, Place, detect, master, node_rank
+from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment, detect, master, node_rank
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -59,7 +59,7 @@ LSF = {
 BY_HAND = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12910", "WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "2"}
 
 
-def numbers(place: Place) -> tuple[int, ...]:
+def numbers(place: ClusterEnvironment) -> tuple[int, ...]:
     return place.rank, place.size, place.local_rank, place.local_size, place.node_rank
 
 

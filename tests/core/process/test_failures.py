@@ -13,7 +13,7 @@ import pytest
 from geartrain.launch import stopped_rank as stopped
 from geartrain.launch.failures import Failure, RankMonitor, judge
 from geartrain.launch.reports import ERROR_FILE, begin, report
-from geartrain.launch.stopped_rank import Stopped
+from geartrain.launch.stopped_rank import StoppedRankMonitor
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 WAITED = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
@@ -100,7 +100,7 @@ def supervised(clock, monkeypatch, rows):
     """The monitor of ranks that do what the rows say, once their supervisor has ended them."""
     ranks = [Rank(clock, number, **row) for number, row in rows.items()]
     monkeypatch.setattr(stopped, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
-    monitor = RankMonitor(ranks, Stopped(15.0, lambda: clock[0]), lambda: clock[0])
+    monitor = RankMonitor(ranks, StoppedRankMonitor(15.0, lambda: clock[0]), lambda: clock[0])
     found = []
     for second in range(21):
         clock[0] = second

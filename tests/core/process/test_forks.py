@@ -14,7 +14,7 @@ import pytest
 
 from geartrain.launch import forks
 from geartrain.launch.forks import guard_forks, not_inherited
-from geartrain.launch.signals import Interrupted, hear_signals
+from geartrain.launch.signals import Interrupted, raise_on_signals
 
 guard_forks()
 
@@ -34,7 +34,7 @@ def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_ra
     child = multiprocessing.get_context("fork").Process(target=lambda: started.set() or signal.pause())
     before = signal.set_wakeup_fd(writing)
     try:
-        with hear_signals():
+        with raise_on_signals():
             child.start()
             assert started.wait(10)
             child.terminate()
@@ -48,7 +48,7 @@ def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_ra
 
 
 def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
-    with hear_signals():
+    with raise_on_signals():
         for _ in range(20):
             child = multiprocessing.get_context("fork").Process(target=signal.pause)
             child.start()
@@ -65,7 +65,7 @@ def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypa
         child.start()
         time.sleep(10)
 
-    with hear_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+    with raise_on_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
         start_and_wait()
     child.join(10)
     assert child.exitcode == 0

@@ -6,7 +6,7 @@ import pytest
 
 from geartrain import TrainingError
 from geartrain.launch import rendezvous
-from geartrain.launch.cluster import Place
+from geartrain.launch.cluster import ClusterEnvironment
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_a_restart_by_torchrun_does_not_find_the_store_of_the_attempt_before(age
     def begin(attempt, rank, seconds):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         monkeypatch.setattr(rendezvous, "_program", {})  # as in another process
-        place = Place("torchrun", rank, 2, rank, 2, 0, agent.host, agent.port)
+        place = ClusterEnvironment("torchrun", rank, 2, rank, 2, 0, agent.host, agent.port)
         return rendezvous.run_store(place, "launched/1", timedelta(seconds=seconds))
 
     first = begin("0", 0, 30)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from geartrain.launch.reports import ERROR_FILE
-from geartrain.launch.signals import Interrupted, hear_signals
+from geartrain.launch.signals import Interrupted, raise_on_signals
 
 from ..models import Net, fit
 
@@ -18,7 +18,7 @@ def ended_by(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_an_error_that_names_it(number):
-    with hear_signals(), pytest.raises(Interrupted, match=f"ended by {number.name}"):
+    with raise_on_signals(), pytest.raises(Interrupted, match=f"ended by {number.name}"):
         ended_by(number)
 
 
@@ -28,7 +28,7 @@ LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4
 def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     lost = RuntimeError(LOST)
-    with hear_signals():
+    with raise_on_signals():
         try:
             raise lost
         except RuntimeError:
@@ -41,7 +41,7 @@ def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(t
 def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_starter(tmp_path, monkeypatch):
     """As after Ctrl-C, which ranks and starter hear at once."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    with hear_signals():
+    with raise_on_signals():
         try:
             ended_by(signal.SIGINT)
         except Interrupted:
@@ -52,7 +52,7 @@ def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_star
 
 def test_the_starter_loses_its_peers_because_it_is_asked_to_end_and_says_so(monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    with hear_signals():
+    with raise_on_signals():
         try:
             raise RuntimeError(LOST)
         except RuntimeError:
@@ -62,7 +62,7 @@ def test_the_starter_loses_its_peers_because_it_is_asked_to_end_and_says_so(monk
 
 def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    with hear_signals():
+    with raise_on_signals():
         try:
             raise KeyError("a file that is not there")
         except KeyError:
@@ -73,7 +73,7 @@ def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monk
 def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     (tmp_path / "error.json").touch()
-    with hear_signals():
+    with raise_on_signals():
         ended_by(signal.SIGTERM)
         with pytest.raises(Interrupted, match="SIGINT"):
             ended_by(signal.SIGINT)
@@ -83,7 +83,7 @@ def test_a_hangup_that_is_ignored_stays_so():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with hear_signals():
+        with raise_on_signals():
             ended_by(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -95,7 +95,7 @@ def test_a_handler_of_the_program_stays():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with hear_signals():
+        with raise_on_signals():
             ended_by(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     finally:
@@ -104,7 +104,7 @@ def test_a_handler_of_the_program_stays():
 
 def test_another_thread_changes_nothing():
     def other():
-        with hear_signals():
+        with raise_on_signals():
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     handlers = []
@@ -131,6 +131,6 @@ def test_a_run_of_one_process_is_torn_down_after_sigterm():
 
 def test_handlers_are_as_they_were_afterwards():
     before = signal.getsignal(signal.SIGTERM)
-    with hear_signals():
+    with raise_on_signals():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before

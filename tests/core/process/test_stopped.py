@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from geartrain.launch import stopped_rank as stopped
-from geartrain.launch.stopped_rank import Stopped
+from geartrain.launch.stopped_rank import StoppedRankMonitor
 from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0
@@ -23,11 +23,11 @@ def clock():
 
 @pytest.fixture
 def watch(clock):
-    return Stopped(PATIENCE, lambda: clock[0])
+    return StoppedRankMonitor(PATIENCE, lambda: clock[0])
 
 
 def test_looks_are_often_enough():
-    assert (Stopped(PATIENCE).period, Stopped(1.0).period) == (PERIOD, 0.25)
+    assert (StoppedRankMonitor(PATIENCE).period, StoppedRankMonitor(1.0).period) == (PERIOD, 0.25)
 
 
 @pytest.fixture

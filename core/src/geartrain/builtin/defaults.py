@@ -40,8 +40,8 @@ class Defaults:
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         owner = run.hooks.owner("setup_process_group")
-        if run.plan.processes == 1 and run.place is None and (owner is None or owner.kind == "default"):
-            with parallel.hear_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
+        if run.plan.processes == 1 and run.cluster is None and (owner is None or owner.kind == "default"):
+            with parallel.raise_on_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
                 return worker(0)
         return parallel.launch(run, worker)  # a strategy that joins others finds its place and store there, also where it is alone
 
@@ -85,7 +85,7 @@ class Defaults:
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
-        return run.calls[method](*args)
+        return run.step_functions[method](*args)
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:

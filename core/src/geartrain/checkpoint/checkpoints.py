@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.resume import load_fit, refuse
-from geartrain.checkpoint.training_state import fit_state
+from geartrain.checkpoint.training_state import training_state
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
@@ -38,7 +38,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     """
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
     # First: a strategy whose thread changes weights lets them be when it is asked for its state.
-    fit = fit_state(run, epochs) if run.command == "fit" and not run.own_loop else None
+    fit = training_state(run, epochs) if run.command == "fit" and not run.own_loop else None
     state["model"] = run.module.state_dict()
     if fit is not None:
         state["fit"] = fit
@@ -76,19 +76,20 @@ class Start:
 
 
 def load(run: Run, start: Start) -> None:
-    """Read a checkpoint's weights into the module and, where the run resumes, everything else to where it belongs. ``run.commit`` goes
-    before any file.
+    """Read a checkpoint's weights into the module and, if the run resumes, everything else to where it belongs.
+
+    ``run.memory_checkpoint`` goes before any file.
 
     Raises:
         TrainingError: it is damaged, is no checkpoint, or does not fit.
         UsageError: it resumes, and there is nothing left to do.
     """
-    if run.commit is not None:
+    if run.memory_checkpoint is not None:
         start = Start(Path("the last commit"), resumes=True)
     path = start.path
     if path is None:
         return
-    state = run.hooks.load_checkpoint(run=run, path=path) if run.commit is None else run.commit
+    state = run.hooks.load_checkpoint(run=run, path=path) if run.memory_checkpoint is None else run.memory_checkpoint
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:

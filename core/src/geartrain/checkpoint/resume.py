@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from geartrain.checkpoint.training_state import FORMAT, EpochBegin, begin_epoch, named_parts, parameter_names, set_random
+from geartrain.checkpoint.training_state import FORMAT, EpochStart, begin_epoch, named_parts, parameter_names, set_random
 from geartrain.data.loaders import describe
 from geartrain.data.sharding import set_order_seeds
 from geartrain.errors import TrainingError, UsageError
@@ -58,7 +58,7 @@ class Resumed:
         if self.random is not None and not self.batch_idx:
             set_random(run, self.random)
 
-    def begin_epoch(self, run: Run) -> EpochBegin:
+    def begin_epoch(self, run: Run) -> EpochStart:
         """As :func:`begin_epoch`, where the epoch began before."""
         if self.began is not None:
             set_random(run, self.began)
@@ -79,7 +79,7 @@ class Resumed:
         if self.logs is not None:
             run.logs.load_state_dict(self.logs)
         metric_objects.set_states(run.module, self.metric_objects)
-        if run.on.training_epoch_end is not None and run.world.rank == 0:
+        if run.module_hooks.training_epoch_end is not None and run.world.rank == 0:
             warnings.warn(f"training_epoch_end gets the outputs from batch {taken} of this epoch on: those before are gone", stacklevel=2)
 
 
@@ -158,7 +158,7 @@ def load_fit(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.logs.when.update(reported.get("when", {}))
     batch_idx = fit["batch_idx"] if len(fit["ranks"]) == run.world.size else _in_this_world(run, fit)
     run.resumed = Resumed(
-        path if run.commit is None else None,
+        path if run.memory_checkpoint is None else None,
         batch_idx,
         fit["validated"],
         mine.get("random"),
@@ -181,7 +181,7 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
 
     In a world of another size rates may follow the number of ranks, so nothing is compared.
     """
-    if run.world.rank or run.commit is not None or len(fit["ranks"]) != run.world.size:
+    if run.world.rank or run.memory_checkpoint is not None or len(fit["ranks"]) != run.world.size:
         return []
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()
@@ -281,10 +281,10 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], anew: list[s
     known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
     for name, part in here.items():
         if name in shared or name in own:
-            with _telling(path, part.choice.label):
+            with _telling(path, part.info.label):
                 part.plugin.load_state_dict(own[name] if name in own else shared[name])
         else:
-            (elsewhere if name in known else anew).append(part.choice.label)
+            (elsewhere if name in known else anew).append(part.info.label)
     absent = sorted(known - here.keys())
     facts = {
         f"it has state of {', '.join(absent)}, which this run does not have": absent,

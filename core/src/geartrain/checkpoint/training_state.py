@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.sharding import generators, order_seeds
-from geartrain.hooks.plugin_info import Part, keeps_state
+from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics import torchmetrics as metric_objects
 from geartrain.module.nested import map_tensors, not_plain
 
@@ -30,7 +30,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class EpochBegin:
+class EpochStart:
     """How an epoch began, from where its batches can be replayed."""
 
     #: Batches done in earlier epochs.
@@ -38,15 +38,15 @@ class EpochBegin:
     random: dict[str, Any]
 
 
-def begin_epoch(run: Run) -> EpochBegin:
+def begin_epoch(run: Run) -> EpochStart:
     """Note how the epoch that begins now does so: before its loader is asked for batches, which draws from the generators."""
-    return EpochBegin(run.batches_seen, random_now(run))
+    return EpochStart(run.batches_seen, random_now(run))
 
 
 # --- what a checkpoint holds ---------------------------------------------------------------------------------------------
 
 
-def fit_state(run: Run, epochs: int) -> dict[str, Any]:
+def training_state(run: Run, epochs: int) -> dict[str, Any]:
     """What a ``fit`` needs to go on from here. Every rank calls it.
 
     It costs ``world_size - 1`` broadcasts of what one rank keeps: about 10 KB of random state and its parts' ``state_dict()``, which
@@ -56,9 +56,9 @@ def fit_state(run: Run, epochs: int) -> dict[str, Any]:
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
-    within = epochs == run.epoch and run.batch_idx > 0 and run.began is not None
+    within = epochs == run.epoch and run.batch_idx > 0 and run.epoch_start is not None
     shared, own = _states_of_parts(run)
-    random, began = random_now(run), run.began if within else None
+    random, began = random_now(run), run.epoch_start if within else None
     mine = {
         "parts": own,
         "random": random,
@@ -93,7 +93,7 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     own: dict[str, Any] = {}
     alike = _same_weights(run.hooks.parts)
     for name, part in named_parts(run.hooks.parts).items():
-        state = _portable(part.plugin.state_dict(), part.choice.label)
+        state = _portable(part.plugin.state_dict(), part.info.label)
         if state is not None and _same_on_all_ranks(part):
             shared[name] = state
         if state is not None and not (alike and _same_on_all_ranks(part)):
@@ -101,26 +101,26 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     return shared, own
 
 
-def named_parts(parts: tuple[Part, ...]) -> dict[str, Part]:
+def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
     """The parts that keep state, by name; the second of a name gets ``#2``, and so on."""
-    found: dict[str, Part] = {}
+    found: dict[str, LoadedPlugin] = {}
     for part in parts:
         if keeps_state(part.plugin):
-            name, number = part.choice.name, 1
+            name, number = part.info.name, 1
             while name in found:
                 number += 1
-                name = f"{part.choice.name}#{number}"
+                name = f"{part.info.name}#{number}"
             found[name] = part
     return found
 
 
-def _same_on_all_ranks(part: Part) -> bool:
+def _same_on_all_ranks(part: LoadedPlugin) -> bool:
     return bool(getattr(part.plugin, "same_on_all_ranks", False))
 
 
-def _same_weights(parts: tuple[Part, ...]) -> bool:
+def _same_weights(parts: tuple[LoadedPlugin, ...]) -> bool:
     """Whether all ranks have the same weights: so it is unless the strategy declares that it is not."""
-    declared = [getattr(part.plugin, "capabilities", None) for part in parts if part.choice.kind == "strategy"]
+    declared = [getattr(part.plugin, "capabilities", None) for part in parts if part.info.kind == "strategy"]
     return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
 
 

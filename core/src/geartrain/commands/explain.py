@@ -12,7 +12,7 @@ from rich.table import Table
 from geartrain.commands.arguments import read
 from geartrain.commands.target import Target
 from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import Choice
+from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.plan import Plan
 from geartrain.trainer import Trainer
 
@@ -57,7 +57,7 @@ def _batch_size(plan: Plan) -> tuple[str, str]:
     return f"global {plan.global_batch}", f"{parts} × accumulation {plan.options.accumulate_grad_batches}"
 
 
-def _label(choice: Choice) -> str:
+def _label(choice: PluginInfo) -> str:
     return f"{choice.name} ({choice.distribution} {choice.version})" if choice.distribution else choice.name
 
 
@@ -74,5 +74,5 @@ def _print_hooks(console: Console, hooks: Hooks) -> None:
     console.print(table)
 
 
-def _names(choices: list[Choice]) -> str:
+def _names(choices: list[PluginInfo]) -> str:
     return ", ".join(choice.name for choice in choices)

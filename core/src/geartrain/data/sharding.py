@@ -143,7 +143,7 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
     return _with(loader, loader.sampler, Shard(batches, rank, size, even, seed))
 
 
-def is_spare(loader: Any) -> bool:
+def has_no_own_samples(loader: Any) -> bool:
     """True if a rank has no sample of its own in an evaluation loader, which then holds one of another rank."""
     return any(isinstance(sampler, Shard) and not sampler.even and sampler.empty for sampler in _samplers(loader))
 

@@ -25,12 +25,12 @@ def is_sure(loader: Any) -> bool:
     return not isinstance(getattr(loader, "dataset", None), IterableDataset) and length(loader) is not None
 
 
-def while_all_have(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
+def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
     """Batches to train on until the first rank has run out, where no rank can know that beforehand: one small collective a batch."""
     iterator = iter(batches)
     while True:
         batch = next(iterator, _OUT)
-        out = _who(run, batch is _OUT)
+        out = _exhausted_ranks(run, batch is _OUT)
         if out:
             if len(out) < run.world.size:
                 warnings.warn(
@@ -40,7 +40,7 @@ def while_all_have(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def while_any_has(run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, bool]]:
+def until_all_ranks_are_done(run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, bool]]:
     """Yield batches to evaluate, each with True if this rank has used its ``limit`` or run out and repeats its last; one small collective
     a batch.
 
@@ -51,7 +51,7 @@ def while_any_has(run: Run, batches: Iterable[Any], limit: int | None) -> Iterat
     while True:
         batch = next(iterator, _OUT)
         repeats = batch is _OUT or done == limit
-        if len(_who(run, repeats)) == run.world.size:
+        if len(_exhausted_ranks(run, repeats)) == run.world.size:
             return
         last = last if batch is _OUT else batch
         if last is _OUT:
@@ -75,7 +75,7 @@ def repeated(batches: Iterable[Any], limit: int | None, rounds: int | None) -> I
         yield batch, True
 
 
-def _who(run: Run, out: bool) -> list[int]:
+def _exhausted_ranks(run: Run, out: bool) -> list[int]:
     """The ranks that have run out."""
     table = run.hooks.log_sync(run=run, values=torch.tensor([out], dtype=torch.float64))
     return [rank for rank, value in enumerate(table[:, 0].tolist()) if value]

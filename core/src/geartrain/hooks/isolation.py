@@ -1,4 +1,4 @@
-"""Plugins that must never stop a run: loggers and monitors say ``harmless = True`` on their class."""
+"""Plugins that must never stop a run: loggers and monitors say ``errors_are_warnings = True`` on their class."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from geartrain.errors import UsageError
-from geartrain.hooks.plugin_info import Part
+from geartrain.hooks.plugin_info import LoadedPlugin
 
 #: Called even after another hookimpl failed, so that what is open can be closed.
 _LAST = ("on_run_end", "on_exception")
 
 
-def guarded(part: Part, hooks: Mapping[str, str | None], wrappers: Container[str]) -> types.SimpleNamespace:
+def guarded(part: LoadedPlugin, hooks: Mapping[str, str | None], wrappers: Container[str]) -> types.SimpleNamespace:
     """What is registered in a harmless plugin's place: the same hookimpls, whose errors are warnings.
 
     After the first error none is called again in this run but those that close what is open. A ``UsageError`` of ``on_run_start``
@@ -32,7 +32,7 @@ def guarded(part: Part, hooks: Mapping[str, str | None], wrappers: Container[str
         if hook == "on_run_start" and isinstance(error, UsageError):  # it refuses what it is to watch, before training starts
             raise error
         if not failed:
-            warnings.warn(f"{part.choice.label}: {hook} raised {type(error).__name__}: {error}. The run goes on without it.", stacklevel=3)
+            warnings.warn(f"{part.info.label}: {hook} raised {type(error).__name__}: {error}. The run goes on without it.", stacklevel=3)
         failed.append(error)
 
     stands_in = types.SimpleNamespace()

@@ -14,7 +14,7 @@ from pluggy import HookCaller, HookImpl
 from geartrain import hookspecs
 from geartrain.errors import GeartrainError, TrainingError, UsageError, nearest
 from geartrain.hooks.isolation import guarded
-from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import refuse_misspelt_of_plugin
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -148,7 +148,7 @@ class Hooks:
         UsageError: a hookimpl that cannot be right, or a hook that two parts claim.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[LoadedPlugin]) -> None:
         self._parts = tuple(parts)
         self._manager = _Manager()
         self._manager.add_hookspecs(hookspecs)
@@ -163,7 +163,7 @@ class Hooks:
                 self._manager.wrapper_forms[hook] = _wrapper_form(caller)
             if hook in self._owner_of and returns and "None" not in returns and returns != "Any":
                 self._manager.required[hook] = returns
-        self._choice_of: dict[int, Choice] = {}
+        self._choice_of: dict[int, PluginInfo] = {}
         for part in self._parts:
             self._register(part)
         vars(self).update(self._specs)
@@ -178,7 +178,7 @@ class Hooks:
         return list(self._specs)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LoadedPlugin, ...]:
         """The run's parts, in the order in which they are registered."""
         return self._parts
 
@@ -207,10 +207,10 @@ class Hooks:
             taken = sorted(name for name in brought if hasattr(Hooks, name) or hasattr(self._manager.hook, name))
             if taken or not brought:
                 what = f"redefine {', '.join(taken)}" if taken else "have nothing marked with @hookspec"
-                raise UsageError(f"{part.choice.label}: its hookspecs {what}. Fix: mark hooks of its own, with names of their own")
+                raise UsageError(f"{part.info.label}: its hookspecs {what}. Fix: mark hooks of its own, with names of their own")
             self._manager.add_hookspecs(module)
 
-    def _check_part(self, part: Part) -> list[_Impl]:
+    def _check_part(self, part: LoadedPlugin) -> list[_Impl]:
         """Check every hookimpl of a part."""
         impls = []
         for name in dir(part.plugin):
@@ -226,18 +226,18 @@ class Hooks:
                     "has a hook's name but no @hookimpl, so it would never be called",
                     "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
                 )
-        if not part.choice.is_core:
-            refuse_misspelt_of_plugin(part.plugin, part.choice.kind, part.choice.label, self._specs)
+        if not part.info.is_core:
+            refuse_misspelt_of_plugin(part.plugin, part.info.kind, part.info.label, self._specs)
         for hook in sorted(_replaces(part)):
             if hook not in {impl.hook for impl in impls}:
                 _wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
             if hook in self._specs and not self.is_single(hook):
                 _wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
-        if not impls and part.choice.kind == "plugin":
-            raise UsageError(f"{part.choice.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark what it should do")
+        if not impls and part.info.kind == "plugin":
+            raise UsageError(f"{part.info.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark what it should do")
         return impls
 
-    def _check_hookimpl(self, part: Part, impl: _Impl, opts: Any) -> None:
+    def _check_hookimpl(self, part: LoadedPlugin, impl: _Impl, opts: Any) -> None:
         name, hook = impl.attribute, impl.hook
         if hook not in self._specs:
             if opts["optionalhook"]:
@@ -283,23 +283,23 @@ class Hooks:
 
     # --- owners ----------------------------------------------------------------------------------------------------------
 
-    def _settle_owners(self) -> dict[str, Part]:
-        owners: dict[str, Part] = {}
+    def _settle_owners(self) -> dict[str, LoadedPlugin]:
+        owners: dict[str, LoadedPlugin] = {}
         for hook in filter(self.is_single, self._specs):
             plain = [part for part in self._parts if self._plain(part, hook)]
-            ours = sorted((p for p in plain if p.choice.kind in _OWNERS), key=lambda p: _OWNERS.index(p.choice.kind))
-            theirs = [part for part in plain if part.choice.kind not in _OWNERS]
+            ours = sorted((p for p in plain if p.info.kind in _OWNERS), key=lambda p: _OWNERS.index(p.info.kind))
+            theirs = [part for part in plain if part.info.kind not in _OWNERS]
             for part in theirs:
                 if ours and hook not in _replaces(part):
                     _wrong(
                         part,
                         hook,
-                        f"would silently switch off {hook} of {ours[0].choice.label}, which owns it",
+                        f"would silently switch off {hook} of {ours[0].info.label}, which owns it",
                         f"{_wrapper_form(self._specs[hook])}\nOr, to replace the owner, say replaces = {{{hook!r}}} on the class.",
                     )
             claims = theirs or ours
-            if len(claims) > 1 and claims[0].choice.kind == claims[1].choice.kind:
-                both = f"{claims[0].choice.label} and {claims[1].choice.label}"
+            if len(claims) > 1 and claims[0].info.kind == claims[1].info.kind:
+                both = f"{claims[0].info.label} and {claims[1].info.label}"
                 raise UsageError(f"{both} both mean to own the hook {hook!r}. Fix: choose one of them, or make one a wrapper.")
             if claims:
                 owners[hook] = claims[0]
@@ -309,25 +309,25 @@ class Hooks:
             for hook in sorted(getattr(part.plugin, "must_own", ())):
                 if (owner := owners[hook]) is not part:
                     raise UsageError(
-                        f"{part.choice.label} must own the hook {hook!r}, and {owner.choice.label} does. Fix: one without the other"
+                        f"{part.info.label} must own the hook {hook!r}, and {owner.info.label} does. Fix: one without the other"
                     )
         return owners
 
-    def _plain(self, part: Part, hook: str) -> list[str]:
+    def _plain(self, part: LoadedPlugin, hook: str) -> list[str]:
         """The attributes of a part that implement ``hook`` and are no wrappers; ``specname=`` lets them have other names."""
         return [impl.attribute for impl in self._impls[id(part)] if impl.hook == hook and not impl.wrapper]
 
-    def _register(self, part: Part) -> None:
-        label, n = part.choice.label, 1
+    def _register(self, part: LoadedPlugin) -> None:
+        label, n = part.info.label, 1
         while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
             n += 1
-        plugin = self._guarded(part) if getattr(part.plugin, "harmless", False) else part.plugin
+        plugin = self._guarded(part) if getattr(part.plugin, "errors_are_warnings", False) else part.plugin
         if any(other.plugin is part.plugin for other in self._parts[: self._parts.index(part)]):
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
         self._manager.register(plugin, name)
-        self._choice_of[id(plugin)] = part.choice
+        self._choice_of[id(plugin)] = part.info
 
-    def _guarded(self, part: Part) -> Any:
+    def _guarded(self, part: LoadedPlugin) -> Any:
         """A harmless plugin with its errors let go where they can be: nobody waits for the result, or a wrapper hands it on, and the run
         has begun."""
         impls = self._impls[id(part)]
@@ -337,24 +337,24 @@ class Hooks:
 
     # --- what explain shows ----------------------------------------------------------------------------------------------
 
-    def owner(self, hook: str) -> Choice | None:
+    def owner(self, hook: str) -> PluginInfo | None:
         """Who owns a single hook; ``None`` for an all-hook and for one that nobody implements."""
         part = self._owner_of.get(hook)
-        return part.choice if part else None
+        return part.info if part else None
 
-    def wrappers(self, hook: str) -> list[Choice]:
+    def wrappers(self, hook: str) -> list[PluginInfo]:
         """Who wraps a hook, outermost first."""
         return [self._choice_of[id(impl.plugin)] for impl in reversed(self._specs[hook].get_hookimpls()) if impl.wrapper]
 
-    def implementers(self, hook: str) -> list[Choice]:
+    def implementers(self, hook: str) -> list[PluginInfo]:
         """Every implementer in call order: wrappers, outermost first, then the plain ones."""
         impls = reversed(self._specs[hook].get_hookimpls())
         return [self._choice_of[id(impl.plugin)] for impl in impls]
 
-    def passed_over(self, hook: str) -> list[Choice]:
+    def passed_over(self, hook: str) -> list[PluginInfo]:
         """Who implements a single hook but is not asked, because another owns it."""
         over = self._manager.passed_over
-        return [part.choice for part in self._parts if any((id(part.plugin), name) in over for name in self._plain(part, hook))]
+        return [part.info for part in self._parts if any((id(part.plugin), name) in over for name in self._plain(part, hook))]
 
     # --- freezing --------------------------------------------------------------------------------------------------------
 
@@ -452,10 +452,10 @@ def _looks_meant(plugin: Any, name: str) -> bool:
     return inspect.isroutine(found) and (not inspect.ismodule(plugin) or getattr(found, "__module__", "") == plugin.__name__)
 
 
-def _replaces(part: Part) -> frozenset[str]:
+def _replaces(part: LoadedPlugin) -> frozenset[str]:
     named = getattr(part.plugin, "replaces", ())
     if isinstance(named, str):  # a set of its letters otherwise
-        raise UsageError(f"{part.choice.label}: its replaces = {named!r} is a string. Fix: replaces = {{{named!r}}}, a set of hooks")
+        raise UsageError(f"{part.info.label}: its replaces = {named!r} is a string. Fix: replaces = {{{named!r}}}, a set of hooks")
     return frozenset(named)
 
 
@@ -470,5 +470,5 @@ def _wrapper_form(caller: HookCaller) -> str:
     )
 
 
-def _wrong(part: Part, name: str, what: str, fix: str) -> NoReturn:
-    raise UsageError(f"{part.choice.label}: its hookimpl {name!r} {what}. Fix: {fix}")
+def _wrong(part: LoadedPlugin, name: str, what: str, fix: str) -> NoReturn:
+    raise UsageError(f"{part.info.label}: its hookimpl {name!r} {what}. Fix: {fix}")

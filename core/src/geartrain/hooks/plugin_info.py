@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PluginInfo:
     """One chosen accelerator, strategy, precision or plugin."""
 
     #: What the user types.
@@ -36,10 +36,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class LoadedPlugin:
     """A chosen thing and its object: what is registered with the hooks."""
 
-    choice: Choice
+    info: PluginInfo
     plugin: Any
     #: The options it was made with, as the user gave them.
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -36,7 +36,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "automatic_optimization": lambda value: isinstance(value, bool),
     "replaces": _are_strings,
     "must_own": _are_strings,
-    "harmless": lambda value: isinstance(value, bool),
+    "errors_are_warnings": lambda value: isinstance(value, bool),
     "same_on_all_ranks": lambda value: isinstance(value, bool),
     "hookspecs": inspect.ismodule,
     "capabilities": lambda value: isinstance(value, Mapping),
@@ -46,7 +46,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
 }
 _VALUES_OF = {"strategy": {"capabilities", "needs_function"}, "accelerator": {"priority", "indexed"}}
 #: What a plugin of any kind may say of itself, and a callback cannot.
-OF_PLUGINS = frozenset({"replaces", "must_own", "harmless", "hookspecs"})
+OF_PLUGINS = frozenset({"replaces", "must_own", "errors_are_warnings", "hookspecs"})
 
 #: Different words of one meaning.
 _SAME = {
@@ -59,7 +59,7 @@ _SAME = {
 }
 #: Two words of which more than this is the same are one word and its misspelling: "steps" and "step" are, "text" and "test" are not.
 _ALIKE = 0.75
-#: The same for a name of one word, which says less: "harmles" is "harmless", and "launched" is not "launch".
+#: The same for a name of one word, which says less: "replace" is "replaces", and "launched" is not "launch".
 _ALIKE_ALONE = 0.9
 
 #: Methods of callbacks of Keras and of transformers' Trainer.

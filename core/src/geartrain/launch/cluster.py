@@ -20,7 +20,7 @@ _JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClusterEnvironment:
     """This process among the others, as its launcher says. Every number counts from 0."""
 
     #: Who started it: ``"torchrun"``, ``"horovodrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or
@@ -40,7 +40,7 @@ class Place:
         return max(1, self.size // max(1, self.local_size))
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Place | None:
+def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None:
     """This process's place, or ``None`` where nothing started it as one of several.
 
     Raises:
@@ -77,7 +77,7 @@ def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
-def starts_rank_0(place: Place | None, num_nodes: int, environ: Mapping[str, str] = os.environ) -> bool:
+def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int, environ: Mapping[str, str] = os.environ) -> bool:
     """True if this process is rank 0 or starts it."""
     if place is not None:
         return place.rank == 0
@@ -109,25 +109,25 @@ def _numbers(environ: Mapping[str, str], *names: str) -> list[int] | None:
     return [int(value) for value in values] if all(value.isdigit() for value in values) else None
 
 
-def _ours(environ: Mapping[str, str]) -> Place | None:
+def _ours(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     return _standard(environ, "geartrain") if STARTED_BY in environ else None
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place | None:
+def _torchrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     return _standard(environ, "torchrun") if "TORCHELASTIC_RUN_ID" in environ else None
 
 
-def _standard(environ: Mapping[str, str], launcher: str) -> Place | None:
+def _standard(environ: Mapping[str, str], launcher: str) -> ClusterEnvironment | None:
     """torchrun's variables, which geartrain sets too: https://docs.pytorch.org/docs/stable/elastic/run.html"""
     found = _numbers(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if found is None:
         return None
     rank, size, local_rank, local_size = found
     nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // max(1, local_size)]
-    return Place(launcher, rank, size, local_rank, local_size, nodes[0])
+    return ClusterEnvironment(launcher, rank, size, local_rank, local_size, nodes[0])
 
 
-def _horovodrun(environ: Mapping[str, str]) -> Place | None:
+def _horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """A worker of horovodrun on Gloo; on MPI it sets what MPI does: https://horovod.readthedocs.io/en/stable/running_include.html"""
     found = _numbers(
         environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"
@@ -135,10 +135,10 @@ def _horovodrun(environ: Mapping[str, str]) -> Place | None:
     if found is None:
         return None
     rank, size, local_rank, local_size, node_rank, _ = found
-    return Place("horovodrun", rank, size, local_rank, local_size, node_rank)
+    return ClusterEnvironment("horovodrun", rank, size, local_rank, local_size, node_rank)
 
 
-def _slurm(environ: Mapping[str, str]) -> Place | None:
+def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """A task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
     found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
@@ -146,7 +146,7 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
         return None
     per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
     local_size = int(per_node[0]) if per_node else size[0] // max(1, int(environ.get("SLURM_NNODES", "1")))
-    return Place("SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ))
+    return ClusterEnvironment("SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ))
 
 
 def _is_shell(environ: Mapping[str, str], task: int, tasks: int) -> bool:
@@ -170,25 +170,25 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else None
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+def _open_mpi(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     found = _numbers(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return _mpi("Open MPI", found)
 
 
-def _mpi(launcher: str, found: list[int] | None, master_addr: str | None = None) -> Place | None:
+def _mpi(launcher: str, found: list[int] | None, master_addr: str | None = None) -> ClusterEnvironment | None:
     """MPI says rank, size, local rank and local size; nodes are counted as if they held equally many."""
     if found is None or found[1] < 2:
         return None
     rank, size, local_rank, local_size = found
-    return Place(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), master_addr)
+    return ClusterEnvironment(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), master_addr)
 
 
-def _mpich(environ: Mapping[str, str]) -> Place | None:
+def _mpich(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     found = _numbers(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return _mpi("MPICH", found)
 
 
-def _lsf(environ: Mapping[str, str]) -> Place | None:
+def _lsf(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """A task of LSF's jsrun; rank 0's host is the first compute node in LSF's rank file, whose first line is the launch node."""
     found = _numbers(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
     path = Path(environ.get("LSB_DJOB_RANKFILE", ""))
@@ -196,7 +196,7 @@ def _lsf(environ: Mapping[str, str]) -> Place | None:
     return _mpi("LSF", found, hosts[1] if len(hosts) > 1 else None)
 
 
-def _by_hand(environ: Mapping[str, str]) -> Place | None:
+def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """``WORLD_SIZE`` and ``LOCAL_RANK`` set by a person, with ``RANK``, ``LOCAL_WORLD_SIZE`` or ``NODE_RANK`` where they matter."""
     found = _numbers(environ, "WORLD_SIZE", "LOCAL_RANK")
     if found is None:
@@ -210,10 +210,10 @@ def _by_hand(environ: Mapping[str, str]) -> Place | None:
     if local_size is None:
         # Without it, nodes must hold equal numbers of processes: the rank tells how many, or all are on one node.
         local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
-    return Place("environment", rank[0] if rank else node * local_size[0] + local_rank, size, local_rank, local_size[0], node)
+    return ClusterEnvironment("environment", rank[0] if rank else node * local_size[0] + local_rank, size, local_rank, local_size[0], node)
 
 
-def _with_address(place: Place, environ: Mapping[str, str]) -> Place:
+def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> ClusterEnvironment:
     """Fill in where rank 0's store is."""
     address = environ.get("MASTER_ADDR") or place.master_addr
     if address is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from geartrain.launch.reports import is_connection, is_timeout
-from geartrain.launch.stopped_rank import Stopped
+from geartrain.launch.stopped_rank import StoppedRankMonitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class RankMonitor:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], stopped: Stopped, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], stopped: StoppedRankMonitor, clock: Callable[[], float] = time.time) -> None:
         self._ranks, self._stopped, self._clock = ranks, stopped, clock
         self._codes: dict[int, int] = {}
         #: Failures of ranks that failed by themselves.

@@ -19,10 +19,10 @@ import torch.distributed.nn.functional
 
 from geartrain.errors import UsageError
 from geartrain.launch import cluster as environment, rendezvous
-from geartrain.launch.cluster import STARTED_BY, Place
+from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment
 from geartrain.launch.forks import adopt_temporary_folder, guard_forks
 from geartrain.launch.reports import begin, disconnect_if_failed, report
-from geartrain.launch.signals import hear_signals
+from geartrain.launch.signals import raise_on_signals
 from geartrain.launch.supervisor import Workers, at_exit
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         return result
 
 
-def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: timedelta, around: ExitStack[bool | None]) -> Any:
+def _launched(run: Run, worker: Callable[[int], Any], place: ClusterEnvironment, timeout: timedelta, around: ExitStack[bool | None]) -> Any:
     """Call ``worker`` as one of the ranks, which exist."""
     global _runs, _excepthook
     check(run, place)
@@ -64,12 +64,12 @@ def _launched(run: Run, worker: Callable[[int], Any], place: Place, timeout: tim
     if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
         sys.excepthook = _excepthook  # each init_process_group() wraps it anew, and an error's lines would say [rank0] once a run
     _excepthook = sys.excepthook
-    around.enter_context(_workers[0].supervised() if _workers else hear_signals())
+    around.enter_context(_workers[0].supervised() if _workers else raise_on_signals())
     around.enter_context(_connected(run, place, f"launched/{_runs}", timeout))
     return worker(place.local_rank)
 
 
-def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
+def join(run: Run, worker: Callable[[int], Any], place: ClusterEnvironment, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
     """Call ``worker`` as the rank that ``place`` says, in a process that something else has started and watches; ``run`` is the
     caller's, unpickled or forked.
 
@@ -80,13 +80,13 @@ def join(run: Run, worker: Callable[[int], Any], place: Place, number: int, time
     Returns:
         What ``worker`` returned in this process.
     """
-    run.trainer.place = place
-    with hear_signals(), _connected(run, place, f"joined/{number}", timeout):
+    run.trainer.cluster = place
+    with raise_on_signals(), _connected(run, place, f"joined/{number}", timeout):
         return worker(place.local_rank)
 
 
 @contextmanager
-def _connected(run: Run, place: Place, key: str, timeout: timedelta) -> Iterator[None]:
+def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta) -> Iterator[None]:
     """Meet the other ranks; after an error let go of them.
 
     Args:
@@ -94,7 +94,7 @@ def _connected(run: Run, place: Place, key: str, timeout: timedelta) -> Iterator
     """
     guard_forks()
     adopt_temporary_folder()
-    run.place = place
+    run.cluster = place
     before = _sockets()
     begin(lambda: _disconnect(_sockets() - before))
     try:
@@ -132,7 +132,7 @@ def _disconnect(sockets: set[tuple[int, str]]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def check(run: Run, place: Place) -> None:
+def check(run: Run, place: ClusterEnvironment) -> None:
     """Refuse a plan and an environment that disagree.
 
     Raises:
@@ -155,7 +155,7 @@ def check(run: Run, place: Place) -> None:
     )
 
 
-def start(run: Run, timeout: timedelta) -> Place:
+def start(run: Run, timeout: timedelta) -> ClusterEnvironment:
     """Start this node's other ranks and become its first."""
     places = reserve(run, timeout)
     if len(places) > 1:
@@ -168,7 +168,7 @@ def start(run: Run, timeout: timedelta) -> Place:
     return places[0]
 
 
-def reserve(run: Run, timeout: timedelta) -> list[Place]:
+def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
     """The places of this node's ranks; on node 0 this process serves the store through which all of them meet.
 
     Raises:
@@ -181,7 +181,10 @@ def reserve(run: Run, timeout: timedelta) -> list[Place]:
     if node == 0:
         port = rendezvous.serve_program(address, port, timeout)
     assert port is not None
-    return [Place("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port) for i in range(local_size)]
+    return [
+        ClusterEnvironment("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port)
+        for i in range(local_size)
+    ]
 
 
 def threads(processes: int) -> int:
@@ -199,7 +202,7 @@ def _put_back(before: Mapping[str, str], names: Iterable[str]) -> None:
             os.environ.pop(name, None)
 
 
-def variables(place: Place) -> dict[str, str]:
+def variables(place: ClusterEnvironment) -> dict[str, str]:
     """What a rank's environment says of its place, for itself and for code that asks torch's variables."""
     return {
         STARTED_BY: str(os.getpid()),

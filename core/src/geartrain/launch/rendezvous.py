@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from geartrain.errors import TrainingError
-from geartrain.launch.cluster import Place
+from geartrain.launch.cluster import ClusterEnvironment
 
 _LOOPBACK = "127.0.0.1"
 #: The program's store by the process that made it: a forked rank must connect anew, and must not destroy its starter's server.
@@ -78,7 +78,7 @@ def serve_program(address: str, port: int | None, timeout: timedelta) -> int:
     return int(_program[os.getpid()].port)
 
 
-def run_store(place: Place, key: str, timeout: timedelta) -> TCPStore:
+def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPStore:
     """Return a fresh store for one run of this program; ``MASTER_ADDR`` and ``MASTER_PORT`` then name it, so that
     ``torch.distributed.init_process_group("gloo")`` meets there.
 
@@ -116,7 +116,7 @@ def run_store(place: Place, key: str, timeout: timedelta) -> TCPStore:
     return store
 
 
-def _own_address(place: Place) -> str:
+def _own_address(place: ClusterEnvironment) -> str:
     """The address by which other ranks reach this one: loopback where all are on this node."""
     assert place.master_addr is not None
     return _LOOPBACK if place.nodes == 1 else _route(place.master_addr)
@@ -152,7 +152,7 @@ def _unreachable(address: str, error: OSError) -> TrainingError:
     )
 
 
-def interface(place: Place) -> str | None:
+def interface(place: ClusterEnvironment) -> str | None:
     """The network interface that leads to rank 0: what gloo must use, which would otherwise look its own host name up and listen
     there. ``None`` where it cannot be told."""
     assert place.master_addr is not None

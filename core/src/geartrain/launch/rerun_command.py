@@ -17,7 +17,7 @@ def command() -> list[str]:
     Raises:
         UsageError: there is none to run again, it would not do the same, or its file cannot be found from the start directory.
     """
-    reason = why_not()
+    reason = reason_not_rerunnable()
     if reason:
         raise UsageError(
             f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
@@ -42,7 +42,7 @@ def _is_same_file(path: Path, other: str) -> bool:
         return False
 
 
-def why_not() -> str | None:
+def reason_not_rerunnable() -> str | None:
     """Why this program cannot be run again, or ``None`` when it can."""
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules:

@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def hear_signals(signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
 
     A handler of the program's own stays, and so does a signal that it ignores, as SIGHUP under nohup. In another thread than the main one

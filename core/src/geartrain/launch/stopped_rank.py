@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
-class Stopped:
+class StoppedRankMonitor:
     """How long processes have been stopped.
 
     Only time in which this one runs counts, so a job that is suspended as a whole, and resumes as a whole, was not stopped. Nor is a rank

@@ -37,8 +37,8 @@ from geartrain.launch.failures import Failure, RankMonitor, judge
 from geartrain.launch.forks import TEMPORARY, not_inherited, remove_temporary_folder
 from geartrain.launch.patience import Patience
 from geartrain.launch.reports import ERROR_FILE, failed_at, has_failed, is_telling, is_timeout
-from geartrain.launch.signals import SIGNALS, hear_signals
-from geartrain.launch.stopped_rank import Stopped, is_stopped
+from geartrain.launch.signals import SIGNALS, raise_on_signals
+from geartrain.launch.stopped_rank import StoppedRankMonitor, is_stopped
 
 # elastic warns of every process that it is asked to end.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -123,7 +123,7 @@ class Workers:
         handlers = self._context.subprocess_handlers  # type: ignore[attr-defined]
         self._workers = [_Worker(rank, handlers[i].proc, self._error_file(rank)) for i, rank in enumerate(self.ranks)]
         self._handles = {os.pidfd_open(worker.pid): worker.number for worker in self._workers}
-        self._monitor = RankMonitor(self._workers, stopped := Stopped(self._patience.stopped))
+        self._monitor = RankMonitor(self._workers, stopped := StoppedRankMonitor(self._patience.stopped))
         self._period = stopped.period
         self._lock = threading.Lock()
         self._reported = False
@@ -152,10 +152,10 @@ class Workers:
             watcher = threading.Thread(target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True)
             watcher.start()
             try:
-                with hear_signals():
+                with raise_on_signals():
                     yield
             except BaseException as error:
-                self._explain(error, failed_at())
+                self._raise_first_failure(error, failed_at())
                 raise
             finally:
                 over.set()
@@ -208,7 +208,7 @@ class Workers:
                 if failed and any(is_timeout(failure.message) for failure in self._monitor.failures):
                     self._wait_for_others()
                 self.end()
-                self._force_out(over)
+                self._kill_if_stuck(over)
                 return
 
     def _collect(self) -> list[Failure]:
@@ -216,7 +216,7 @@ class Workers:
         with self._lock:
             return self._monitor.look()
 
-    def _force_out(self, over: threading.Event) -> None:
+    def _kill_if_stuck(self, over: threading.Event) -> None:
         """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
         works, it hangs in something else, and the process must end with the cause shown."""
         began, grace = time.monotonic(), self._patience.grace
@@ -253,7 +253,7 @@ class Workers:
 
     # --- afterwards ------------------------------------------------------------------------------------------------------
 
-    def _explain(self, error: BaseException, failed_at: float) -> None:
+    def _raise_first_failure(self, error: BaseException, failed_at: float) -> None:
         """This rank failed. If another rank is to blame, raise that instead: this rank's error is only the connection that was closed."""
         interrupted = isinstance(error, KeyboardInterrupt)
         if not interrupted:

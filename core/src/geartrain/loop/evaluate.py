@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from geartrain.data.loaders import close_batches
-from geartrain.data.uneven_inputs import repeated, while_any_has
+from geartrain.data.uneven_inputs import repeated, until_all_ranks_are_done
 from geartrain.hooks.manager import fire
 from geartrain.loop.predictions import from_all_ranks
-from geartrain.metrics.torchmetrics import standing_in
+from geartrain.metrics.torchmetrics import temporary_copies
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -40,27 +40,27 @@ def evaluate(run: Run, stage: str) -> Any:
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
-            same_buffers(run)
+            broadcast_buffers(run)
             fire(run.hooks.on_validation_start, run=run)
-            _own(run, f"on_{prefix}_start")
-            _own(run, f"on_{prefix}_epoch_start")
+            _call_module_hook(run, f"on_{prefix}_start")
+            _call_module_hook(run, f"on_{prefix}_epoch_start")
             outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
             if stage == "predict" and run.world.size > 1:
                 outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
-            if any(getattr(run.on, name, None) is not None for name in (f"{prefix}_epoch_end", f"on_{prefix}_epoch_end")):
+            if any(getattr(run.module_hooks, name, None) is not None for name in (f"{prefix}_epoch_end", f"on_{prefix}_epoch_end")):
                 run.logs.refresh_epoch()
-            _own(run, f"{prefix}_epoch_end", collected)
-            _own(run, f"on_{prefix}_epoch_end")
+            _call_module_hook(run, f"{prefix}_epoch_end", collected)
+            _call_module_hook(run, f"on_{prefix}_epoch_end")
             metrics = run.logs.end_epoch()
-            _own(run, f"on_{prefix}_end")
+            _call_module_hook(run, f"on_{prefix}_end")
             fire(run.hooks.on_validation_end, run=run)
     finally:
         run.stage, run.dataloader_idx = before
     return collected if stage == "predict" else metrics
 
 
-def same_buffers(run: Run) -> None:
+def broadcast_buffers(run: Run) -> None:
     """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
     buffers = list(run.module.buffers()) if run.world.size > 1 else []
     if not buffers:
@@ -71,9 +71,9 @@ def same_buffers(run: Run) -> None:
 
 
 def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:
-    options, hooks, on = run.plan.options, run.hooks, run.on
+    options, hooks, on = run.plan.options, run.hooks, run.module_hooks
     run.dataloader_idx, loader = index, run.loaders[loaders][index]
-    limit, rounds = run.batches[loaders][index], run.rounds[loaders][index]
+    limit, rounds = run.batches[loaders][index], run.max_batches[loaders][index]
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
         limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
         rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
@@ -82,7 +82,7 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
     more = (index,) if len(run.loaders[loaders]) > 1 else ()
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
-    turns = while_any_has(run, batches, limit) if run.unsure[loaders] else repeated(batches, limit, rounds)
+    turns = until_all_ranks_are_done(run, batches, limit) if run.lengths_unknown[loaders] else repeated(batches, limit, rounds)
     try:
         for batch_idx, (batch, again) in enumerate(turns):
             run.batch, run.repeating = batch, again
@@ -95,7 +95,7 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
             if keeps and not run.repeating:
                 outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
             if (batch_idx + 1) % options.log_every_n_steps == 0:
-                run.logs.fold()
+                run.logs.drain()
     finally:
         close_batches(batches, loader)
     run.batch, run.repeating = None, False
@@ -105,13 +105,13 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
 @contextmanager
 def _thrown_away(run: Run) -> Iterator[None]:
     """What is logged, and what torchmetrics objects see, leaves no trace."""
-    with run.logs.scope(keep=False), standing_in(run.module):
+    with run.logs.scope(keep=False), temporary_copies(run.module):
         yield
 
 
-def _own(run: Run, name: str, *arguments: Any) -> None:
+def _call_module_hook(run: Run, name: str, *arguments: Any) -> None:
     """Call one of the module's own hooks where it is overridden."""
-    hook = getattr(run.on, name, None)
+    hook = getattr(run.module_hooks, name, None)
     if hook is not None:
         hook(*arguments)
 

@@ -12,10 +12,10 @@ import torch
 from geartrain.checkpoint.training_state import begin_epoch
 from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
-from geartrain.data.uneven_inputs import while_all_have
+from geartrain.data.uneven_inputs import until_first_rank_is_done
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.manager import fire
-from geartrain.loop.evaluate import evaluate, same_buffers
+from geartrain.loop.evaluate import broadcast_buffers, evaluate
 from geartrain.loop.optimizers import mean_over_ranks, parameters_of, step_plateaus, step_schedules, zero_grad
 from geartrain.module.nested import map_tensors
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
     """One optimizer step over ``micro_batches``, which are on the device."""
-    hooks, on, stepped = run.hooks, run.on if run.on.in_step else None, False
+    hooks, on, stepped = run.hooks, run.module_hooks if run.module_hooks.in_step else None, False
     if run.closure:
         stepped = _closure_step(run, micro_batches)
     elif gradients(run, micro_batches) is not None:
@@ -46,7 +46,7 @@ class _NothingToStepOn(Exception):
 
 def _closure_step(run: Run, micro_batches: Sequence[Any]) -> bool:
     """The step of an optimizer that computes the loss itself, several times, as LBFGS does. Returns whether it stepped."""
-    optimizer, before = run.optimizers[0], run.on.on_before_optimizer_step
+    optimizer, before = run.optimizers[0], run.module_hooks.on_before_optimizer_step
 
     def closure() -> Any:
         loss = gradients(run, micro_batches)
@@ -69,7 +69,7 @@ def gradients(run: Run, micro_batches: Sequence[Any]) -> torch.Tensor | None:
         The mean loss over the window (0-d, on the device), or ``None`` if every ``training_step`` returned ``None``.
     """
     hooks, window, total = run.hooks, len(micro_batches), None
-    on, micro_step = run.on if run.on.in_step else None, hooks.micro_step
+    on, micro_step = run.module_hooks if run.module_hooks.in_step else None, hooks.micro_step
     for optimizer in run.optimizers:
         if on is not None and on.on_before_zero_grad is not None:
             on.on_before_zero_grad(optimizer)
@@ -149,11 +149,11 @@ def train_epoch(run: Run) -> None:
     hooks, resumed = run.hooks, run.resumed
     validation_due = _validation_schedule(run)
     step, on_step_end, ended = hooks.step, hooks.on_step_end, False
-    run.began = begin_epoch(run) if resumed is None else resumed.begin_epoch(run)
+    run.epoch_start = begin_epoch(run) if resumed is None else resumed.begin_epoch(run)
     device_batches = hooks.device_batches(run=run, loader=run.loaders["train"][0], stage="train")
     batches: Iterator[Any] = islice(device_batches, run.batches["train"][0])
-    if run.unsure["train"]:
-        batches = while_all_have(run, batches)
+    if run.lengths_unknown["train"]:
+        batches = until_first_rank_is_done(run, batches)
     accumulate = run.plan.options.accumulate_grad_batches
     try:
         if resumed is not None and resumed.batch_idx:
@@ -203,7 +203,7 @@ def _step_epoch_schedules(run: Run) -> None:
 
 def fit(run: Run) -> None:
     """Epochs until ``max_epochs``, ``max_steps`` or someone's ``should_stop``."""
-    hooks, on, options, resumed = run.hooks, run.on, run.plan.options, run.resumed
+    hooks, on, options, resumed = run.hooks, run.module_hooks, run.plan.options, run.resumed
     _call(on.on_fit_start)
     if resumed is None and run.loaders.get("validate") and options.num_sanity_val_steps:
         _call(on.on_sanity_check_start)
@@ -236,7 +236,7 @@ def fit(run: Run) -> None:
         if run.schedulers and run.manual is None:
             step_plateaus(run, "epoch")
         with torch.no_grad():
-            same_buffers(run)
+            broadcast_buffers(run)
         fire(hooks.on_epoch_end, run=run)
         run.epoch += 1
     _call(on.on_train_end)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from geartrain.checkpoint.resume import Resumed
-    from geartrain.checkpoint.training_state import EpochBegin
+    from geartrain.checkpoint.training_state import EpochStart
     from geartrain.hooks.manager import Hooks
-    from geartrain.launch.cluster import Place
+    from geartrain.launch.cluster import ClusterEnvironment
     from geartrain.loop.manual.optimisation import Manual
     from geartrain.loop.optimizers import Schedule
-    from geartrain.loop.step_forwarder import ModuleHooks, Step
-    from geartrain.metrics.store import Logs
+    from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
+    from geartrain.metrics.store import MetricStore
     from geartrain.module.module import Module
     from geartrain.plan import Plan
     from geartrain.trainer import Trainer
@@ -54,17 +54,17 @@ class Run:
     #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
     stage: str = "train"
     #: This process among the others, as whoever started them says; ``None`` where it is alone.
-    place: Place | None = None
+    cluster: ClusterEnvironment | None = None
     #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
     store: Store | None = None
     #: The run's folder, or ``None``.
     output: Path | None = None
-    #: The wrapped ``Step(module)``; only the ``forward`` hook calls it.
+    #: The wrapped ``StepForwarder(module)``; only the ``forward`` hook calls it.
     model: nn.Module | None = None
-    #: ``Step(module)`` as it was before ``wrap_model``: what evaluation calls.
-    bare: Step = field(init=False)
+    #: ``StepForwarder(module)`` as it was before ``wrap_model``: what evaluation calls.
+    unwrapped: StepForwarder = field(init=False)
     #: What calling each step method comes to: what the default ``forward`` calls.
-    calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    step_functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
@@ -93,28 +93,28 @@ class Run:
     manual: Manual | None = None
     #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
     reported: dict[str, float] = field(default_factory=dict)
-    logs: Logs = field(init=False)
+    logs: MetricStore = field(init=False)
     #: The module's own hooks that are overridden, each a bound method or ``None``.
-    on: ModuleHooks = field(init=False)
+    module_hooks: ModuleHooks = field(init=False)
     #: Loaders by stage, after ``shard_dataloader``.
     loaders: dict[str, list[Iterable[Any]]] = field(default_factory=dict)
     #: Batches of one pass over each loader by stage, after limits; ``None`` where a loader has no length.
     batches: dict[str, list[int | None]] = field(default_factory=dict)
     #: The most batches that any rank has, by stage: so many times every rank calls the step in evaluation.
-    rounds: dict[str, list[int | None]] = field(default_factory=dict)
+    max_batches: dict[str, list[int | None]] = field(default_factory=dict)
     #: Whether ranks must agree at each batch whether there is another, by stage: some rank's loader cannot tell its length.
-    unsure: dict[str, bool] = field(default_factory=dict)
+    lengths_unknown: dict[str, bool] = field(default_factory=dict)
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
     #: Whether the loop is somebody's own, a Session's: each optimizer is stepped by itself, and there are neither epochs nor stages.
     own_loop: bool = False
     #: How the running epoch began; ``None`` before the first one.
-    began: EpochBegin | None = None
+    epoch_start: EpochStart | None = None
     #: Where a run that resumes goes on, in its first epoch; ``None`` after it, and in other runs.
     resumed: Resumed | None = None
     #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
     #: ranks come and go; all ranks have the same.
-    commit: dict[str, Any] | None = None
+    memory_checkpoint: dict[str, Any] | None = None
     #: Set by anyone, takes effect on all ranks at the next flush.
     should_stop: bool = False
 
@@ -136,12 +136,12 @@ class Run:
 
     def again(self) -> None:
         """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
-        come and go. The module keeps its weights: ``commit`` says where ``fit`` goes on."""
-        place, state = self.place, self.__getstate__()
+        come and go. The module keeps its weights: ``memory_checkpoint`` says where ``fit`` goes on."""
+        cluster, state = self.cluster, self.__getstate__()
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
-        self.place = place
+        self.cluster = cluster
 
     @property
     def metrics(self) -> dict[str, float]:

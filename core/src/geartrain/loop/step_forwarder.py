@@ -79,7 +79,7 @@ NOT_CALLED_OF_DATA = {
 }
 
 
-class Step(nn.Module):
+class StepForwarder(nn.Module):
     """The module as the strategy wraps it: ``step("training_step", batch, batch_idx)`` calls that method.
 
     Training must go through the wrapper's ``forward`` (DDP prepares its reducer there); calling ``module.training_step`` past it

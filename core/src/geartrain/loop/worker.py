@@ -17,7 +17,7 @@ import torch.distributed as dist
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
 from geartrain.data.seeding import determinism, seed_everything
-from geartrain.data.sharding import batches_in_turn, is_spare
+from geartrain.data.sharding import batches_in_turn, has_no_own_samples
 from geartrain.data.uneven_inputs import is_sure
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
@@ -29,8 +29,8 @@ from geartrain.loop.evaluate import evaluate
 from geartrain.loop.manual import is_manual
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, World
-from geartrain.loop.step_forwarder import ModuleHooks, Step, check_loader_count
-from geartrain.metrics.store import Logs
+from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
+from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
 #: command -> the stages whose loaders it needs.
@@ -54,11 +54,11 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
         undo.append(run.hooks.teardown_process_group)
-        join_others(run)
+        init_process_group(run)
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        compare_with_rank_0(run, start)
+        check_ranks_agree(run, start)
         _set_up_loaders(run, source)
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:
@@ -76,7 +76,7 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
     return result
 
 
-def join_others(run: Run) -> None:
+def init_process_group(run: Run) -> None:
     """Make this process one of the world.
 
     Raises:
@@ -99,7 +99,7 @@ def join_others(run: Run) -> None:
 
 
 def _attach(run: Run, source: DataSource) -> None:
-    run.logs, run.on, run.bare = Logs(run), ModuleHooks(run.module), Step(run.module)
+    run.logs, run.module_hooks, run.unwrapped = MetricStore(run), ModuleHooks(run.module), StepForwarder(run.module)
     run.module._run, run.module._trainer = run, run.trainer
     owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [source.datamodule, run.module]
     for owner in owners:
@@ -112,7 +112,7 @@ def _attach(run: Run, source: DataSource) -> None:
         owner.setup(run.command)
 
 
-def compare_with_rank_0(run: Run, start: Start | None = None) -> None:
+def check_ranks_agree(run: Run, start: Start | None = None) -> None:
     """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
 
     Raises:
@@ -126,17 +126,17 @@ def compare_with_rank_0(run: Run, start: Start | None = None) -> None:
     plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
     parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
     # Of a checkpoint the name: nodes may keep their copies in different folders.
-    read = None if start is None or start.path is None or run.commit is not None else start.path.name
+    read = None if start is None or start.path is None or run.memory_checkpoint is not None else start.path.name
     mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
     first = run.hooks.broadcast(run=run, obj=mine, src=0)
-    odd = [f"{what}: {_odd(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
+    odd = [f"{what}: {_first_difference(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
     if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
         raise TrainingError(
             f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
         )
 
 
-def _odd(first: Any, mine: Any) -> str:
+def _first_difference(first: Any, mine: Any) -> str:
     if isinstance(first, dict) and isinstance(mine, dict):
         keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
         return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
@@ -171,7 +171,7 @@ def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int 
     """Return how many batches this rank uses. To predict, the limit is that of all ranks together: the result is that of one process."""
     dealer = batches_in_turn(loader) if stage == "predict" else None
     if dealer is None:
-        return 0 if is_spare(loader) else count_batches(loader, limit, stage)
+        return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
     total = count_batches(loader, limit, stage, length(dealer.sampler))
     return None if total is None else len(range(dealer.rank, total, dealer.size))
 
@@ -183,19 +183,19 @@ def _agree_on_rounds(run: Run, stage: str) -> None:
         TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
     """
     mine = run.batches[stage]
-    run.rounds[stage], run.unsure[stage] = mine, False
+    run.max_batches[stage], run.lengths_unknown[stage] = mine, False
     if run.world.size == 1 or not mine:
         return
     sure = all(map(is_sure, run.loaders[stage]))
     numbers = [sure, *(-1 if n is None else n for n in mine)]
     table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
-    run.unsure[stage] = not table[:, 0].all()
-    if stage == "train" and not run.unsure[stage] and bool((table != table[0]).any()):
+    run.lengths_unknown[stage] = not table[:, 0].all()
+    if stage == "train" and not run.lengths_unknown[stage] and bool((table != table[0]).any()):
         raise TrainingError(
             f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
             "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
         )
-    run.rounds[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
+    run.max_batches[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
 
 
 def _set_up_model(run: Run, start: Start) -> None:
@@ -204,8 +204,8 @@ def _set_up_model(run: Run, start: Start) -> None:
         warnings.warn(
             f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit", stacklevel=2
         )
-    run.model = run.hooks.wrap_model(run=run, model=run.bare)
-    run.calls = run.bare.calls(run.model)
+    run.model = run.hooks.wrap_model(run=run, model=run.unwrapped)
+    run.step_functions = run.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
         if run.automatic == is_manual(run.hooks):
@@ -245,7 +245,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     if run.world.size > 1:
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
         # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
-        run.model, run.calls = None, {}
+        run.model, run.step_functions = None, {}
         if dist.is_available() and dist.is_initialized():
             gc.collect()
     leave()

@@ -13,7 +13,7 @@ from geartrain.errors import TrainingError, UsageError
 from geartrain.module.module import Module
 
 
-class Plain(Module):
+class WrappedModule(Module):
     """A model of somebody's own with a loss and an optimizer; its checkpoints hold the model's own names.
 
     Args:
@@ -75,14 +75,14 @@ def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
 
 
 def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
-    """A geartrain Module as it is; a plain ``nn.Module`` with what it is trained with as :class:`Plain`.
+    """A geartrain Module as it is; a plain ``nn.Module`` with what it is trained with as :class:`WrappedModule`.
 
     Raises:
         UsageError: something is missing, given without need, or of the wrong kind.
     """
     if isinstance(model, type):
         raise UsageError(f"{model.__name__} is a class. Fix: {command}({model.__name__}(...), ...)")
-    if isinstance(model, Plain) and loss is not None:
+    if isinstance(model, WrappedModule) and loss is not None:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
@@ -102,4 +102,4 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise UsageError(f"the optimizer steps parameters that {name} does not have. Fix: make it from model.parameters()")
-    return Plain(model, loss, optimizer)
+    return WrappedModule(model, loss, optimizer)

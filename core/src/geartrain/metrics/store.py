@@ -21,7 +21,7 @@ from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
 from geartrain.hooks.manager import fire
 from geartrain.metrics import reductions, torchmetrics as metric_objects
-from geartrain.metrics.sync import Share, Spec, sync
+from geartrain.metrics.sync import LocalMetric, MetricOptions, sync
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Metric:
     name: str
-    spec: Spec
+    spec: MetricOptions
     #: With which options it was logged last; they need not be looked at again.
     asked: tuple[Any, ...] = ()
-    #: (value, weight) since the last fold, tensors still on their device; the newest alone where no epoch's value is wanted.
+    #: (value, weight) since the last ``drain``, tensors still on their device; the newest alone where no epoch's value is wanted.
     pending: list[tuple[Any, int]] = field(default_factory=list)
     #: Optimizer steps that were done, with the one in which it was logged, when it was logged last.
     step: int = 0
@@ -62,17 +62,17 @@ class _Metric:
             self.total = reductions.combine(reduce_fx, self.total, value * weight if reduce_fx == "mean" else value)
         self.weight += weight
 
-    def newest(self) -> Share:
+    def newest(self) -> LocalMetric:
         """The newest value alone."""
         value, weight = self.last
-        return Share(self.spec, value * weight if self.spec.reduce_fx == "mean" else value, weight, self.function, [value])
+        return LocalMetric(self.spec, value * weight if self.spec.reduce_fx == "mean" else value, weight, self.function, [value])
 
     def forget(self) -> None:
         """Begin the next epoch."""
         self.total, self.weight, self.values, self.source = 0.0, 0, [], None
 
 
-class Logs:
+class MetricStore:
     """What was logged in the running stage and not reported yet."""
 
     def __init__(self, run: Run) -> None:
@@ -101,7 +101,7 @@ class Logs:
         """Return what ``log_dict`` logs."""
         if metric_objects.is_collection(dictionary):
             # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
-            return dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg, no-any-return]
+            return dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
         return dictionary.items()
 
     def log(
@@ -163,7 +163,7 @@ class Logs:
                 f"self.log({name!r}) comes after the metrics of the epoch are reported and would be lost. "
                 "Fix: log it in on_train_epoch_end or on_validation_epoch_end"
             )
-        spec = Spec(
+        spec = MetricOptions(
             prog_bar,
             logger,
             in_step if on_step is None else on_step,
@@ -184,7 +184,7 @@ class Logs:
         metric.asked = asked
         return metric
 
-    def _new(self, name: str, spec: Spec, reduce_fx: Any) -> _Metric:
+    def _new(self, name: str, spec: MetricOptions, reduce_fx: Any) -> _Metric:
         check_name(name)
         if not spec.on_step and not spec.on_epoch:
             raise TrainingError(
@@ -231,11 +231,11 @@ class Logs:
 
     # --- flushes ---------------------------------------------------------------------------------------------------------
 
-    def fold(self) -> None:
+    def drain(self) -> None:
         """Read every pending value in one transfer and add it to its metric. The CPU waits for the GPU here."""
-        self._fold(self._metrics)
+        self._drain(self._metrics)
 
-    def _fold(self, metrics: dict[str, _Metric]) -> None:
+    def _drain(self, metrics: dict[str, _Metric]) -> None:
         pending = [(metric, value, weight) for metric in metrics.values() for value, weight in metric.pending]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
         read = iter(_read(tensors))
@@ -247,7 +247,7 @@ class Logs:
 
     def flush(self) -> None:
         """Report the newest values of what is logged ``on_step``, and agree with the other ranks whether to stop."""
-        self.fold()
+        self.drain()
         shares = {m.name: m.newest() for m in self._metrics.values() if m.spec.on_step and m.last[1]}
         for name in shares:
             self._metrics[name].last = (0.0, 0)
@@ -279,7 +279,7 @@ class Logs:
         """Reduce what is logged ``on_epoch``; the values by name, and the torchmetrics objects to reset."""
         self.flush()
         seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and _can_reduce(m)]
-        values = self._reduce({m.name: Share(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
+        values = self._reduce({m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         logged = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
         computed, objects = metric_objects.end_epoch(self._run, logged)
         for metric in self._metrics.values():
@@ -296,7 +296,7 @@ class Logs:
                 stacklevel=2,
             )
 
-    def _reduce(self, shares: Mapping[str, Share]) -> dict[str, float]:
+    def _reduce(self, shares: Mapping[str, LocalMetric]) -> dict[str, float]:
         """Each metric's value; those with ``sync_dist`` over all ranks, which agree here whether to stop."""
         run = self._run
         values = {name: share.value(name) for name, share in shares.items()}
@@ -376,10 +376,10 @@ class Logs:
             and (not names or name in names or (metric.spec.on_epoch and _with_suffix(name, "_step") in names))
         }
         if found:
-            self._fold(found)
+            self._drain(found)
         return found
 
-    def _put(self, name: str, spec: Spec | None, suffix: str, value: float, step: int) -> str:
+    def _put(self, name: str, spec: MetricOptions | None, suffix: str, value: float, step: int) -> str:
         """Keep a newest value; the name under which it is reported."""
         run = self._run
         key = _with_suffix(name, suffix) if spec is not None and spec.on_step and spec.on_epoch else name
@@ -410,7 +410,7 @@ class Logs:
         """What the running epoch has logged up to now, as plain values. The CPU waits for the GPU here. What torchmetrics objects have
         seen is theirs."""
         metrics = self._around[0] if self._around else self._metrics
-        self._fold(metrics)
+        self._drain(metrics)
         return {
             "metrics": {m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)] for m in metrics.values()},
             "prog_bar": dict(self.prog_bar),
@@ -421,7 +421,7 @@ class Logs:
         """Go on with that epoch, in place of what was logged since this one began."""
         self.prog_bar, self.logged = dict(state["prog_bar"]), dict(state["logged"])
         self._metrics = {
-            name: _Metric(name, Spec(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values))
+            name: _Metric(name, MetricOptions(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values))
             for name, (spec, last, total, weight, values) in state["metrics"].items()
         }
 
@@ -500,5 +500,7 @@ def _read(tensors: list[torch.Tensor]) -> list[float]:
     return stacked
 
 
-def _difference(a: Spec, b: Spec) -> str:
-    return ", ".join(f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now" for n in Spec.__slots__ if getattr(a, n) != getattr(b, n))
+def _difference(a: MetricOptions, b: MetricOptions) -> str:
+    return ", ".join(
+        f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now" for n in MetricOptions.__slots__ if getattr(a, n) != getattr(b, n)
+    )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class MetricOptions:
     """How a metric was asked to be logged; the same on every call and every rank."""
 
     prog_bar: bool
@@ -32,10 +32,10 @@ class Spec:
 
 
 @dataclass(slots=True)
-class Share:
+class LocalMetric:
     """What this rank has of one metric."""
 
-    spec: Spec
+    spec: MetricOptions
     #: A sum for a mean, else the reduced value.
     total: float
     weight: int
@@ -50,7 +50,7 @@ class Share:
         return reductions.value(self.spec.reduce_fx, [self.total], [self.weight])
 
 
-def sync(run: Run, shares: Mapping[str, Share]) -> tuple[dict[str, float], dict[str, Spec], bool]:
+def sync(run: Run, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
     """Reduce metrics over all ranks; each calls it at the same time with its own.
 
     Returns:
@@ -77,7 +77,7 @@ def sync(run: Run, shares: Mapping[str, Share]) -> tuple[dict[str, float], dict[
     return (values | _apply_functions(run, own, shares) if own else values), keys, stop
 
 
-def _apply_functions(run: Run, names: list[str], shares: Mapping[str, Share]) -> dict[str, float]:
+def _apply_functions(run: Run, names: list[str], shares: Mapping[str, LocalMetric]) -> dict[str, float]:
     """What functions of the user's own make of every rank's values, rank by rank."""
     mine = [shares[name].samples if name in shares else [] for name in names]
     counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
@@ -93,7 +93,7 @@ def _apply_functions(run: Run, names: list[str], shares: Mapping[str, Share]) ->
     return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
 
 
-def _agree(run: Run, keys: dict[str, Spec]) -> dict[str, Spec]:
+def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]:
     """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own of a loader
     for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
     told = [run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank) for rank in range(run.world.size)]

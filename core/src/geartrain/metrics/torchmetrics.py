@@ -146,7 +146,7 @@ def last_value(name: str, metric: Any) -> torch.Tensor:
     return value
 
 
-def places(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Where a module has metrics and collections, as ``get_submodule`` takes it, and each; not those that are inside another."""
     found: list[tuple[str, nn.Module]] = []
     if "torchmetrics" in sys.modules:
@@ -162,21 +162,21 @@ def places(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def put(module: nn.Module, path: str, metric: nn.Module) -> None:
+def replace_metric(module: nn.Module, path: str, metric: nn.Module) -> None:
     """Put a metric where :func:`places` found one."""
     parent, _, name = path.rpartition(".")
     module.get_submodule(parent)._modules[name] = metric
 
 
 @contextmanager
-def standing_in(module: nn.Module) -> Iterator[None]:
+def temporary_copies(module: nn.Module) -> Iterator[None]:
     """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
-    before = places(module)
+    before = find_metrics(module)
     copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
     for path, metric in before:
-        put(module, path, copies[id(metric)])
+        replace_metric(module, path, copies[id(metric)])
     try:
         yield
     finally:
         for path, metric in before:
-            put(module, path, metric)
+            replace_metric(module, path, metric)

@@ -220,7 +220,8 @@ class Module(MadeWith, nn.Module):
         Raises:
             TrainingError: optimisation is automatic, or a wrong argument.
         """
-        return self._manual("clip_gradients").clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        norm: torch.Tensor | None = self._manual("clip_gradients").clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        return norm
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only this optimizer's parameters require gradients, until :meth:`untoggle_optimizer`.

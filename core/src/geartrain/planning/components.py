@@ -19,18 +19,18 @@ from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import Choice, Part, state_of
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo, state_of
 from geartrain.hooks.spelling import warn_of_others
-from geartrain.launch.cluster import Place, starts_rank_0
+from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
 from geartrain.loop.manual import MANUAL
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
 from geartrain.planning.registry import Registry, file_plugin, has_hookimpls, is_file, make
-from geartrain.planning.selection import choose_accelerator, choose_devices, choose_precision, choose_strategy
+from geartrain.planning.selection import select_accelerator, select_devices, select_precision, select_strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainerArguments:
     """What a Trainer or a Session was asked for, apart from the loop's options."""
 
     accelerator: Any
@@ -48,7 +48,9 @@ class Asked:
     assume: Mapping[str, int]
 
 
-def assemble(registry: Registry, place: Place | None, options: Options, asked: Asked) -> tuple[tuple[Part, ...], Hooks, Plan]:
+def build_components(
+    registry: Registry, place: ClusterEnvironment | None, options: Options, asked: TrainerArguments
+) -> tuple[tuple[LoadedPlugin, ...], Hooks, Plan]:
     """Choose, and plan: the parts, their hooks, not yet frozen, and the plan.
 
     Args:
@@ -60,36 +62,36 @@ def assemble(registry: Registry, place: Place | None, options: Options, asked: A
     if isinstance(asked.num_nodes, bool) or not isinstance(asked.num_nodes, int) or asked.num_nodes < 1:
         raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
     devices, num_nodes = _as_launched(place, asked.accelerator, asked.devices, asked.num_nodes)
-    chip, passed = choose_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, asked.assume)
-    indices = choose_devices(chip, devices, asked.assume)
-    scheme, also_passed = choose_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
+    chip, passed = select_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, asked.assume)
+    indices = select_devices(chip, devices, asked.assume)
+    scheme, also_passed = select_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
-    dtype = choose_precision(registry, asked.precision)
+    dtype = select_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
     parts = (*core_parts(options, output, starts_rank_0(place, num_nodes)), dtype, chip, scheme, *extra)
     hooks = Hooks(parts)
     if starts_rank_0(place, num_nodes):
         _warn_of_failed(registry, asked, (chip, scheme, *extra))
         for part in (chip, scheme, *extra):
-            warn_of_others(part.plugin, part.choice.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
+            warn_of_others(part.plugin, part.info.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
     plan = make_plan(
         hooks,
         {"accelerator": chip, "strategy": scheme},
-        tuple(part.choice for part in extra),
+        tuple(part.info for part in extra),
         indices,
         num_nodes=num_nodes,
-        precision=dtype.choice,
+        precision=dtype.info,
         passed_over=passed | also_passed,
         options=options,
         output=None if options.fast_dev_run else output,
-        assumed=chip.choice.name in asked.assume,
+        assumed=chip.info.name in asked.assume,
     )
     return parts, hooks, plan
 
 
-def _warn_of_failed(registry: Registry, asked: Asked, parts: Sequence[Part]) -> None:
+def _warn_of_failed(registry: Registry, asked: TrainerArguments, parts: Sequence[LoadedPlugin]) -> None:
     """Warn about plugins that ``"auto"`` would have considered, and about those whose name another distribution's has."""
-    names = {(part.choice.kind, part.choice.name.lower()) for part in parts}
+    names = {(part.info.kind, part.info.name.lower()) for part in parts}
     if str(asked.accelerator).lower() in ("auto", "gpu"):
         names |= {("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")}
     if str(asked.strategy).lower() == "auto":
@@ -100,7 +102,7 @@ def _warn_of_failed(registry: Registry, asked: Asked, parts: Sequence[Part]) -> 
             warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
 
 
-def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+def _as_launched(place: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
     """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
     if place is None or place.launcher == "geartrain":
         return devices, num_nodes
@@ -109,7 +111,7 @@ def _as_launched(place: Place | None, accelerator: Any, devices: Any, num_nodes:
     return devices, place.nodes if num_nodes == 1 else num_nodes
 
 
-def core_parts(options: Options, output: Path | None, first: bool) -> list[Part]:
+def core_parts(options: Options, output: Path | None, first: bool) -> list[LoadedPlugin]:
     """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
 
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
@@ -126,17 +128,17 @@ def core_parts(options: Options, output: Path | None, first: bool) -> list[Part]
     return parts
 
 
-def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Part:
-    return Part(Choice(name, kind, "geartrain", __version__, reason), plugin)
+def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> LoadedPlugin:
+    return LoadedPlugin(PluginInfo(name, kind, "geartrain", __version__, reason), plugin)
 
 
-def reserved_folder(parts: Iterable[Part], resumes: bool = False) -> AbstractContextManager[None]:
+def reserved_folder(parts: Iterable[LoadedPlugin], resumes: bool = False) -> AbstractContextManager[None]:
     """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`."""
     folder = next((part.plugin for part in parts if isinstance(part.plugin, RunFolder)), None)
     return nullcontext() if folder is None else folder.reserved(resumes)
 
 
-def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, ...]:
+def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple[LoadedPlugin, ...]:
     """A run's parts: the trainer's; in a ``fit`` with a folder what writes last.ckpt, and of a module with
     ``automatic_optimization = False`` those of manual optimisation."""
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
@@ -146,14 +148,14 @@ def parts_for(parts: Sequence[Part], module: Any, command: str) -> tuple[Part, .
     from geartrain.builtin.precision.manual import ManuallyScaledPrecision
     from geartrain.loop.manual.plugin import ManualOptimisation  # imported here: automatic optimisation need not pay for them
 
-    same = [Part(part.choice, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
+    same = [LoadedPlugin(part.info, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
     return (
         *same,
         _core_part(MANUAL, ManualOptimisation(), "automatic_optimization = False"),
     )  # last: then ``run.manual`` is there in everyone's on_run_start
 
 
-def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[LoadedPlugin]:
     """The chosen plugins, in the order given.
 
     Args:
@@ -175,10 +177,12 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
                 found = make(found, plugin, own)
             elif own:
                 raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
-            parts.append(Part(Choice(name, "plugin", None, None, f"--plugin {plugin}"), found, own, source=os.path.abspath(plugin)))
+            parts.append(
+                LoadedPlugin(PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"), found, own, source=os.path.abspath(plugin))
+            )
         else:
             parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
-    labels = [part.choice.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
+    labels = [part.info.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
     for label in labels:
         if labels.count(label) > 1:
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
@@ -189,7 +193,7 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
     return parts
 
 
-def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
+def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
     """The plugins that ``callbacks`` and ``max_time`` come to; none without them.
 
     Raises:
@@ -210,10 +214,10 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PickledPlugin:
     """One part as it goes to another process."""
 
-    choice: Choice
+    info: PluginInfo
     options: Mapping[str, Any]
     source: str | None
     #: The object itself, where it has no source; it must pickle.
@@ -222,31 +226,33 @@ class Recipe:
     state: Any
 
 
-def recipes(parts: Iterable[Part]) -> list[Recipe]:
+def pickled_plugins(parts: Iterable[LoadedPlugin]) -> list[PickledPlugin]:
     """Return how to make the chosen precision, accelerator, strategy and plugins again.
 
     What has a name or a file is made from it and given its state, because it may hold what cannot travel (files, connections).
     """
     return [
-        Recipe(part.choice, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None)
+        PickledPlugin(
+            part.info, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None
+        )
         for part in parts
-        if not part.choice.is_core
+        if not part.info.is_core
     ]
 
 
-def remake(registry: Registry, made: Iterable[Recipe]) -> list[Part]:
+def restore_plugins(registry: Registry, made: Iterable[PickledPlugin]) -> list[LoadedPlugin]:
     """The same parts, in this process."""
-    return [Part(recipe.choice, _plugin(registry, recipe), recipe.options, recipe.source) for recipe in made]
+    return [LoadedPlugin(recipe.info, _plugin(registry, recipe), recipe.options, recipe.source) for recipe in made]
 
 
-def _plugin(registry: Registry, recipe: Recipe) -> Any:
+def _plugin(registry: Registry, recipe: PickledPlugin) -> Any:
     if recipe.source is None:
         return recipe.plugin
-    if recipe.choice.kind == "plugin" and is_file(recipe.source):
+    if recipe.info.kind == "plugin" and is_file(recipe.source):
         _, found = file_plugin(recipe.source)
-        plugin = make(found, recipe.choice.name, recipe.options) if isinstance(found, type) else found
+        plugin = make(found, recipe.info.name, recipe.options) if isinstance(found, type) else found
     else:
-        plugin = registry.select(recipe.choice.kind, recipe.source, recipe.options, recipe.choice.reason).plugin
+        plugin = registry.select(recipe.info.kind, recipe.source, recipe.options, recipe.info.reason).plugin
     if recipe.state is not None:
         plugin.load_state_dict(recipe.state)
     return plugin

@@ -23,7 +23,7 @@ from geartrain._version import __version__
 from geartrain.errors import UsageError, describe, nearest
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
-from geartrain.hooks.plugin_info import Choice, Part
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.planning.hardware import ask
 
 #: kind -> entry-point group.
@@ -40,7 +40,7 @@ _scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Candidate:
+class InstalledPlugin:
     """One installed plugin, as its metadata tells."""
 
     name: str
@@ -95,7 +95,7 @@ class Registry:
 
     def _settle_names(self) -> None:
         """Of several distributions with one name let ours win, or none: a chosen name must not depend on what else is installed."""
-        claims: dict[tuple[str, str], list[Candidate]] = {}
+        claims: dict[tuple[str, str], list[InstalledPlugin]] = {}
         for candidate in self.candidates:
             if candidate.state != "blocked":
                 claims.setdefault((candidate.kind, candidate.name.lower()), []).append(candidate)
@@ -108,12 +108,12 @@ class Registry:
                     candidate.contested, candidate.state = True, "failed"
                     candidate.reason = f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
 
-    def of(self, kind: str) -> list[Candidate]:
+    def of(self, kind: str) -> list[InstalledPlugin]:
         return [c for c in self.candidates if c.kind == kind]
 
     # --- find ------------------------------------------------------------------------------------------------------------
 
-    def find(self, kind: str, name: str) -> Candidate:
+    def find(self, kind: str, name: str) -> InstalledPlugin:
         """The one candidate of that kind and name; names are case-insensitive.
 
         Raises:
@@ -151,7 +151,7 @@ class Registry:
 
     # --- load ------------------------------------------------------------------------------------------------------------
 
-    def load(self, candidate: Candidate) -> Any:
+    def load(self, candidate: InstalledPlugin) -> Any:
         """Import a candidate's class; of a command, its function.
 
         Raises:
@@ -178,7 +178,7 @@ class Registry:
             raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a {wanted} in its [project.entry-points]")
         return loaded
 
-    def probe(self, candidate: Candidate) -> Any:
+    def probe(self, candidate: InstalledPlugin) -> Any:
         """Import a candidate and, if it is an accelerator, ask whether it can serve here. Sets state and reason.
 
         Returns:
@@ -200,7 +200,7 @@ class Registry:
             return None
         return cls
 
-    def select(self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = "") -> Part:
+    def select(self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = "") -> LoadedPlugin:
         """Find, import and make one plugin with its options."""
         candidate = self.find(kind, name)
         cls = self.load(candidate)
@@ -210,10 +210,10 @@ class Registry:
             candidate.state, candidate.reason = "failed", f"its __init__ raised {type(error).__name__}: {error}"
             raise
         candidate.state, candidate.reason = "selected", reason
-        choice = Choice(candidate.name, kind, candidate.distribution, candidate.version, reason)
-        return Part(choice, plugin, dict(options or {}), source=candidate.name)
+        choice = PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason)
+        return LoadedPlugin(choice, plugin, dict(options or {}), source=candidate.name)
 
-    def adopt(self, kind: str, given: Any, reason: str) -> Part:
+    def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
         """Return the part of an object or a class that the user made; named as its entry point, if it has one.
 
         An object that is no plugin itself may have ``as_plugin()``, which returns the plugin that stands for it.
@@ -221,22 +221,22 @@ class Registry:
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
         if hasattr(plugin, "as_plugin"):
-            return Part(Choice(cls.__name__, kind, None, None, reason), plugin.as_plugin())
+            return LoadedPlugin(PluginInfo(cls.__name__, kind, None, None, reason), plugin.as_plugin())
         for candidate in self.of(kind):
             if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
-                return Part(Choice(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
+                return LoadedPlugin(PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
-        return Part(Choice(name, kind, None, None, reason), plugin)
+        return LoadedPlugin(PluginInfo(name, kind, None, None, reason), plugin)
 
 
-def _installed() -> list[Candidate]:
+def _installed() -> list[InstalledPlugin]:
     """Return all that is installed; the metadata are read again only after a folder of ``sys.path`` has changed."""
     global _scanned
     state = (entry_points, [(path, _changed_at(path)) for path in sys.path])
     if _scanned is None or _scanned[0] != state:
         _scanned = (state, _scan())
-    return [Candidate(*found) for found in _scanned[1]]
+    return [InstalledPlugin(*found) for found in _scanned[1]]
 
 
 def canonical(distribution: str) -> str:
@@ -244,7 +244,7 @@ def canonical(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _other_core(candidate: Candidate) -> str | None:
+def _other_core(candidate: InstalledPlugin) -> str | None:
     """Return what a candidate's distribution requires of geartrain, if it is another version than this."""
     from packaging.requirements import InvalidRequirement, Requirement  # not above: what lists plugins need not pay for it
 
@@ -267,7 +267,7 @@ def _changed_at(path: str) -> int | None:
 
 
 def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
-    """Read what :class:`Candidate` has of every plugin, in one pass over the metadata; of each distribution they are read once."""
+    """Read what :class:`InstalledPlugin` has of every plugin, in one pass over the metadata; of each distribution they are read once."""
     every = entry_points()
     named: dict[int, tuple[str, str]] = {}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
-from geartrain.hooks.plugin_info import Part
+from geartrain.hooks.plugin_info import LoadedPlugin
 from geartrain.launch.cluster import detect
-from geartrain.launch.rerun_command import why_not
+from geartrain.launch.rerun_command import reason_not_rerunnable
 from geartrain.planning.devices import parse_devices
 from geartrain.planning.hardware import ask, priority_of, visible
-from geartrain.planning.registry import Candidate, Registry
+from geartrain.planning.registry import InstalledPlugin, Registry
 
 #: What ``accelerator="gpu"`` may take.
 _GPUS = ("cuda", "mps")
@@ -23,9 +23,9 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 # --- accelerator ---------------------------------------------------------------------------------------------------------
 
 
-def choose_accelerator(
+def select_accelerator(
     registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
-) -> tuple[Part, dict[str, str]]:
+) -> tuple[LoadedPlugin, dict[str, str]]:
     """The accelerator, and why the others were passed over.
 
     Args:
@@ -50,20 +50,22 @@ def choose_accelerator(
     return part, {}
 
 
-def _check_usable(part: Part, assume: Mapping[str, int]) -> None:
-    if part.choice.name in assume:
+def _check_usable(part: LoadedPlugin, assume: Mapping[str, int]) -> None:
+    if part.info.name in assume:
         return
     try:
         reason = ask(part.plugin)
     except UsageError as error:
-        raise UsageError(f"{part.choice.label}: {error}") from error.__cause__
+        raise UsageError(f"{part.info.label}: {error}") from error.__cause__
     if reason:
-        raise UsageError(f"{part.choice.label} cannot be used here: {reason}")
+        raise UsageError(f"{part.info.label} cannot be used here: {reason}")
 
 
-def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]) -> tuple[Part, dict[str, str]]:
+def _best_accelerator(
+    registry: Registry, name: str, options: Mapping[str, Any], assume: Mapping[str, int]
+) -> tuple[LoadedPlugin, dict[str, str]]:
     passed: dict[str, str] = {}
-    usable: list[tuple[float, Candidate]] = []
+    usable: list[tuple[float, InstalledPlugin]] = []
     for candidate in registry.of("accelerator"):
         if name == "gpu" and candidate.name.lower() not in _GPUS:
             continue
@@ -97,7 +99,7 @@ def _best_accelerator(registry: Registry, name: str, options: Mapping[str, Any],
     raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
 
 
-def _priority(cls: Any, candidate: Candidate) -> float:
+def _priority(cls: Any, candidate: InstalledPlugin) -> float:
     try:
         return priority_of(cls)
     except UsageError as error:  # only of one that is assumed: any other was asked
@@ -115,15 +117,15 @@ def _not_installed(registry: Registry) -> dict[str, str]:
     return passed
 
 
-def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
+def select_devices(accelerator: LoadedPlugin, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
     """Device indices on each node, as the accelerator's grammar reads ``devices``; one that has ``select_devices`` may take others in
     their place (cuda's ``auto_select`` takes free ones)."""
-    name, plugin = accelerator.choice.name, accelerator.plugin
+    name, plugin = accelerator.info.name, accelerator.plugin
     available = assume[name] if name in assume else plugin.device_count()
     indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
     if name not in assume and hasattr(plugin, "select_devices"):
         if not getattr(plugin, "indexed", True):
-            raise UsageError(f"{accelerator.choice.label}: indexed = False and select_devices contradict each other. Fix: take out one")
+            raise UsageError(f"{accelerator.info.label}: indexed = False and select_devices contradict each other. Fix: take out one")
         indices = parse_devices(plugin.select_devices(devices, indices), accelerator=name, available=available)
     return tuple(indices)
 
@@ -131,9 +133,9 @@ def choose_devices(accelerator: Part, devices: Any, assume: Mapping[str, int]) -
 # --- strategy ------------------------------------------------------------------------------------------------------------
 
 
-def choose_strategy(
+def select_strategy(
     registry: Registry, given: Any, options: Mapping[str, Any], devices: tuple[int, ...], num_nodes: int
-) -> tuple[Part, dict[str, str]]:
+) -> tuple[LoadedPlugin, dict[str, str]]:
     """The strategy, and why the others were passed over. ``"auto"`` decides by metadata alone: nothing else is imported."""
     if not isinstance(given, str):
         return registry.adopt("strategy", given, "given as an object"), {}
@@ -145,7 +147,7 @@ def choose_strategy(
             c.label: _why_not(c, "one device needs no strategy of several") for c in registry.of("strategy") if c.state != "selected"
         }
     # ddp starts ranks by running the command again, unless a launcher has started them.
-    stuck = why_not() if detect() is None else None
+    stuck = reason_not_rerunnable() if detect() is None else None
     others = [name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"]
     preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *others]
     for name in preferred:
@@ -166,14 +168,14 @@ def choose_strategy(
     )
 
 
-def _why_not(candidate: Candidate, reason: str) -> str:
+def _why_not(candidate: InstalledPlugin, reason: str) -> str:
     return f"{candidate.state}: {candidate.reason}" if candidate.reason else f"{candidate.state}, but {reason}"
 
 
 # --- precision -----------------------------------------------------------------------------------------------------------
 
 
-def choose_precision(registry: Registry, given: Any) -> Part:
+def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     """Return the precision: by its name, in a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true), or an object.
 
     Raises:

@@ -209,9 +209,9 @@ class Adapter:
     def on_run_start(self, run: Run) -> None:
         """Put the callback's methods in front of the module's own hooks."""
         for name, method in self._methods.items():
-            if hasattr(run.on, name):
-                setattr(run.on, name, _before(run, name, method, getattr(run.on, name)))
-        run.on.in_step |= any(name in self._methods for name in IN_STEP)
+            if hasattr(run.module_hooks, name):
+                setattr(run.module_hooks, name, _before(run, name, method, getattr(run.module_hooks, name)))
+        run.module_hooks.in_step |= any(name in self._methods for name in IN_STEP)
 
     @hookimpl
     def on_exception(self, run: Run, error: BaseException) -> None:

@@ -27,7 +27,7 @@ class LearningRateMonitor:
         UsageError: a wrong interval, or two parameter groups of one name.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(
         self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False

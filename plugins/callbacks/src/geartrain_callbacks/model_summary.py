@@ -24,7 +24,7 @@ class ModelSummary:
         UsageError: a depth below -1.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:

@@ -27,7 +27,7 @@ class Norms:
         UsageError: neither gradients nor parameters, or a wrong ``every``.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, gradients: bool = True, parameters: bool = False, per_parameter: bool = False, every: int | None = None) -> None:
         if not gradients and not parameters:

@@ -44,7 +44,7 @@ class Throughput:
         UsageError: ``tokens`` or ``peak_flops`` that cannot be.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, tokens: int | Callable[[Any], int] | None = None, flops: bool = True, peak_flops: float | None = None) -> None:
         if isinstance(tokens, bool) or not (tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)):

@@ -36,7 +36,7 @@ class CSVLogger:
         UsageError: there is neither ``path`` nor the run's folder, or the file is there already.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, path: str | None = None) -> None:
         self.path = None if path is None else user_path(path, "geartrain[csv]: path")

@@ -69,7 +69,7 @@ class DDPStrategy:
     def init_dist_connection(self, run: Run) -> None:
         """Make the default process group; called once in each process and run. ``run.store`` is a fresh store that every rank
         reaches, and ``MASTER_ADDR`` and ``MASTER_PORT`` name it."""
-        place = run.place
+        place = run.cluster
         assert place is not None
         backend = self.process_group_backend or _default_backend(run.plan.accelerator.name)
         dist.init_process_group(backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout)
@@ -117,7 +117,7 @@ class DDPStrategy:
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        place = run.place
+        place = run.cluster
         assert place is not None
         with name_absent_ranks(run):
             self.init_dist_connection(run)

@@ -33,7 +33,7 @@ class DeviceStats:
     """
 
     #: Training never stops because of a monitor.
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, interval: float = 5.0) -> None:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)

@@ -24,7 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from geartrain.plugin_api import Patience, Place, bootstrap, detect, is_connection, report
+from geartrain.plugin_api import ClusterEnvironment, Patience, bootstrap, detect, is_connection, report
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -94,19 +94,19 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
         error, and the end of its output.
     """
-    from geartrain.plugin_api import hear_signals, rendezvous
+    from geartrain.plugin_api import raise_on_signals, rendezvous
 
     began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
     # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    with hear_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
+    with raise_on_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
         store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
         ranks: list[_Rank] = []
         try:
             with _later() if in_main_thread else nullcontext():
                 for number in range(_RANKS):
-                    place = Place("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
+                    place = ClusterEnvironment("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
                     ranks.append(_start(place, backend, device, Path(folder)))
             _wait(ranks, patience)
         finally:
@@ -139,7 +139,7 @@ def _later() -> Iterator[None]:
             signal.raise_signal(heard[0])
 
 
-def _start(place: Place, backend: str, device: str, folder: Path) -> _Rank:
+def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -> _Rank:
     from geartrain.plugin_api import ERROR_FILE, variables
 
     number = place.rank

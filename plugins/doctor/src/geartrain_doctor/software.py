@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
 from geartrain import UsageError, __version__
-from geartrain.plugin_api import KNOWN, Candidate, Registry, choose_accelerator
+from geartrain.plugin_api import KNOWN, InstalledPlugin, Registry, select_accelerator
 from geartrain_doctor.findings import Section
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -48,7 +48,7 @@ def versions(section: Section, registry: Registry) -> None:
         section.warn("there is an NVIDIA driver, and no cuda accelerator is installed", f"pip install {KNOWN['accelerator', 'cuda']}")
 
 
-def _unmet(candidate: Candidate) -> Iterator[tuple[str, str]]:
+def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
     """What a candidate's distribution requires and does not find, each with its fix."""
     dist, label = candidate.entry_point.dist, f"{candidate.distribution} {candidate.version}"
     for line in dist.requires or () if dist is not None else ():
@@ -130,15 +130,15 @@ def accelerators(section: Section, registry: Registry, wanted: str) -> None:
 
 def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any] | None:
     try:
-        part, passed_over = choose_accelerator(registry, wanted, {}, {})
+        part, passed_over = select_accelerator(registry, wanted, {}, {})
     except UsageError as error:
         if has_torch():  # else that is what is wrong, and has been said
             section.problem(str(error), "" if "Fix: " in str(error) else "what it names, or --accelerator auto")
         return None
-    return {"name": part.choice.name, "why": part.choice.reason, "passed_over": passed_over}
+    return {"name": part.info.name, "why": part.info.reason, "passed_over": passed_over}
 
 
-def _accelerator(section: Section, candidate: Candidate, cls: Any, wanted: str) -> dict[str, Any]:
+def _accelerator(section: Section, candidate: InstalledPlugin, cls: Any, wanted: str) -> dict[str, Any]:
     """One accelerator's row."""
     row: dict[str, Any] = {**candidate.as_dict(), "priority": getattr(cls, "priority", None), "device_count": None, "diagnosis": None}
     if cls is None or candidate.state not in ("selected", "available", "unavailable"):
@@ -153,7 +153,7 @@ def _accelerator(section: Section, candidate: Candidate, cls: Any, wanted: str) 
     return row
 
 
-def _asked(section: Section, candidate: Candidate, name: str, ask: Any) -> Any:
+def _asked(section: Section, candidate: InstalledPlugin, name: str, ask: Any) -> Any:
     """What a plugin answers; ``None``, and a problem that names it, where it raises."""
     try:
         return ask()
@@ -204,7 +204,7 @@ def plugins(section: Section, registry: Registry) -> None:
         rows.append(row)
 
 
-def _diagnosis(section: Section, candidate: Candidate, cls: Any, must: bool) -> dict[str, Any] | None:
+def _diagnosis(section: Section, candidate: InstalledPlugin, cls: Any, must: bool) -> dict[str, Any] | None:
     """What a class's ``diagnose()`` returned; its problems are findings."""
     diagnosis: dict[str, Any] | None = _asked(section, candidate, "diagnose", lambda: checked(cls.diagnose()))
     for problem in (diagnosis or {}).get("problems", ()):
@@ -212,7 +212,7 @@ def _diagnosis(section: Section, candidate: Candidate, cls: Any, must: bool) -> 
     return diagnosis
 
 
-def _load(section: Section, registry: Registry, candidate: Candidate) -> Any:
+def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> Any:
     """A candidate's class; ``None``, and a problem, where it cannot be imported. A blocked one is left alone."""
     if candidate.contested and candidate.state == "failed":
         what, _, fix = candidate.reason.partition("; ")
@@ -227,5 +227,5 @@ def _load(section: Section, registry: Registry, candidate: Candidate) -> Any:
         return None
 
 
-def _reinstall(candidate: Candidate) -> str:
+def _reinstall(candidate: InstalledPlugin) -> str:
     return f"another version of {candidate.distribution}, or --block {candidate.name}; report it to its author"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, hookimpl
-from geartrain.plugin_api import Step
+from geartrain.plugin_api import StepForwarder
 from geartrain_ddp import DDPStrategy
 from geartrain_dp.replicas import Replicas
 from geartrain_dp.strategy import refuse
@@ -33,7 +33,7 @@ class DDP2Strategy(DDPStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return super().wrap_model(run, Replicas(run, cast(Step, model), run.plan.strategy.label))
+        return super().wrap_model(run, Replicas(run, cast(StepForwarder, model), run.plan.strategy.label))
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:

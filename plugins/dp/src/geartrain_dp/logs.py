@@ -49,7 +49,7 @@ class PartLogs:
         return getattr(self._logs, name)
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def temporary_copies(self) -> Iterator[None]:
         """Be ``run.logs``; then log what was recorded, unless a part failed."""
         self._run.logs = self  # type: ignore[assignment]
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain.plugin_api import is_metric, map_tensors, move, places, put
+from geartrain.plugin_api import find_metrics, is_metric, map_tensors, move, replace_metric
 
 #: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")
@@ -35,7 +35,7 @@ class PartMetrics:
     """
 
     def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
-        self._places, self._devices = places(network), devices
+        self._places, self._devices = find_metrics(network), devices
         #: They and all inside them, by id: a metric's hash changes with its state.
         self.modules = {id(module): module for _, metric in self._places for module in metric.modules()}
         #: (part, id of the metric) -> what it was called with last.
@@ -45,7 +45,7 @@ class PartMetrics:
     def put_into(self, replica: nn.Module) -> None:
         """Give a replica the module's own metrics, in the place of its copies."""
         for path, metric in self._places:
-            put(replica, path, metric)
+            replace_metric(replica, path, metric)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
     Raises:
         TrainingError: the first that would.
     """
-    for path, metric in places(network):
+    for path, metric in find_metrics(network):
         for module in filter(is_metric, metric.modules()):
             what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
             if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import Step, map_tensors, move
+from geartrain.plugin_api import StepForwarder, map_tensors, move
 from geartrain_dp.combine import combine
 from geartrain_dp.logs import PartLogs
 from geartrain_dp.metrics import PartMetrics, refuse_metrics
@@ -25,7 +25,7 @@ from geartrain_dp.split import split
 from geartrain_dp.watch import Watch
 
 
-class Part(nn.Module):
+class LoadedPlugin(nn.Module):
     """A step method on one part of a batch, as a ``forward``; this is what is replicated."""
 
     #: Which part this replica works on.
@@ -33,7 +33,7 @@ class Part(nn.Module):
     #: Where it logs.
     logs: PartLogs
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepForwarder) -> None:
         super().__init__()
         self.step = step
 
@@ -43,7 +43,7 @@ class Part(nn.Module):
 
 
 class Replicas(nn.Module):
-    """The ``Step`` that splits: ``replicas("training_step", batch, batch_idx)`` runs a part of the batch on each device, and gives
+    """The ``StepForwarder`` that splits: ``replicas("training_step", batch, batch_idx)`` runs a part of the batch on each device, and gives
     what one process would have returned for the whole batch.
 
     Args:
@@ -54,9 +54,9 @@ class Replicas(nn.Module):
         TrainingError: several devices that are neither the CPU nor CUDA, or modules that cannot be replicated.
     """
 
-    def __init__(self, run: Run, step: Step, label: str) -> None:
+    def __init__(self, run: Run, step: StepForwarder, label: str) -> None:
         super().__init__()
-        self.part = Part(step)
+        self.part = LoadedPlugin(step)
         self._run, self._label = run, label
         self._warned: set[str] = set()
         self._copies: dict[str, tuple[Any, Any]] = {}
@@ -74,7 +74,7 @@ class Replicas(nn.Module):
         devices = self.devices[: len(parts)]
         metrics = PartMetrics(self.part, devices)
         logs = PartLogs(self._run, sizes, metrics, self._copies)
-        with logs.standing_in():
+        with logs.temporary_copies():
             replicas = self._replicate(devices, logs)
             for replica in replicas:
                 metrics.put_into(replica)
@@ -86,13 +86,13 @@ class Replicas(nn.Module):
             return self.part.step.end(method, outputs)
         return combine(method, outputs, sizes)
 
-    def _replicate(self, devices: Sequence[torch.device], logs: PartLogs) -> list[Part]:
+    def _replicate(self, devices: Sequence[torch.device], logs: PartLogs) -> list[LoadedPlugin]:
         made: Sequence[nn.Module]
         if devices[0].type == "cpu":
             made = [_share(self.part, first=i == 0) for i in range(len(devices))]
         else:
             made = replicate(self.part, devices, detach=not torch.is_grad_enabled())
-        replicas = [cast(Part, replica) for replica in made]
+        replicas = [cast(LoadedPlugin, replica) for replica in made]
         for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
             replica.index, replica.logs = index, logs
             own = copy.copy(self._run)
@@ -110,7 +110,7 @@ class Replicas(nn.Module):
         )
 
 
-def _check(step: Step, first: torch.device, label: str) -> None:
+def _check(step: StepForwarder, first: torch.device, label: str) -> None:
     """Refuse what cannot be replicated.
 
     Raises:
@@ -131,7 +131,9 @@ def _check(step: Step, first: torch.device, label: str) -> None:
             )
 
 
-def _apply(replicas: Sequence[Part], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device], side_by_side: bool) -> list[Any]:
+def _apply(
+    replicas: Sequence[LoadedPlugin], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device], side_by_side: bool
+) -> list[Any]:
     """Each replica's output, all on the first device."""
     if devices[0].type == "cpu":
         return [replica(*arguments) for replica, arguments in zip(replicas, inputs, strict=True)]

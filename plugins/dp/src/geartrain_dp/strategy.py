@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, UsageError, hookimpl
-from geartrain.plugin_api import Step, overridden
+from geartrain.plugin_api import StepForwarder, overridden
 from geartrain_dp.replicas import Replicas
 
 
@@ -33,7 +33,7 @@ class DataParallelStrategy:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return Replicas(run, cast(Step, model.to(run.device)), run.plan.strategy.label)
+        return Replicas(run, cast(StepForwarder, model.to(run.device)), run.plan.strategy.label)
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:

@@ -94,7 +94,7 @@ class Elastic:
         if max(numbers) >= 0:
             self.last = collectives.broadcast(self.last, numbers.index(max(numbers)))
             assert self.last is not None
-            run.commit = torch.load(io.BytesIO(self.last.data), map_location="cpu", weights_only=True)
+            run.memory_checkpoint = torch.load(io.BytesIO(self.last.data), map_location="cpu", weights_only=True)
             run.plan = replace(run.plan, resumes=True)
 
     def commit_epoch(self, run: Run, collectives: Collectives) -> None:

@@ -42,7 +42,7 @@ class InstallError(Exception):
 
 
 @dataclass
-class Recipe:
+class PickledPlugin:
     """How Horovod is built here.
 
     Raises:
@@ -161,7 +161,7 @@ _OF_A_RUN = r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|CONTROLLER|ELASTIC
 _PIP = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--no-binary", "horovod", f"horovod=={VERSION}"]
 
 
-def build(recipe: Recipe, cache: Path) -> Path:
+def build(recipe: PickledPlugin, cache: Path) -> Path:
     """The wheel, from the cache or made now, which takes minutes.
 
     Raises:
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=None, metavar="DIR", help=f"where wheels are kept; default {default_cache()}")
     options = parser.parse_args(argv)
     try:
-        recipe = Recipe(options.mpi, options.nccl)
+        recipe = PickledPlugin(options.mpi, options.nccl)
         if options.show:
             print(recipe.script())
             return 0

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, TrainingError
-from geartrain.parallel import Place, detect, hear_signals, launch, name_absent_ranks
+from geartrain.parallel import ClusterEnvironment, detect, launch, name_absent_ranks, raise_on_signals
 
 if TYPE_CHECKING:
     from geartrain_horovod.elastic import Elastic
@@ -46,18 +46,18 @@ def horovod() -> Any:
     return hvd
 
 
-def launcher() -> Place | None:
+def launcher() -> ClusterEnvironment | None:
     """This process's place, where something else than geartrain has started it as one of several."""
     place = detect()
     return None if place is None or place.launcher == "geartrain" else place
 
 
-def meets_by_itself(place: Place | None) -> bool:
+def meets_by_itself(place: ClusterEnvironment | None) -> bool:
     """Whether Horovod knows from the environment where the others are."""
     return place is not None and (place.launcher == "horovodrun" or meets_by_mpi(place))
 
 
-def meets_by_mpi(place: Place | None) -> bool:
+def meets_by_mpi(place: ClusterEnvironment | None) -> bool:
     """Whether ranks meet by MPI: one of its launchers has started them, and Horovod was built with it."""
     return place is not None and place.launcher in _MPI and bool(horovod().mpi_built())
 
@@ -79,9 +79,9 @@ def start(run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elast
     place, timeout = detect(), max(timeout, _TO_COME)
     if place is None or not meets_by_itself(place):
         return launch(run, worker, timedelta(seconds=timeout))
-    run.place = place
+    run.cluster = place
     with ExitStack() as around:
-        around.enter_context(hear_signals())
+        around.enter_context(raise_on_signals())
         local_rank = place.local_rank  # stays as it is when the world changes
         result = worker(local_rank) if elastic is None else elastic.keep_going(run, lambda: worker(local_rank))
         if hasattr(worker, "keep"):  # a Session goes on in here
@@ -102,7 +102,7 @@ class Meeting:
     def __init__(
         self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None, elastic: bool = False
     ) -> None:
-        place = run.place
+        place = run.cluster
         assert place is not None
         self.hvd = horovod()
         self._stays, self._by_mpi = meets_by_itself(place), meets_by_mpi(place)
@@ -121,14 +121,14 @@ class Meeting:
             if elastic:
                 hvd = self.hvd
                 numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
-                place = run.place = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
+                place = run.cluster = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
             self._check_world(place)
         except BaseException:  # nobody else could undo what was done so far
             self._timeline = None
             self.end(True, lambda shutdown, failed: shutdown())
             raise
 
-    def _check_world(self, place: Place) -> None:
+    def _check_world(self, place: ClusterEnvironment) -> None:
         """Begin in a world of all ranks, with its timeline.
 
         Raises:
@@ -162,7 +162,7 @@ class Meeting:
 
     def _meet(self, run: Run, timeout: float, sets: list[Any]) -> None:
         """Meet at a rendezvous of the run's own."""
-        place, store = run.place, run.store
+        place, store = run.cluster, run.store
         assert place is not None
         assert store is not None
         with name_absent_ranks(run):
@@ -174,7 +174,9 @@ class Meeting:
             store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=max(timeout, _TO_COME)))
         self._initialise(place, _variables(place, address, port), sets, {**_DEFAULTS, **_SILENCE})
 
-    def _initialise(self, place: Place, variables: Mapping[str, str], sets: list[Any], defaults: Mapping[str, str] = _DEFAULTS) -> None:
+    def _initialise(
+        self, place: ClusterEnvironment, variables: Mapping[str, str], sets: list[Any], defaults: Mapping[str, str] = _DEFAULTS
+    ) -> None:
         more = {name: value for name, value in defaults.items() if name not in os.environ}
         with _environment({**variables, **more}):
             try:
@@ -225,7 +227,7 @@ def _prepared() -> tuple[str, int] | None:
     return (address, int(port)) if address and port.isdigit() else None
 
 
-def _variables(place: Place, address: str, port: str) -> dict[str, str]:
+def _variables(place: ClusterEnvironment, address: str, port: str) -> dict[str, str]:
     """What horovodrun sets for a rank that meets by Gloo."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {

@@ -44,7 +44,7 @@ class MLflow:
         UsageError: an empty name, ``patience`` not above 0, or a folder as ``tracking_uri``, which MLflow refuses.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(
         self,

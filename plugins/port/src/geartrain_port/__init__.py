@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from geartrain import UsageError
 from geartrain_port._version import __version__
-from geartrain_port.result import Left, Ported
+from geartrain_port.result import PortResult, Todo
 
-__all__ = ["Left", "Ported", "__version__", "port"]
+__all__ = ["PortResult", "Todo", "__version__", "port"]
 
 
-def port(source: str, name: str = "<source>") -> Ported:
+def port(source: str, name: str = "<source>") -> PortResult:
     """Port one file's source.
 
     Args:

@@ -13,7 +13,7 @@ from geartrain_port import names
 from geartrain_port.arguments import Arguments
 
 #: Something that is left to do: what, and what to write.
-Todo = tuple[str, str]
+Todos = tuple[str, str]
 
 _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unknown"]
 #: Values of accelerator= and distributed_backend= that were strategies.
@@ -82,13 +82,13 @@ _IN_LIGHTNING = {
 }
 
 
-def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todo]:
+def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
     """Port the arguments of ``Trainer(...)``; returns what is left.
 
     Args:
         words: every name in the file.
     """
-    todo: list[Todo] = []
+    todo: list[Todos] = []
     _note_changes(arguments, words)
     for name in list(arguments.names):
         if name in _NOTHING and arguments.literal(name) in _NOTHING[name]:
@@ -133,7 +133,7 @@ def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
         note(("Trainer(gpus=...)", "several GPUs were ddp_spawn's; here ddp runs the script once for each, or say strategy='ddp_spawn'"))
 
 
-def fabric(arguments: Arguments) -> list[Todo]:
+def fabric(arguments: Arguments) -> list[Todos]:
     """Port the arguments of ``Fabric(...)``, whose loggers are plugins; returns what is left."""
     if "loggers" in arguments.names and arguments.literal("loggers") in (None, []):
         arguments.drop("loggers")
@@ -147,7 +147,7 @@ _OF_CLI = (
 )
 
 
-def cli(arguments: Arguments, fits: bool) -> list[Todo]:
+def cli(arguments: Arguments, fits: bool) -> list[Todos]:
     """Port the arguments of ``LightningCLI(...)`` to those of ``gt.cli``; returns what is left.
 
     Args:
@@ -183,9 +183,9 @@ def cli(arguments: Arguments, fits: bool) -> list[Todo]:
     return todo
 
 
-def _defaults(arguments: Arguments) -> list[Todo]:
+def _defaults(arguments: Arguments) -> list[Todos]:
     """``trainer_defaults`` and ``seed_everything_default``, if they are written out, as ``defaults``; returns what is left of them."""
-    todo: list[Todo] = []
+    todo: list[Todos] = []
     given = arguments.literal("trainer_defaults") if "trainer_defaults" in arguments.names else {}
     if isinstance(given, dict) and all(isinstance(name, str) and name.isidentifier() for name in given):
         call = cst.ensure_type(
@@ -219,7 +219,7 @@ _LEFT_OF_CLI = {
 }
 
 
-def fit(arguments: Arguments) -> list[Todo]:
+def fit(arguments: Arguments) -> list[Todos]:
     """``trainer.fit(ckpt_path=...)``, which means the same, but for two places that Lightning knows and its ``"last"``."""
     given = arguments.literal("ckpt_path") if "ckpt_path" in arguments.names else None
     if given == "last":  # which Lightning passes over where there is none
@@ -229,8 +229,8 @@ def fit(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _devices(arguments: Arguments) -> list[Todo]:
-    todo: list[Todo] = []
+def _devices(arguments: Arguments) -> list[Todos]:
+    todo: list[Todos] = []
     for old in ("distributed_backend", "accelerator"):
         if arguments.literal(old) in (*_STRATEGIES, "ddp_cpu"):
             _as_strategy(arguments, old)
@@ -272,7 +272,7 @@ def _as_strategy(arguments: Arguments, old: str) -> None:
         arguments.put("accelerator", '"cpu"', after="strategy")
 
 
-def _strategy(arguments: Arguments) -> list[Todo]:
+def _strategy(arguments: Arguments) -> list[Todos]:
     name = arguments.literal("strategy")
     if isinstance(name, str) and name in names.SPELT:
         new, options = names.SPELT[name]
@@ -284,7 +284,7 @@ def _strategy(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -> list[Todo]:
+def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -> list[Todos]:
     value = arguments.source(name)
     if value is None:
         return []
@@ -296,7 +296,7 @@ def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -
     return []
 
 
-def _checkpoints(arguments: Arguments) -> list[Todo]:
+def _checkpoints(arguments: Arguments) -> list[Todos]:
     if "checkpoint_callback" in arguments.names:
         value = arguments.source("checkpoint_callback")
         assert value is not None
@@ -305,7 +305,7 @@ def _checkpoints(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _plugins(arguments: Arguments) -> list[Todo]:
+def _plugins(arguments: Arguments) -> list[Todos]:
     if "plugins" in arguments.names and not any(name in _PLUGINS for name in arguments.names):
         return []
     for old, plugin in _PLUGINS.items():
@@ -315,7 +315,7 @@ def _plugins(arguments: Arguments) -> list[Todo]:
     return []
 
 
-def _others(arguments: Arguments) -> list[Todo]:
+def _others(arguments: Arguments) -> list[Todos]:
     for old, new in {"replace_sampler_ddp": "use_distributed_sampler", "default_root_dir": "output", "weights_save_path": "output"}.items():
         if old in arguments.names and new not in arguments.names:
             arguments.rename(old, new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from geartrain_port.arguments import Arguments
-from geartrain_port.calls import Todo
+from geartrain_port.calls import Todos
 
 #: Class -> the order of its positional arguments, and each argument's name here; "" drops it.
 _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
@@ -40,7 +40,7 @@ _LEFT = {
 }
 
 
-def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo]:
+def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todos]:
     """Port the arguments of a callback, a logger or another name of Lightning's; returns what is left.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from geartrain import GeartrainError, TrainingError, UsageError
 from geartrain.plugin_api import replacing, user_path
-from geartrain_port import Ported, port
+from geartrain_port import PortResult, port
 
 
 def command(name: str, argv: list[str]) -> None:
@@ -78,7 +78,7 @@ def _diff(path: Path, before: str, after: str) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def _say(name: str, ported: dict[Path, Ported]) -> None:
+def _say(name: str, ported: dict[Path, PortResult]) -> None:
     """List what means something else now and what is left, on standard error: the diff may go into a file.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Left:
+class Todo:
     """Something that was not ported."""
 
     #: Of the source that was given, from 1.
@@ -17,10 +17,10 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Ported:
+class PortResult:
     """A file after it was ported."""
 
     text: str
-    left: tuple[Left, ...]
+    left: tuple[Todo, ...]
     #: What was ported and means something else here; ``instead`` says what.
-    changed: tuple[Left, ...] = ()
+    changed: tuple[Todo, ...] = ()

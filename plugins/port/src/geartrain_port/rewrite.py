@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper
 
 from geartrain_port import calls, classes, names
 from geartrain_port.arguments import Arguments, comments
-from geartrain_port.result import Left, Ported
+from geartrain_port.result import PortResult, Todo
 from geartrain_port.survey import Survey, dotted, root
 
 #: Methods of a trainer -> arguments that are called otherwise here.
@@ -24,20 +24,20 @@ _METHODS = {
 }
 
 
-def rewrite(module: cst.Module) -> Ported:
+def rewrite(module: cst.Module) -> PortResult:
     """Port a parsed file."""
     wrapper = MetadataWrapper(module)
     survey = Survey(wrapper)
     changes = _Rewrite(survey)
     text = wrapper.module.visit(changes).code
-    return Ported(text, tuple(sorted({*survey.left, *changes.left})), tuple(sorted({*survey.changed})))
+    return PortResult(text, tuple(sorted({*survey.left, *changes.left})), tuple(sorted({*survey.changed})))
 
 
 class _Rewrite(cst.CSTTransformer):
     def __init__(self, survey: Survey) -> None:
         super().__init__()
         self._survey = survey
-        self.left: list[Left] = []
+        self.left: list[Todo] = []
         #: What the package is called here: the usual name, unless the file has another use for it.
         taken = survey.words | set(survey.modules)
         self._package = "gt" if "gt" not in taken or survey.modules.get("gt") == "" else "geartrain"
@@ -315,7 +315,7 @@ class _Rewrite(cst.CSTTransformer):
                 arguments.drop(name)
         return self._done(call, arguments, calls.fit(arguments) if method == "fit" else [])
 
-    def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todo]) -> cst.Call:
+    def _done(self, call: cst.Call, arguments: Arguments, todo: list[calls.Todos]) -> cst.Call:
         for what, instead in todo:
             self._survey.say(call, what, instead)
         for what, means in arguments.changed:

@@ -11,7 +11,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
 from geartrain.plugin_api import NOT_CALLED, NOT_CALLED_OF_DATA
 from geartrain_port import names
-from geartrain_port.result import Left
+from geartrain_port.result import Todo
 
 #: Base class here -> its methods that would never be called.
 _METHODS = {"Module": NOT_CALLED, "DataModule": NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}
@@ -36,8 +36,8 @@ class Survey(cst.CSTVisitor):
         self.words: set[str] = set()
         #: Strings that may be names, as those of ``__all__`` are.
         self.strings: set[str] = set()
-        self.left: list[Left] = []
-        self.changed: list[Left] = []
+        self.left: list[Todo] = []
+        self.changed: list[Todo] = []
         #: True if a Trainer of the file has a folder for its files.
         self.has_folder = False
         #: What the file imports by name: (module, name) here.
@@ -49,11 +49,11 @@ class Survey(cst.CSTVisitor):
 
     def say(self, node: cst.CSTNode, what: str, instead: str) -> None:
         """Note that something is left to do."""
-        self.left.append(Left(self._positions[node].start.line, what, instead))
+        self.left.append(Todo(self._positions[node].start.line, what, instead))
 
     def say_changed(self, node: cst.CSTNode, what: str, means: str) -> None:
         """Note that something means something else now."""
-        self.changed.append(Left(self._positions[node].start.line, what, means))
+        self.changed.append(Todo(self._positions[node].start.line, what, means))
 
     def visit_Call(self, node: cst.Call) -> None:
         if names.key(self.path(node.func) or "?")[1] == "Trainer":

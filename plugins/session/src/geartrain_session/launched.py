@@ -15,27 +15,27 @@ import torch
 
 from geartrain import Run, Trainer, UsageError, seed_everything
 from geartrain.plugin_api import (
-    Asked,
     Hooks,
     Options,
-    Placed,
+    RankProperties,
     Registry,
-    assemble,
+    TrainerArguments,
+    build_components,
     check_joins,
     complete,
     core_parts,
     detect,
     fire,
     nearest,
-    recipes,
-    remake,
+    pickled_plugins,
     reserved_folder,
+    restore_plugins,
 )
 from geartrain_session.models import SessionModel
-from geartrain_session.working import Models, Stay, Work, check_hooks, hyperparameters_of, let_go
+from geartrain_session.working import FunctionWorker, Models, ScriptWorker, check_hooks, hyperparameters_of, release_models
 
 
-class Launched(Placed):
+class Launched(RankProperties):
     """What a Session is before the loop: see there for the arguments."""
 
     datamodule = None  # a Trainer's; strategies that hand a run over ask for it
@@ -86,12 +86,12 @@ class Launched(Placed):
         if seed is not None:
             seed_everything(seed)
         self._assume = dict(assume or {})
-        self._block, self.registry, self.place = list(block), Registry(block), detect()
+        self._block, self.registry, self.cluster = list(block), Registry(block), detect()
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         own = [one for one in given if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))]
         self._callbacks = [one for one in given if not any(one is plugin for plugin in own)]
         self._called = False
-        asked = Asked(
+        asked = TrainerArguments(
             accelerator=accelerator,
             devices=devices,
             strategy=strategy,
@@ -106,7 +106,7 @@ class Launched(Placed):
             plugin_options=plugin_options,
             assume=self._assume,
         )
-        self._parts, self.hooks, self.plan = assemble(self.registry, self.place, options, asked)
+        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, asked)
         check_hooks(self.hooks, self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=Models)
@@ -125,13 +125,13 @@ class Launched(Placed):
     def __getstate__(self) -> dict[str, Any]:
         """What a fresh process needs to make this session again."""
         kept = ("_block", "_assume", "plan", "_callbacks")
-        return {name: getattr(self, name) for name in kept} | {"recipes": recipes(self._parts)}
+        return {name: getattr(self, name) for name in kept} | {"recipes": pickled_plugins(self._parts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made = state.pop("recipes")
         vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _called=True)
         plan = self.plan
-        self._parts = (*core_parts(plan.options, plan.output, False), *remake(self.registry, made))
+        self._parts = (*core_parts(plan.options, plan.output, False), *restore_plugins(self.registry, made))
         self.hooks = Hooks(self._parts)
         self._forget()
 
@@ -160,10 +160,10 @@ class Launched(Placed):
             raise UsageError("this session is launched already. Fix: launch once; session.close() comes before another launch")
         if function is not None and not callable(function):
             raise UsageError(f"launch({function!r}): it is no function. Fix: session.launch(train), and then train(session)")
-        strategy = next(part for part in self._parts if part.choice.kind == "strategy")
+        strategy = next(part for part in self._parts if part.info.kind == "strategy")
         if function is None and getattr(strategy.plugin, "needs_function", False):
             raise UsageError(
-                f"{strategy.choice.label} starts its processes on a function. Fix: session.launch(train), and then train(session)"
+                f"{strategy.info.label} starts its processes on a function. Fix: session.launch(train), and then train(session)"
             )
         run = Run(
             plan=self.plan,
@@ -171,7 +171,7 @@ class Launched(Placed):
             module=Models(),
             trainer=cast(Any, self),  # whose part it plays for those who hand a run over
             command="fit",
-            place=self.place,
+            cluster=self.cluster,
             output=self.plan.output,
             own_loop=True,
         )
@@ -179,8 +179,8 @@ class Launched(Placed):
             with ExitStack() as around:
                 around.enter_context(reserved_folder(self._parts))
                 if function is not None:
-                    return run.hooks.launch(run=run, worker=Work(run, function, args, kwargs))
-                stay = Stay(run)
+                    return run.hooks.launch(run=run, worker=FunctionWorker(run, function, args, kwargs))
+                stay = ScriptWorker(run)
                 run.hooks.launch(run=run, worker=stay)
                 around.push(stay.stack())
                 self._stack = around.pop_all()
@@ -240,7 +240,7 @@ class Launched(Placed):
             warnings.warn("no method of this session's callbacks was called. Fix: session.call(NAME, ...) where they are due", stacklevel=2)
 
     def _let_go(self, run: Run) -> None:
-        let_go(run, self._runs, self._models)
+        release_models(run, self._runs, self._models)
 
     def _need(self, what: str) -> Run:
         """The run; one process launches by itself.
@@ -272,7 +272,7 @@ class Launched(Placed):
 
     @property
     def node_rank(self) -> int:
-        return self._run.world.node_rank if self._run else self.place.node_rank if self.place else 0
+        return self._run.world.node_rank if self._run else self.cluster.node_rank if self.cluster else 0
 
     @property
     def global_step(self) -> int:

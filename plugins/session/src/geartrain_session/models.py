@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from geartrain import UsageError
-from geartrain.plugin_api import close_batches, is_spare, map_tensors, set_epoch
+from geartrain.plugin_api import close_batches, has_no_own_samples, map_tensors, set_epoch
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Called(nn.Module):
-    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``, where a Trainer's strategy gets ``Step(module)``.
+    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``, where a Trainer's strategy gets ``StepForwarder(module)``.
 
     The inputs are one argument, so that a strategy which splits a batch splits all of them.
     """
@@ -77,11 +77,11 @@ class SessionModel(nn.Module):
             UsageError: the model has no such method.
         """
         name = method if isinstance(method, str) else method.__name__
-        run, bare = self._run, self._run.bare
+        run, bare = self._run, self._run.unwrapped
         if not callable(getattr(bare.module, name, None)):
             raise UsageError(f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has")
         part: Callable[[Any], Any] = partial(bare.part, name)
-        run.calls[name] = part if run.model is bare else self._through(name, part)
+        run.step_functions[name] = part if run.model is bare else self._through(name, part)
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ class SessionLoader:
             session._begin()
         set_epoch(loader, self._passes)
         self._passes += 1
-        if is_spare(loader):  # its one sample is another rank's
+        if has_no_own_samples(loader):  # its one sample is another rank's
             return
         batches = run.hooks.device_batches(run=run, loader=loader, stage=run.stage) if self._moves else iter(loader)
         try:
@@ -181,7 +181,7 @@ class SessionLoader:
             close_batches(batches, loader)
 
     def __len__(self) -> int:
-        return 0 if is_spare(self._loader) else len(self._loader)  # type: ignore[arg-type]
+        return 0 if has_no_own_samples(self._loader) else len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # not there yet, while it is copied

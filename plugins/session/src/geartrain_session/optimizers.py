@@ -111,7 +111,7 @@ class Stepper:
         return losses[0] if losses else None
 
 
-class Step:
+class StepForwarder:
     """The attribute ``step`` of an optimizer in a Session; a scheduler may put its own around it, and that one is asked then."""
 
     hooked = True  # torch would else put a profiler's range around it, as if it were a function
@@ -136,7 +136,7 @@ class Step:
 
 def session_optimizer(optimizer: Optimizer, stepper: Stepper) -> Any:
     """The same optimizer, state and parameter groups shared, whose ``step`` is the session's; of its class, for schedulers."""
-    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": Step(stepper)})
+    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": StepForwarder(stepper)})
     same: Any = object.__new__(cls)
     same.__dict__ = optimizer.__dict__
     return same
@@ -149,6 +149,6 @@ def stepper_of(optimizer: Any) -> Stepper:
         UsageError: it is none.
     """
     step = type(optimizer).__dict__.get("step")
-    if not isinstance(step, Step):
+    if not isinstance(step, StepForwarder):
         raise UsageError(f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one")
     return step.stepper

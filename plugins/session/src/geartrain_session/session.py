@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from geartrain import Module, Run, UsageError
 from geartrain.plugin_api import (
     STEPS,
-    compare_with_rank_0,
+    check_ranks_agree,
     count_batches,
     needs_closure,
     parameters_of,
@@ -22,9 +22,9 @@ from geartrain.plugin_api import (
     write_instead,
 )
 from geartrain_session.models import Called, SessionLoader, SessionModel
-from geartrain_session.optimizers import Step, Stepper, session_optimizer, stepper_of
+from geartrain_session.optimizers import StepForwarder, Stepper, session_optimizer, stepper_of
 from geartrain_session.together import Together
-from geartrain_session.working import Models, attach, holding
+from geartrain_session.working import Models, as_one_module, attach
 
 
 class Session(Together):
@@ -77,10 +77,10 @@ class Session(Together):
         for optimizer in optimizers:
             _check_optimizer(module, optimizer)
         own = self._run_of(module)
-        self.hooks.check_plan(plan=self.plan, module=holding(module))
-        compare_with_rank_0(own)
-        own.bare = Called(module)  # type: ignore[assignment]  # plays the part of Step
-        own.model = run.hooks.wrap_model(run=own, model=own.bare)
+        self.hooks.check_plan(plan=self.plan, module=as_one_module(module))
+        check_ranks_agree(own)
+        own.unwrapped = Called(module)  # type: ignore[assignment]  # plays the part of Step
+        own.model = run.hooks.wrap_model(run=own, model=own.unwrapped)
         model = SessionModel(
             self, own, module, [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]
         )
@@ -114,7 +114,7 @@ class Session(Together):
     def _run_of(self, module: nn.Module, of: Run | None = None) -> Run:
         """The run as hooks see it where they are called for one model, one optimizer or one loader."""
         run = copy.copy(self._need("setup") if of is None else of)
-        run.calls = {} if of is None else of.calls
+        run.step_functions = {} if of is None else of.step_functions
         run.module = module  # type: ignore[assignment]  # hooks ask it for parameters and submodules, as any nn.Module can tell
         return run
 
@@ -218,9 +218,7 @@ class Session(Together):
     def autocast(self) -> AbstractContextManager[Any]:
         """What the precision puts around a model's forward, for what is computed outside of one."""
         self._need("autocast")
-        computes = next(
-            (part.plugin for part in self._parts if part.choice.kind == "precision" and hasattr(part.plugin, "computing")), None
-        )
+        computes = next((part.plugin for part in self._parts if part.info.kind == "precision" and hasattr(part.plugin, "computing")), None)
         context: AbstractContextManager[Any] = nullcontext() if computes is None else computes.computing()
         return context
 
@@ -245,7 +243,7 @@ def _check_optimizer(module: nn.Module, optimizer: Any) -> None:
     name = type(module).__name__
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one")
-    if isinstance(type(optimizer).__dict__.get("step"), Step):
+    if isinstance(type(optimizer).__dict__.get("step"), StepForwarder):
         raise UsageError(f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned")
     if not _owns(module, optimizer):
         raise UsageError(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from geartrain import UsageError, seed_everything
-from geartrain.plugin_api import Share, Spec, check_name, fire, map_tensors, save, scalar, sync, user_path
+from geartrain.plugin_api import LocalMetric, MetricOptions, check_name, fire, map_tensors, save, scalar, sync, user_path
 from geartrain_session import state as states
 from geartrain_session.launched import Launched
 
 #: How a Session logs what is to be the mean over ranks.
-_MEAN = Spec(prog_bar=False, logger=True, on_step=True, on_epoch=False, reduce_fx="mean", sync_dist=True, rank_zero_only=False)
+_MEAN = MetricOptions(prog_bar=False, logger=True, on_step=True, on_epoch=False, reduce_fx="mean", sync_dist=True, rank_zero_only=False)
 
 
 class Together(Launched):
@@ -79,7 +79,7 @@ class Together(Launched):
             check_name(name)
         values = {name: float(scalar(name, value)) for name, value in metrics.items()}
         if sync_dist and run.world.size > 1:
-            values, _, _ = sync(run, {name: Share(_MEAN, value, 1, None, [value]) for name, value in values.items()})
+            values, _, _ = sync(run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()})
         run.reported.update(values)
         run.logs.logged.update(values)
         if run.world.rank == 0:

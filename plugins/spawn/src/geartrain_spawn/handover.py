@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from geartrain.plugin_api import Logs, Part, map_tensors, read_optimizers, state_of
+from geartrain.plugin_api import LoadedPlugin, MetricStore, map_tensors, read_optimizers, state_of
 
 if TYPE_CHECKING:
     from geartrain import Module, Run
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 #: Fields of a run and of its logs that its caller sees afterwards.
-_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "batches", "rounds", "world")
+_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "batches", "max_batches", "world")
 _LOGS = ("logged", "prog_bar", "stop")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankResult:
     """What a rank that worked elsewhere brings back; everything is on the CPU."""
 
     result: Any
@@ -57,7 +57,7 @@ def registered_names(module: nn.Module) -> frozenset[str]:
     return frozenset([*tensors, *(name for name, _ in module.named_modules(remove_duplicate=False))])
 
 
-def outcome(run: Run, result: Any, known: frozenset[str]) -> Outcome:
+def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
     """What this rank brings back, once its run is over; the module is moved to the CPU.
 
     Args:
@@ -66,7 +66,7 @@ def outcome(run: Run, result: Any, known: frozenset[str]) -> Outcome:
     """
     module = run.module.cpu()
     datamodule = run.trainer.datamodule
-    return Outcome(
+    return RankResult(
         result=map_tensors(result, _to_cpu),
         fields={name: getattr(run, name) for name in _FIELDS},
         logs={name: getattr(run.logs, name) for name in _LOGS},
@@ -80,7 +80,7 @@ def outcome(run: Run, result: Any, known: frozenset[str]) -> Outcome:
     )
 
 
-def take_back(run: Run, brought: Outcome) -> Any:
+def apply_result(run: Run, brought: RankResult) -> Any:
     """Let the caller's module, plugins, trainer and run be as if the run had been in this process.
 
     Nothing keeps a tensor of ``brought``: they may lie in a mapped file, all of which one of them would keep.
@@ -90,7 +90,7 @@ def take_back(run: Run, brought: Outcome) -> Any:
     """
     for name, value in brought.fields.items():
         setattr(run, name, value)
-    run.device, run.logs = torch.device("cpu"), Logs(run)
+    run.device, run.logs = torch.device("cpu"), MetricStore(run)
     for name, value in brought.logs.items():
         setattr(run.logs, name, value)
     _update_module(run.module, brought)
@@ -106,7 +106,7 @@ def take_back(run: Run, brought: Outcome) -> Any:
     return _copy(brought.result)
 
 
-def _update_module(module: Module, brought: Outcome) -> None:
+def _update_module(module: Module, brought: RankResult) -> None:
     parts = dict(module.named_modules())
     for path, new in brought.added.items():
         for kind, items in new.items():
@@ -130,7 +130,7 @@ def _set(thing: Any, attributes: dict[str, Any]) -> None:
         thing.__dict__[name] = value  # past a property or a __setattr__: that is where it was found
 
 
-def _make_optimizers(run: Run, brought: Outcome) -> None:
+def _make_optimizers(run: Run, brought: RankResult) -> None:
     """The caller's own optimizers, with the state of those that trained."""
     module = run.module
     module._run, module._trainer = run, run.trainer
@@ -191,11 +191,11 @@ def _copy(thing: Any) -> Any:
     return map_tensors(thing, torch.clone)
 
 
-def _plugins(run: Run) -> list[Part]:
-    return [part for part in run.trainer._parts if part.choice.kind == "plugin"]
+def _plugins(run: Run) -> list[LoadedPlugin]:
+    return [part for part in run.trainer._parts if part.info.kind == "plugin"]
 
 
-def _plugin_state(part: Part) -> Any:
+def _plugin_state(part: LoadedPlugin) -> Any:
     state = state_of(part.plugin)
     if state is not None:
         return state

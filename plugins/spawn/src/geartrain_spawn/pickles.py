@@ -110,7 +110,7 @@ def pickle_by_value_for_workers() -> None:
 # --- what does not pickle ------------------------------------------------------------------------------------------------
 
 
-def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
+def refusal(pickled_arguments: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
     """The error that names what does not pickle.
 
     Args:
@@ -118,7 +118,7 @@ def refusal(belongings: Mapping[str, Any], error: Exception, strategy: str) -> U
         error: what pickling raised.
         strategy: whose error this is.
     """
-    for name, thing in belongings.items():
+    for name, thing in pickled_arguments.items():
         for found in refusals(name, thing, dump, by_value=True):
             return UsageError(
                 f"{strategy}: {found.path}: {found.what} cannot be pickled, and what goes to another process must be ({found.why}). "

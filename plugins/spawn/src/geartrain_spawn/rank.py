@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import Place, join, threads, variables
+from geartrain.parallel import ClusterEnvironment, join, threads, variables
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
@@ -74,7 +74,7 @@ class Surroundings:
 class Job:
     """What one rank is told."""
 
-    place: Place
+    place: ClusterEnvironment
     #: Which run of the program this is.
     number: int
     timeout: timedelta

@@ -22,21 +22,21 @@ import torch
 
 from geartrain import Run, TrainingError, UsageError
 from geartrain.parallel import (
+    ClusterEnvironment,
     Failure,
     Patience,
-    Place,
     RankMonitor,
-    Stopped,
-    belongings,
-    hear_signals,
+    StoppedRankMonitor,
     is_stopped,
     judge,
     left_early,
+    pickled_arguments,
+    raise_on_signals,
     reserve,
 )
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
-from geartrain_spawn.handover import take_back
+from geartrain_spawn.handover import apply_result
 
 #: Those of the seeds that this system has, the default first.
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
@@ -64,7 +64,7 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
     ranks = Ranks(start_method, logs)
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
-        with hear_signals() if in_main_thread else nullcontext():
+        with raise_on_signals() if in_main_thread else nullcontext():
             number = next(_numbers)
             for place in reserve(run, timeout):
                 ranks.start(place, number, timeout, payload)
@@ -75,13 +75,13 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
             payload.close()
     if run.output is None:
         shutil.rmtree(logs, ignore_errors=True)
-    return take_back(run, brought)
+    return apply_result(run, brought)
 
 
 def _check(run: Run, start_method: str) -> None:
     label = run.plan.strategy.label
-    if run.place is not None or run.trainer.place is not None:
-        place = run.place or run.trainer.place
+    if run.cluster is not None or run.trainer.cluster is not None:
+        place = run.cluster or run.trainer.cluster
         assert place is not None
         raise UsageError(
             f"{label} starts its processes itself, and this is one of {place.size} that {place.launcher} has started. "
@@ -97,7 +97,7 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
         payload.dump((run, worker))
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
         payload.close()
-        raise pickles.refusal(belongings(run, worker), error, run.plan.strategy.label) from error
+        raise pickles.refusal(pickled_arguments(run, worker), error, run.plan.strategy.label) from error
     return payload
 
 
@@ -140,10 +140,10 @@ class Ranks:
         self._start_method, self._logs = start_method, logs
         self._patience = Patience.from_environment()
         self._ranks: list[_Rank] = []
-        self._stopped = Stopped(self._patience.stopped)
+        self._stopped = StoppedRankMonitor(self._patience.stopped)
         self._monitor = RankMonitor(self._ranks, self._stopped)
 
-    def start(self, place: Place, number: int, timeout: timedelta, payload: Any) -> None:
+    def start(self, place: ClusterEnvironment, number: int, timeout: timedelta, payload: Any) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
         name = f"rank-{place.rank}"
         error_file = self._logs / f"{name}.error.json"

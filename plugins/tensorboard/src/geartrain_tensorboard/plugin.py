@@ -35,7 +35,7 @@ class TensorBoard:
         UsageError: there is neither ``folder`` nor the run's folder, ``folder`` is a file, or ``flush_seconds`` is not above 0.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self, folder: str | None = None, graph: bool = False, flush_seconds: float = 30.0) -> None:
         if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, int | float) or not flush_seconds > 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import TrainingError, UsageError
-from geartrain.plugin_api import Candidate, Registry, nearest
+from geartrain.plugin_api import InstalledPlugin, Registry, nearest
 
 _SUITE = '''\
 """What `geartrain conformance` runs; the same can stand among a plugin's tests."""
@@ -76,7 +76,7 @@ def command(name: str, argv: list[str]) -> None:
     )
 
 
-def _options(cls: Any, candidate: Candidate, argv: list[str]) -> dict[str, Any]:
+def _options(cls: Any, candidate: InstalledPlugin, argv: list[str]) -> dict[str, Any]:
     """The strategy's options that were given, typed as its ``__init__`` says."""
     from jsonargparse import ArgumentError, ArgumentParser
 
@@ -120,7 +120,9 @@ def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
     return devices
 
 
-def _capabilities(registry: Registry, candidate: Candidate, options: dict[str, Any], without: list[str], convergence: float | None) -> str:
+def _capabilities(
+    registry: Registry, candidate: InstalledPlugin, options: dict[str, Any], without: list[str], convergence: float | None
+) -> str:
     """Return the source text of the capabilities that the suite expects: the declared ones without those of ``--without``."""
     from geartrain_testing.capabilities import SWITCHES, Capabilities
 

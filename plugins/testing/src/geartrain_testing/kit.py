@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from geartrain import Trainer
-from geartrain.plugin_api import Candidate, Registry
+from geartrain.plugin_api import InstalledPlugin, Registry
 from geartrain_testing.capabilities import Capabilities
 from geartrain_testing.launching import Launched, free_port
 from geartrain_testing.program import COMPARED, Request, write
@@ -131,7 +131,7 @@ class Kit:
         self.deadline: float = suite.deadline
         self.timeout: float = suite.timeout
         registry = Registry()
-        self.candidate: Candidate = registry.find("strategy", self.name)
+        self.candidate: InstalledPlugin = registry.find("strategy", self.name)
         part = registry.select("strategy", self.name, suite.options)
         declared = suite.capabilities if suite.capabilities is not None else getattr(part.plugin, "capabilities", None)
         self.can = Capabilities.of(declared, self.candidate.label)

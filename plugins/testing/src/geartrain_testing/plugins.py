@@ -122,7 +122,7 @@ def run_plugin(
             raise
     found = []
     for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
-        chosen = [part.plugin for part in run.trainer._parts if part.choice.kind == "plugin"]  # plugins before callbacks
+        chosen = [part.plugin for part in run.trainer._parts if part.info.kind == "plugin"]  # plugins before callbacks
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
         own = [next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins) for one in given]
         metrics = chosen[len(all_plugins) - 1].metrics

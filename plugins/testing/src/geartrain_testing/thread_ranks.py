@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain.parallel import belongings, refusals, refuse_unequal
-from geartrain.plugin_api import Place, about_to_step
+from geartrain.parallel import pickled_arguments, refusals, refuse_unequal
+from geartrain.plugin_api import ClusterEnvironment, about_to_step
 from geartrain_testing.turns import Turns
 
 
@@ -78,15 +78,15 @@ class ThreadRanks:
         ranks = [(run, worker), *(_copy(run, worker) for _ in range(1, size))]
         self.runs = [own for own, _ in ranks]
         for rank, own in enumerate(self.runs):
-            own.place = Place("threads", rank, size, rank, size, 0)
+            own.cluster = ClusterEnvironment("threads", rank, size, rank, size, 0)
         self._turns = Turns(size, self.first)
         self._turns.run([partial(function, rank) for rank, (_, function) in enumerate(ranks)])
         return self.results[0]
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        assert run.place is not None
-        return World(run.place.rank, run.place.size, run.place.local_rank, run.place.local_size, run.place.node_rank)
+        assert run.cluster is not None
+        return World(run.cluster.rank, run.cluster.size, run.cluster.local_rank, run.cluster.local_size, run.cluster.node_rank)
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
@@ -148,7 +148,7 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
         return copy.deepcopy((run, worker), {id(run.plan): run.plan})
     except Exception as error:  # whatever a __deepcopy__ or __getstate__ of the user's raises
         label = run.plan.strategy.label
-        for name, thing in belongings(run, worker).items():
+        for name, thing in pickled_arguments(run, worker).items():
             for found in refusals(name, thing, _dump):
                 raise UsageError(
                     f"{label}: {found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why}). "

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from geartrain import Trainer, UsageError, __version__, hookspecs
-from geartrain.plugin_api import Choice, Hooks, Part, core_parts
+from geartrain.plugin_api import Hooks, LoadedPlugin, PluginInfo, core_parts
 
 
 def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:
@@ -32,33 +32,33 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
         "enable_progress_bar": False,
     }
     plan = replace(trainer.plan, options=replace(trainer.plan.options, **{**changed, **options}), output=None)
-    chosen = [part for part in trainer._parts if part.choice.kind in ("precision", "accelerator", "strategy")]
-    own = Part(Choice(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"), recorder)
+    chosen = [part for part in trainer._parts if part.info.kind in ("precision", "accelerator", "strategy")]
+    own = LoadedPlugin(PluginInfo(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"), recorder)
     kept = [part for part in _plugins(trainer) if not watches(trainer, part)]
     made = object.__new__(type(trainer))
     vars(made).update(vars(trainer), output=None, datamodule=None, _run=None)
     made._parts = (*core_parts(plan.options, None, False), *chosen, *kept, own)
     made.hooks = Hooks(made._parts)
-    made.plan = replace(plan, plugins=tuple(part.choice for part in (*kept, own)))
+    made.plan = replace(plan, plugins=tuple(part.info for part in (*kept, own)))
     return made
 
 
-def watches(trainer: Trainer, part: Part) -> bool:
+def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
     """Whether a plugin watches the run: it implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner. Others only
     wrap or own single hooks, or those that the strategy brings: they are how the run computes."""
     if getattr(part.plugin, "replaces", ()):
         return False
     events = (name for name in vars(hookspecs) if name in trainer.hooks.names and not trainer.hooks.is_single(name))
-    return any(part.choice in trainer.hooks.implementers(name) for name in events if name != "check_plan")
+    return any(part.info in trainer.hooks.implementers(name) for name in events if name != "check_plan")
 
 
 def left_out(trainer: Trainer) -> list[str]:
     """The labels of the chosen plugins that a finder trains without."""
-    return [part.choice.label for part in _plugins(trainer) if watches(trainer, part)]
+    return [part.info.label for part in _plugins(trainer) if watches(trainer, part)]
 
 
-def _plugins(trainer: Trainer) -> list[Part]:
-    return [part for part in trainer._parts if part.choice.kind == "plugin"]
+def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
+    return [part for part in trainer._parts if part.info.kind == "plugin"]
 
 
 def check(trainer: Trainer, model: Any, loaders: Any) -> None:

@@ -22,7 +22,7 @@ _Rewinder = Callable[[], Any]
 _GENERATORS = (torch.Generator, random.Random)
 
 
-class Rewind:
+class ModuleSnapshot:
     """What a run may change of these things, as it is now; :meth:`__call__` puts it back, as often as it is called.
 
     Parameters, buffers and gradients come back bit for bit, in the same storage and on the same device; so do attributes, those of

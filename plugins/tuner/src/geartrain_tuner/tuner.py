@@ -14,7 +14,7 @@ from geartrain.plugin_api import DataSource, check_data, check_module, overridde
 from geartrain_tuner.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
 from geartrain_tuner.finder import check, finder, left_out, tell
 from geartrain_tuner.lr import LRFinder, LRSweep, schedule
-from geartrain_tuner.rewind import Rewind, same_randomness
+from geartrain_tuner.rewind import ModuleSnapshot, same_randomness
 
 
 class Tuner:
@@ -91,7 +91,7 @@ class Tuner:
         made = finder(self._trainer, sweep, num_training, log_every_n_steps=1)
         self._tell_left_out()
         loaders = train_dataloaders if isinstance(train_dataloaders, list | tuple) else [train_dataloaders]
-        rewind = Rewind(model, datamodule, *loaders)
+        rewind = ModuleSnapshot(model, datamodule, *loaders)
         with same_randomness():
             try:
                 made.fit(model, train_dataloaders, datamodule=datamodule, checkpoint=checkpoint)
@@ -202,7 +202,7 @@ class _Trials:
     ) -> None:
         self._tuner, self._model, self._datamodule = tuner, model, datamodule
         self._owner, self._name, self._steps, self._checkpoint = owner, name, steps, checkpoint
-        self._rewind = Rewind(model, datamodule)
+        self._rewind = ModuleSnapshot(model, datamodule)
         #: Samples that there are; ``None`` where nobody knows.
         self.samples: int | None = None
 

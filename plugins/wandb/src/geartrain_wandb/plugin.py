@@ -47,7 +47,7 @@ class WandB:
         UsageError: an option that cannot be.
     """
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(
         self,

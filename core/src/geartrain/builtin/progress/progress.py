@@ -21,7 +21,7 @@ from geartrain.loop.run import Run
 class ProgressBar:
     """Shows rank 0's progress on standard error and the closing table on standard output."""
 
-    harmless = True
+    errors_are_warnings = True
 
     def __init__(self) -> None:
         self._display: Display | None = None

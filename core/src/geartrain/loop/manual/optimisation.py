@@ -62,7 +62,7 @@ class Manual:
     # --- backward --------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        run, on = self._run, self._run.on
+        run, on = self._run, self._run.module_hooks
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
         owner = run.hooks.owner("backward")
@@ -122,8 +122,8 @@ class Manual:
             if optimizer not in self._seen:
                 self._show(optimizer)
             self._look_for_own_backward(optimizer)
-            if run.on.on_before_optimizer_step is not None:
-                run.on.on_before_optimizer_step(optimizer)
+            if run.module_hooks.on_before_optimizer_step is not None:
+                run.module_hooks.on_before_optimizer_step(optimizer)
 
         def evaluate() -> Any:
             assert closure is not None
@@ -202,8 +202,8 @@ class Manual:
 
         @wraps(own_zero_grad)
         def zero_grad(self_: Optimizer, *arguments: Any, **more: Any) -> None:
-            if self._run.on.on_before_zero_grad is not None:
-                self._run.on.on_before_zero_grad(optimizer)
+            if self._run.module_hooks.on_before_zero_grad is not None:
+                self._run.module_hooks.on_before_zero_grad(optimizer)
             own_zero_grad(*arguments, **more)
             if self.on_cleared is not None:
                 self.on_cleared(optimizer)

@@ -27,11 +27,11 @@ class ManualOptimisation:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        run.calls, run.manual, self._looked = run.bare.calls(run.bare), Manual(run), False
+        run.step_functions, run.manual, self._looked = run.unwrapped.calls(run.unwrapped), Manual(run), False
 
     @hookimpl
     def step(self, run: Run, micro_batches: Sequence[Any]) -> None:
-        hooks, on = run.hooks, run.on if run.on.in_step else None
+        hooks, on = run.hooks, run.module_hooks if run.module_hooks.in_step else None
         (run.batch,) = micro_batches  # one: accumulate_grad_batches was refused
         if on is not None and on.on_train_batch_start is not None:
             batch_starts(run, on.on_train_batch_start, run.batch, run.batch_idx)
@@ -47,7 +47,7 @@ class ManualOptimisation:
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
-        return run.calls[method](*args)
+        return run.step_functions[method](*args)
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class LeavesTheOthersWaiting(Plain):
     def forward(self, run, method, args):
         if run.repeating:
             return None
-        return run.calls[method](*args)
+        return run.step_functions[method](*args)
 
 
 class LogsItsOwn(Plain):

@@ -30,7 +30,7 @@ class Plain:
     @hookimpl
     def setup_process_group(self, run):
         dist.init_process_group("gloo", timeout=self.timeout)
-        return World(dist.get_rank(), dist.get_world_size(), run.place.local_rank, run.place.local_size, run.place.node_rank)
+        return World(dist.get_rank(), dist.get_world_size(), run.cluster.local_rank, run.cluster.local_size, run.cluster.node_rank)
 
     @hookimpl
     def reduce_gradients(self, run):

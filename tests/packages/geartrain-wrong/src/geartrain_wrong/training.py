@@ -120,7 +120,7 @@ class EndsWithATuple(Plain):
 
     @hookimpl
     def forward(self, run, method, args):
-        step = run.bare
+        step = run.unwrapped
         output = step.part(method, *args)
         return step.end(method, (output,)) if step.has_end(method) else output
 

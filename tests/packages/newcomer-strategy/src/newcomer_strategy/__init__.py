@@ -9,7 +9,7 @@ class NewcomerStrategy:
     @hookimpl
     def setup_process_group(self, run):
         dist.init_process_group("gloo")
-        return World(dist.get_rank(), dist.get_world_size(), run.place.local_rank)
+        return World(dist.get_rank(), dist.get_world_size(), run.cluster.local_rank)
 
     @hookimpl
     def reduce_gradients(self, run):

@@ -41,7 +41,7 @@ class MineStrategy:
     def setup_process_group(self, run: Run) -> World:
         # `launch` has said which rank this is, and has made a store that every rank reaches: on one machine it listens
         # on loopback only. Core's collectives (metrics, all_gather, barrier) go through the group that is made here.
-        place = run.place
+        place = run.cluster
         assert place is not None
         backend = "nccl" if run.device.type == "cuda" else "gloo"
         with name_absent_ranks(run):
