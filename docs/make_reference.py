@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import DataModule, Module, Trainer, hookspecs
-from geartrain.loop.step_forwarder import _NOT_CALLED
-from geartrain.options import RENAMED
+from geartrain.plugin_api import NOT_CALLED
+from geartrain_port.names import OF_TRAINER_CALL
 
 DOCS = Path(__file__).parent
 
@@ -227,11 +227,11 @@ def log_table() -> str:
 
 
 def renamed_table() -> str:
-    return table(("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in RENAMED.items()])
+    return table(("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in OF_TRAINER_CALL.items()])
 
 
 def not_called_table() -> str:
-    return table(("method", "what to use instead"), [(f"`{name}`", code_words(instead)) for name, instead in _NOT_CALLED.items()])
+    return table(("method", "what to use instead"), [(f"`{name}`", code_words(instead)) for name, instead in NOT_CALLED.items()])
 
 
 GENERATED = {

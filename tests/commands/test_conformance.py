@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from geartrain.commands import conformance
+from geartrain_testing import command as conformance
 
 
 @pytest.mark.parametrize(

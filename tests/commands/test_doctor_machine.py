@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from geartrain.commands import doctor_machine, doctor_network
+from geartrain_doctor import machine as doctor_machine
+from geartrain_doctor import network as doctor_network
 from geartrain_doctor.findings import examine
 
 MIB = 2**20

@@ -78,7 +78,7 @@ def pickles(capsys):
     """``pickles("--model.locked=true")``: the section."""
 
     def run(*options):
-        from geartrain.commands import doctor_pickles
+        from geartrain_doctor import pickles as doctor_pickles
 
         return examine("pickle", doctor_pickles.pickles, read("fit", ["target.py", *options], None))
 
@@ -221,7 +221,7 @@ class Net(Net):
 @pytest.mark.parametrize("fails", [False, True])
 def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(write, monkeypatch, capsys, fails):
     write("attached.py", TARGET + ATTACHED.format(fails=fails))
-    from geartrain.commands import doctor_pickles
+    from geartrain_doctor import pickles as doctor_pickles
 
     request = read("fit", ["attached.py"], None)
     model, data = request.make_model()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.commands import doctor_software
+from geartrain_doctor import software as doctor_software
 from geartrain.planning.registry import Registry
 from geartrain_doctor.findings import examine
 
@@ -217,7 +217,7 @@ def test_one_gpu_is_not_enough_for_nccl(install, command, refused):
 
 
 def test_two_gpus_are_tried_with_nccl(monkeypatch):
-    from geartrain.commands import doctor_processes
+    from geartrain_doctor import processes as doctor_processes
 
     monkeypatch.setattr(doctor_processes, "backends", lambda: ["gloo", "nccl"])
     choose, cuda = doctor_processes.choose_backend, {"name": "cuda"}

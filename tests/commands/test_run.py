@@ -255,7 +255,7 @@ def test_the_best_checkpoint_by_the_command_line(command, folder):
     assert command(f"test net.py --checkpoint out/checkpoints/{files[1]}").code == 0
     refused = command("fit net.py --plugin model_checkpoint")
     assert refused.code == 2
-    assert "geartrain[model_checkpoint] has no place to write" in refused.err
+    assert "geartrain-callbacks[model_checkpoint] has no place to write" in refused.err
 
 
 def test_a_checkpoint_of_another_model(command, fit):

@@ -95,7 +95,7 @@ def test_a_config_file_of_a_run_is_taken_and_one_of_tune_by_fit(facts, command, 
 def test_a_plugin_that_watches_is_named(command):
     done = command(f"{LR} --plugin csv --csv.path metrics.csv")
     assert done.code == 0
-    assert "left out while finding, because they watch a run and this is none: geartrain[csv]" in done.err
+    assert "left out while finding, because they watch a run and this is none: geartrain-csv[csv]" in done.err
 
 
 def test_weights_to_start_from(facts, command):

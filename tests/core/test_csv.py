@@ -12,7 +12,7 @@ import pytest
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError
-from geartrain.builtin import csv as module
+from geartrain_csv import logger as module
 from geartrain_csv.logger import CSVLogger, Table
 from geartrain_testing.launching import launched
 
@@ -115,7 +115,7 @@ def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
 def test_what_is_there_is_never_overwritten(tmp_path):
     (tmp_path / "metrics.csv").write_text("mine")
     for options in ({"output": tmp_path, "plugins": "csv"}, {"plugins": CSVLogger(str(tmp_path / "metrics.csv"))}):
-        with pytest.raises(UsageError, match=r"geartrain\[csv\].*metrics\.csv.*nothing is overwritten"):
+        with pytest.raises(UsageError, match=r"geartrain-csv\[csv\].*metrics\.csv.*nothing is overwritten"):
             fit(**options)
     assert (tmp_path / "metrics.csv").read_text() == "mine"
 
@@ -129,7 +129,7 @@ def test_a_file_of_another_kind_is_not_added_to(tmp_path):
 
 def test_no_place_to_write_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"geartrain\[csv\].*--output DIR"):
+    with pytest.raises(UsageError, match=r"geartrain-csv\[csv\].*--output DIR"):
         fit(plugins="csv")
 
 
@@ -231,7 +231,7 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     (warning,) = done.stdout.splitlines()
-    assert "geartrain[csv]: log_metrics raised TrainingError: disk full" in warning
+    assert "geartrain-csv[csv]: log_metrics raised TrainingError: disk full" in warning
     lines = read(tmp_path / "m.csv")
     assert [int(line["step"]) for line in lines] == list(range(1, len(lines) + 1))
     assert 5 < len(lines) < 15
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
 
 def test_a_file_in_the_folder_s_place_is_one_warning(tmp_path):
     (tmp_path / "folder").write_text("mine")
-    with pytest.warns(UserWarning, match=r"geartrain\[csv\]: on_run_start raised") as caught:
+    with pytest.warns(UserWarning, match=r"geartrain-csv\[csv\]: on_run_start raised") as caught:
         one = fit(Logs(), plugins=[CSVLogger(str(tmp_path / "folder" / "m.csv"))], log_every_n_steps=1)
     assert one.global_step == 6
     assert sum("csv" in str(warning.message) for warning in caught) == 1

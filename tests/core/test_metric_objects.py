@@ -10,7 +10,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
-from geartrain.metrics.torchmetrics import places, temporary_copies
+from geartrain.metrics.torchmetrics import find_metrics, temporary_copies
 
 from .models import EvalNet, Loggers, fit, loader, trainer
 
@@ -100,7 +100,7 @@ def test_copies_stand_in_wherever_a_module_has_a_metric():
     net = Collected()
     net.inner, net.again = torch.nn.ModuleList([MeanMetric()]), net.scores
     own, member, mean = net.scores, net.scores["BinaryAccuracy"], net.inner[0]
-    assert [path for path, _ in places(net)] == ["scores", "again", "inner.0"]
+    assert [path for path, _ in find_metrics(net)] == ["scores", "again", "inner.0"]
     with temporary_copies(net):
         assert net.again is net.scores is not own
         assert net.inner[0] is not mean

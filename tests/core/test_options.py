@@ -7,7 +7,7 @@ import pytest
 
 import geartrain as gt
 from geartrain import UsageError
-from geartrain.options import RENAMED
+from geartrain_port.names import OF_TRAINER_CALL
 
 LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
 
@@ -168,7 +168,7 @@ def test_each_unknown_argument_is_answered():
 
 
 def test_no_argument_is_called_renamed():
-    assert not set(RENAMED) & set(inspect.signature(gt.Trainer).parameters)
+    assert not set(OF_TRAINER_CALL) & set(inspect.signature(gt.Trainer).parameters)
 
 
 @pytest.mark.parametrize(

@@ -399,7 +399,7 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 
 def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.planning.selection.why_not", lambda: "a notebook has none")
+    monkeypatch.setattr("geartrain.planning.selection.reason_not_rerunnable", lambda: "a notebook has none")
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):
         gt.Trainer(accelerator="cpu", devices=2)

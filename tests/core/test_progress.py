@@ -47,7 +47,7 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     for module in ("progress", "bars"):
-        monkeypatch.setattr(f"geartrain.builtin.{module}.time", clock)
+        monkeypatch.setattr(f"geartrain.builtin.progress.{module}.time", clock)
     return clock
 
 

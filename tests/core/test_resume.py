@@ -353,7 +353,7 @@ def test_parts_that_came_and_went(tmp_path):
         train(tmp_path, epochs=2, path="last", plugins=[EarlyStopping("val_loss")])
     (text,) = [str(one.message) for one in caught if "state" in str(one.message)]
     assert "it has state of Counts, which this run does not have" in text
-    assert "it has no state of geartrain[early_stopping]: begun anew" in text
+    assert "it has no state of geartrain-callbacks[early_stopping]: begun anew" in text
 
 
 def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):

@@ -421,7 +421,7 @@ def test_a_plugin_that_waits_for_what_is_never_called_is_refused(hook):
 
 
 def test_geartrains_own_plugins_for_a_trainer_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"geartrain\[early_stopping\]: a Session never calls on_epoch_end, on_validation_end"):
+    with pytest.raises(UsageError, match=r"geartrain-callbacks\[early_stopping\]: a Session never calls on_epoch_end, on_validation_end"):
         make(plugins=[EarlyStopping("val_loss")])
     with pytest.raises(UsageError, match=r"ema.*never calls on_validation_start"):
         make(callbacks=[EMA()])

@@ -151,7 +151,7 @@ def test_what_is_refused_is_refused_on_every_rank_alike(kept):
 def test_one_became_two(kept):
     _, ranks = kept
     (told,) = ranks[0]["one became two"]["told"]
-    assert "it has no state of Keeps, geartrain[model_checkpoint]: begun anew" in told
+    assert "it has no state of Keeps, geartrain-callbacks[model_checkpoint]: begun anew" in told
     assert not ranks[1]["one became two"]["told"]
     assert equal(ranks[0]["one became two"]["weights"], ranks[1]["one became two"]["weights"])
     for rank, of in enumerate(ranks):  # 11 steps of the one, then twice 3 of the two

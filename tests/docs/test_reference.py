@@ -9,7 +9,7 @@ import pytest
 
 import geartrain as gt
 from geartrain import hookspecs
-from geartrain.commands import _COMMANDS
+from geartrain_tuner.command import _OPTIONS
 from geartrain.commands.arguments import Names, build_parser
 from geartrain.planning.registry import Registry
 
@@ -120,9 +120,10 @@ def test_trainer_argument_is_in_the_table(argument, options):
     assert row, f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, python docs/make_reference.py"
 
 
-@pytest.mark.parametrize("command", [*(name for name in _COMMANDS if name != "plugins"), "tune lr", "tune batch-size"])
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "explain", "tune lr", "tune batch-size"])
 def test_command_line_option_is_on_the_page(command, options):
-    parser, _ = build_parser(command, None, Names(), Registry())
+    own = _OPTIONS[command.removeprefix("tune ")] if command.startswith("tune") else {}
+    parser, _ = build_parser(command, None, Names(), Registry(), own)
     missing = []
     for action in parser._actions:
         for option in action.option_strings:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain import UsageError
-from geartrain.commands import doctor_software
+from geartrain_doctor import software as doctor_software
 from geartrain.planning.registry import Registry
 from geartrain_doctor.findings import examine
 from geartrain_horovod import checks, installed

@@ -292,11 +292,11 @@ class Trainer(RankProperties):
             if datamodule is not None:
                 warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
+        if command == "fit" and not model.automatic_optimization:
+            refuse_automatic(self.plan.options, model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)
-        if command == "fit" and not model.automatic_optimization:
-            refuse_automatic(self.plan.options, model)
         return self.plan
 
     def hooks_for(self, model: Module | type[Module], command: str) -> Hooks:
@@ -393,7 +393,7 @@ class Trainer(RankProperties):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made = state.pop("recipes")
-        vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _run=None)
+        vars(self).update(state, registry=Registry(state["_block"]), cluster=detect(), _run=None)
         # This process did not begin the run's folder: whoever handed the trainer over did.
         self._parts = (*core_parts(self.plan.options, self.output, False), *restore_plugins(self.registry, made))
         self.hooks = Hooks(self._parts)

@@ -191,7 +191,7 @@ def test_plugins_may_stand_among_callbacks():
     module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
     one = fit(module, val=loader(), max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=1), noting([])])
     assert one.current_epoch == 2
-    assert [choice.label for choice in one.plan.plugins] == ["geartrain[early_stopping]", "Noting"]
+    assert [choice.label for choice in one.plan.plugins] == ["geartrain-callbacks[early_stopping]", "Noting"]
 
 
 def test_state_is_the_callbacks():

@@ -123,7 +123,7 @@ def test_after_each_epoch_training_metrics_are_there():
 def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest():
     with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
         run_on([5], monitor="metrik")
-    assert "geartrain[early_stopping]" in str(raised.value)
+    assert "geartrain-callbacks[early_stopping]" in str(raised.value)
 
 
 def test_a_metric_of_several_loaders_is_named_by_the_first():
@@ -143,7 +143,7 @@ def test_it_may_be_chosen_by_name():
     options = {"early_stopping": {"monitor": "val_loss", "patience": 1}}
     trainer = fit(module, val=loader(), max_epochs=9, plugins=["early_stopping"], plugin_options=options)
     assert trainer.current_epoch == 2
-    assert trainer.plan.plugins[0].label == "geartrain[early_stopping]"
+    assert trainer.plan.plugins[0].label == "geartrain-callbacks[early_stopping]"
 
 
 def test_its_state_goes_on_counting():

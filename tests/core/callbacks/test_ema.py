@@ -276,7 +276,7 @@ def test_a_state_of_another_module_is_refused():
     ema, again = EMA(0.9), EMA(0.9)
     averaged(ema, Norm())
     again.load_state_dict(ema.state_dict())
-    with pytest.raises(UsageError, match=r"geartrain\[ema\]: its state is of another module"):
+    with pytest.raises(UsageError, match=r"geartrain-callbacks\[ema\]: its state is of another module"):
         averaged(again, Net(SGD))
 
 

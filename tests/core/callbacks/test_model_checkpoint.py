@@ -423,7 +423,7 @@ def test_without_a_place_to_write_nothing_starts(tmp_path):
 
 
 def test_after_validations_that_there_are_none_of(tmp_path):
-    with pytest.raises(UsageError, match=r"geartrain\[model_checkpoint\].*save_on_train_epoch_end"):
+    with pytest.raises(UsageError, match=r"geartrain-callbacks\[model_checkpoint\].*save_on_train_epoch_end"):
         fit(plugins=[ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)])
 
 
@@ -431,7 +431,7 @@ def test_after_validations_that_there_are_none_of(tmp_path):
 def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(tmp_path, options, recwarn):
     with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
         run_on(tmp_path, [5, 5], monitor="metrik", max_epochs=1, **options)
-    assert "geartrain[model_checkpoint]" in str(raised.value)
+    assert "geartrain-callbacks[model_checkpoint]" in str(raised.value)
 
 
 def test_a_metric_in_the_name_that_was_not_logged(tmp_path):

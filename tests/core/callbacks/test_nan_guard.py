@@ -42,7 +42,7 @@ def test_stop_names_the_first_bad_step(flush, steps, check, what, value, capsys)
 
 @pytest.mark.parametrize("flush", [1, 50])
 def test_raise_fails_the_run(flush):
-    with pytest.raises(TrainingError, match=r"geartrain\[nan_guard\]: the loss was not finite in step 2, on rank 0"):
+    with pytest.raises(TrainingError, match=r"geartrain-callbacks\[nan_guard\]: the loss was not finite in step 2, on rank 0"):
         guarded(Bad(2), "raise", log_every_n_steps=flush)
 
 

@@ -86,7 +86,7 @@ def test_what_is_not_trained_is_left_out():
 
 def test_a_failure_is_a_warning_and_training_goes_on(monkeypatch):
     monkeypatch.setattr("geartrain_callbacks.norms.norms_of", lambda tensors: 1 / 0)
-    with pytest.warns(UserWarning, match=r"geartrain\[norms\]: clip_gradients raised ZeroDivisionError") as warned:
+    with pytest.warns(UserWarning, match=r"geartrain-callbacks\[norms\]: clip_gradients raised ZeroDivisionError") as warned:
         assert fit(plugins=[Norms()], train=loader(), log_every_n_steps=1).global_step == 6
     assert len(warned) == 1
 

@@ -131,7 +131,7 @@ def test_what_is_trained_is_the_same(clock):
 
 
 def test_a_failure_is_a_warning_and_training_goes_on(clock):
-    with pytest.warns(UserWarning, match=r"geartrain\[throughput\]: step raised ZeroDivisionError") as warned:
+    with pytest.warns(UserWarning, match=r"geartrain-callbacks\[throughput\]: step raised ZeroDivisionError") as warned:
         assert lines(clock, lambda batch: 1 / 0) == []
     assert len(warned) == 1
 

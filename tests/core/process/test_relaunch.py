@@ -23,7 +23,7 @@ else:
         print("refused:", error, flush=True)
 """
 THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
-SESSION = "from geartrain.launch.reports import relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
+SESSION = "from geartrain.launch import rerun_command as relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
 
 
 def python(*arguments, folder, stdin=""):

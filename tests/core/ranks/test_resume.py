@@ -166,7 +166,7 @@ def test_what_is_refused_is_refused_on_every_rank_alike(whole, first, tmp_path):
 def test_one_became_two(tmp_path):
     one_trainer(seed=5, output=tmp_path / "one").fit(Own(), loader(shuffle=True))
     first, second = go(tmp_path / "two", 3, tmp_path / "one" / "last.ckpt")
-    assert "it has no state of Keeps, geartrain[model_checkpoint]: begun anew" in "\n".join(first.told)
+    assert "it has no state of Keeps, geartrain-callbacks[model_checkpoint]: begun anew" in "\n".join(first.told)
     assert len(first.told) == 1  # rank 0 alone says so
     assert equal(first.weights, second.weights)
     for rank, found in enumerate((first, second)):  # 11 steps of the one, then twice 3 of the two

@@ -152,7 +152,7 @@ def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
     tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
     said = capsys.readouterr().err
     assert said.count("tune: left out while finding") == 1
-    for label in ("geartrain[csv]", "Loggers", "Both", "Watches", "early_stopping", "ema", "timer"):
+    for label in ("geartrain-csv[csv]", "Loggers", "Both", "Watches", "early_stopping", "ema", "timer"):
         assert label.lower() in said.lower(), said
     assert "Watch," not in said
     assert logger.lines == []

@@ -150,13 +150,13 @@ def _best(hooks: Hooks, output: Path | None) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"'best' may be {' or '.join(map(str, found))}. Fix: give one of these files")
+        raise UsageError(f"'best' may be {' or '.join(map(str, reversed(found)))}. Fix: give one of these files")
     if all(choice.is_core for choice in hooks.implementers("find_checkpoint")):
         raise UsageError(
             "'best' is what this trainer's own fit found, and it has no ModelCheckpoint. "
             "Fix: plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks, or give a file"
         )
-    raise UsageError("no checkpoint was saved that could be the best. Fix: fit first, with save_top_k other than 0")
+    raise UsageError("this trainer has saved no checkpoint that could be the best. Fix: fit first, with save_top_k other than 0")
 
 
 def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:

@@ -55,7 +55,7 @@ def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
         name, spec = match[1], match[2] or ""
         if name not in values:
             raise TrainingError(
-                f"geartrain[model_checkpoint]: filename={pattern!r} has {name!r}, which was not logged. {nearest(name, values)} "
+                f"geartrain-callbacks[model_checkpoint]: filename={pattern!r} has {name!r}, which was not logged. {nearest(name, values)} "
                 "Fix: log it with self.log, or take it out"
             )
         text = format(values[name], spec)
@@ -71,7 +71,7 @@ def free(folder: Path, name: str, own: str) -> str:
         TrainingError: a value in the name leads out of the folder.
     """
     if not is_inside(name):
-        raise TrainingError(f"geartrain[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename")
+        raise TrainingError(f"geartrain-callbacks[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename")
     for version in count():
         file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
         if file == own or not (folder / file).exists():

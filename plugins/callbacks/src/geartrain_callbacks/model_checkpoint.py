@@ -105,7 +105,7 @@ class ModelCheckpoint:
                 "Fix: leave one out, or two of them with a filename each"
             )
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
-        self.dirpath = None if dirpath is None else user_path(dirpath, "geartrain[model_checkpoint]: dirpath")
+        self.dirpath = None if dirpath is None else user_path(dirpath, "geartrain-callbacks[model_checkpoint]: dirpath")
         self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
             raise UsageError("model_checkpoint: filename='last' is what save_last saves. Fix: another name")
@@ -171,11 +171,11 @@ class ModelCheckpoint:
         folder = self._folder(plan)
         if folder is None and not plan.options.fast_dev_run:
             raise UsageError(
-                "geartrain[model_checkpoint] has no place to write. "
+                "geartrain-callbacks[model_checkpoint] has no place to write. "
                 "Fix: --model_checkpoint.dirpath DIR, or a folder for the run (--output DIR)"
             )
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise UsageError(f"geartrain[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
+            raise UsageError(f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
         self._planned = folder
 
     @hookimpl
@@ -225,7 +225,7 @@ class ModelCheckpoint:
         if self._on and not self._looked and run.world.rank == 0:
             when = f"every_n_epochs={self._epochs}" if self._steps is None else f"every_n_train_steps={self._steps}"
             warnings.warn(
-                f"geartrain[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
+                f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
             )
 
     def _settle(self, run: Run) -> None:
@@ -261,7 +261,7 @@ class ModelCheckpoint:
         if self._scores:  # otherwise nothing was the best by a metric
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
-                f"geartrain[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
+                f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
                 "and this run starts its list of the best from scratch",
                 stacklevel=2,
             )
@@ -275,7 +275,7 @@ class ModelCheckpoint:
         if not lost:
             return
         warnings.warn(
-            f"geartrain[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
+            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
             stacklevel=2,
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}
@@ -345,7 +345,7 @@ class ModelCheckpoint:
                     return _Turn(error=f"{missing} {_FIX}")
             elif when[0] == run.epoch and self._steps is not None and when[1] != run.step and epochs > run.epoch:
                 missing = (
-                    f"geartrain[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
+                    f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
                     f"and it looks every {self._steps} steps. Fix: log it in each step."
                 )
             if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):

@@ -67,7 +67,7 @@ def delete(folder: Path, name: str) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:  # a file too many is no reason to end a training
-        warnings.warn(f"geartrain[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)
+        warnings.warn(f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)
 
 
 def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class CSVLogger:
     errors_are_warnings = True
 
     def __init__(self, path: str | None = None) -> None:
-        self.path = None if path is None else user_path(path, "geartrain[csv]: path")
+        self.path = None if path is None else user_path(path, "geartrain-csv[csv]: path")
         self._began = False
         self._table: Table | None = None
 
@@ -49,12 +49,12 @@ class CSVLogger:
             return
         path = self._path(plan)
         if path is None:
-            raise UsageError("geartrain[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
+            raise UsageError("geartrain-csv[csv] has no place to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
         # Only what this object finds at first: a later run of its goes on in the file that the first one began.
         # Rank 0 writes it: a rank that comes later, to a run that goes on, finds the table that rank 0 began.
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
-            raise UsageError(f"geartrain[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
+            raise UsageError(f"geartrain-csv[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
         self._began = True
 
     @hookimpl

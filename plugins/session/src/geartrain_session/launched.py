@@ -129,7 +129,7 @@ class Launched(RankProperties):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made = state.pop("recipes")
-        vars(self).update(state, registry=Registry(state["_block"]), place=detect(), _called=True)
+        vars(self).update(state, registry=Registry(state["_block"]), cluster=detect(), _called=True)
         plan = self.plan
         self._parts = (*core_parts(plan.options, plan.output, False), *restore_plugins(self.registry, made))
         self.hooks = Hooks(self._parts)
