@@ -3,6 +3,9 @@
 import gc
 import os
 import signal
+import sys
+
+import pytest
 
 # Before torch is imported: with more threads than cores, OpenMP's threads spin while they wait for each other, and a backward of a tiny
 # model takes 17 ms instead of 0.1. The programs that tests start inherit it. A value of the user's own stays.
@@ -20,3 +23,9 @@ def pytest_collection_finish(session):
     would look through half a million objects of the tests each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_weights_in_every_test():
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

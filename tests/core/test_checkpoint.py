@@ -4,13 +4,12 @@ import os
 
 import pytest
 import torch
+from small_models import EvalNet, Pretend, assert_equal, differ, fit, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError
 from geartrain.callbacks import ModelCheckpoint
-
-from .models import EvalNet, Pretend, assert_equal, differ, fit, loader, trainer
 
 METHODS = ["validate", "test", "predict"]
 

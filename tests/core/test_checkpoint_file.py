@@ -7,12 +7,11 @@ import zipfile
 
 import pytest
 import torch
+from small_models import EvalNet, assert_equal, fit, loader, trainer
 
 from geartrain import Session, TrainingError, UsageError
 from geartrain.callbacks import ModelCheckpoint
 from geartrain.checkpoint import files as checkpoint_file
-
-from .models import EvalNet, assert_equal, fit, loader, trainer
 
 
 def saved(folder):

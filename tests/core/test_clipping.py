@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import SGD, Net, assert_equal, by_hand, differ, fit, loader
 
 from geartrain import UsageError, hookimpl
-
-from .models import SGD, Net, assert_equal, by_hand, differ, fit, loader
 
 LIMIT = 0.05  # below every gradient's norm, above some of its values
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from small_models import EvalNet, Net, Stream, fit, loader, samples, trainer
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
@@ -17,8 +18,6 @@ from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.data.loaders import BatchSizer, DataSource, count_batches, first_size, loader_batch_size
 from geartrain.module.nested import map_tensors, move
 from geartrain.testing import run_plugin
-
-from .models import EvalNet, Net, Stream, fit, loader, samples, trainer
 
 Pair = namedtuple("Pair", "x y")
 META = torch.device("meta")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
 from torch import nn
 
 import geartrain as gt
@@ -18,7 +19,6 @@ from geartrain import GeartrainError, Session, TrainingError, UsageError, hookim
 from geartrain.builtin.folder_lock import fcntl, locked
 from geartrain.files import atomic as whole_files
 
-from .models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
 from .test_whole_files import files_of_at_most
 
 

@@ -4,10 +4,9 @@ import copy
 import warnings
 
 import pytest
+from small_models import Loggers, Net, fit, loader, trainer
 
 from geartrain import UsageError, hookimpl
-
-from .models import Loggers, Net, fit, loader, trainer
 
 
 class Breaks:

@@ -8,14 +8,13 @@ from argparse import Namespace
 
 import pytest
 import torch
+from small_models import EvalNet, Net, fit, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import hookimpl
 from geartrain.module import hparams
 from geartrain.module.hparams import HyperParameters
-
-from .models import EvalNet, Net, fit, loader, trainer
 
 
 class Made(EvalNet):

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from small_models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -16,8 +17,6 @@ import geartrain.metrics.store
 from geartrain import Run, TrainingError, World, hookimpl
 from geartrain.callbacks import Callback, ModelCheckpoint
 from geartrain.metrics.store import MetricStore
-
-from .models import DEADLINE, EvalNet, Loggers, Logging, Net, by_hand, fit, loader, together, trainer
 
 
 def sizes(*lengths):

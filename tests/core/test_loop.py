@@ -7,12 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-
-from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.callbacks import Callback
-from geartrain.testing import run_plugin
-
-from .models import (
+from small_models import (
     SGD,
     EvalNet,
     Net,
@@ -29,6 +24,10 @@ from .models import (
     trainer,
     weights,
 )
+
+from geartrain import TrainingError, UsageError, hookimpl
+from geartrain.callbacks import Callback
+from geartrain.testing import run_plugin
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 

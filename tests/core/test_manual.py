@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import Loggers, Net, Noting, Recorder, assert_equal, differ, fit, loader, trainer, weights
 from torch import nn
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, Callback, NaNGuard, Norms
 
 from .manual import Two, by_hand, each_in_turn, in_turn_by_hand, once
-from .models import Loggers, Net, Noting, Recorder, assert_equal, differ, fit, loader, trainer, weights
 
 
 class Own(Two):

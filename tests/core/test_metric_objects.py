@@ -5,14 +5,13 @@ import pickle
 
 import pytest
 import torch
+from small_models import EvalNet, Loggers, fit, loader, trainer
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryRecall
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
 from geartrain.metrics.torchmetrics import find_metrics, temporary_copies
-
-from .models import EvalNet, Loggers, fit, loader, trainer
 
 
 class Measured(EvalNet):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import Net, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
@@ -19,7 +20,6 @@ from geartrain.hooks.spelling import DATA, MODULE, STATE, nearly, on_methods
 from geartrain_callbacks.callback import CALLED
 
 from .contract_fixtures import accelerator, hooks_of, part, strategy
-from .models import Net, fit, loader, trainer
 
 OF_A_MODULE = frozenset(MODULE | on_methods())
 

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
 from geartrain.loop.optimizers import mean_over_ranks
-
-from .models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
 
 
 class Configured(EvalNet):

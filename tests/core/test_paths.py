@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from small_models import EvalNet, Net, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError
@@ -12,8 +13,6 @@ from geartrain.callbacks import ModelCheckpoint
 from geartrain.commands import main
 from geartrain.files.paths import user_path
 from geartrain_csv.logger import CSVLogger
-
-from .models import EvalNet, Net, fit, loader, trainer
 
 
 @pytest.fixture(autouse=True)

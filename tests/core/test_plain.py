@@ -5,12 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import Net, assert_equal, differ, loader, samples, trainer
 from torch import nn
 from torch.nn import functional
 
 from geartrain import TrainingError, UsageError
-
-from .models import Net, assert_equal, differ, loader, samples, trainer
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

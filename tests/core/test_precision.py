@@ -9,13 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import SGD, EvalNet, Loggers, Net, Stream, assert_equal, by_hand, differ, fit, loader, samples, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
-
-from .models import SGD, EvalNet, Loggers, Net, Stream, assert_equal, by_hand, differ, fit, loader, samples, trainer, weights
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16}

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import together
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError
 from geartrain.data.sharding import Shard
 from geartrain.loop import predictions
-
-from .models import together
 
 
 def ranks(outputs, loader=None):

@@ -14,11 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 from rich.progress import Progress
+from small_models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import hookimpl
-
-from .models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor, while a bar is drawn and afterwards
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from .models import Logging, fit
+from small_models import Logging, fit
 
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("avg", 2.5), ("AVG", 2.5), ("Mean", 2.5), ("SUM", 15.0), ("Min", 0.0), ("MAX", 5.0)])

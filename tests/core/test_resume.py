@@ -12,6 +12,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+from small_models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,8 +21,6 @@ from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, model_checkpoint
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.checkpoints import checkpoint_state
-
-from .models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
 
 Adam = partial(torch.optim.Adam, lr=0.02)
 

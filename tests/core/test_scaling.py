@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
+from small_models import assert_equal, fit, loader
 from torch import nn
 
 from geartrain import TrainingError
 
 from .manual import Two
-from .models import assert_equal, fit, loader
 
 
 def by_hand_16(module, batches, epochs=1, overflow=None):

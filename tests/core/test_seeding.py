@@ -6,10 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from small_models import Net, assert_equal, differ, fit, loader, trainer, weights
 
 import geartrain as gt
-
-from .models import Net, assert_equal, differ, fit, loader, trainer, weights
 
 
 def draw():

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from small_models import EvalNet, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import Layout, World, hookimpl
-
-from .models import EvalNet, loader, trainer
 
 
 class Wrapped(nn.Module):

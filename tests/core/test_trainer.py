@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
+from small_models import EvalNet, Loggers, Net, Pretend, assert_equal, differ, fit, loader, trainer, weights
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import Callback
-
-from .models import EvalNet, Loggers, Net, Pretend, assert_equal, differ, fit, loader, trainer, weights
 
 # --- attributes ----------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from small_models import EvalNet, Loggers, Logging, Net, Stream, assert_equal, by_hand, fit, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-
-from .models import EvalNet, Loggers, Logging, Net, Stream, assert_equal, by_hand, fit, loader, trainer
 
 # --- when ----------------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@
 import re
 
 import pytest
+from command_line import chip, command, folder, install, installed, python, refused
+
+__all__ = ["chip", "command", "folder", "install", "installed", "python", "refused"]
 
 
 @pytest.hookimpl(tryfirst=True)

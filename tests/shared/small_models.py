@@ -1,4 +1,4 @@
-"""Tiny modules, data and plugins that the tests of core share."""
+"""Tiny modules, data and plugins that the tests of core and of the tools share."""
 
 import copy
 import threading

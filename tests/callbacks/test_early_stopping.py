@@ -1,12 +1,11 @@
 """EarlyStopping: training ends when a metric no longer gets better."""
 
 import pytest
+from small_models import Logging, fit, loader
 
 from geartrain import TrainingError, UsageError
 from geartrain.callbacks import EarlyStopping
 from geartrain.errors import nearest
-
-from ..models import Logging, fit, loader
 
 NAN, INF = float("nan"), float("inf")
 

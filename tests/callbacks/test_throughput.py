@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import EvalNet, Loggers, Net, Pretend, fit, loader, samples
 from torch.utils.data import DataLoader
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Throughput
 from geartrain_callbacks.throughput import _known_peak
-
-from ..models import EvalNet, Loggers, Net, Pretend, fit, loader, samples
 
 #: Floating-point operations of one sample in Net: 2 for each weight forward, twice that backward, but that the first layer's input
 #: needs no gradient.

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from small_models import EvalNet, Logging, assert_equal, fit, loader, trainer
 
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
-
-from ..models import EvalNet, Logging, assert_equal, fit, loader, trainer
 
 NAN, INF = float("nan"), float("inf")
 

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from small_models import Net, assert_equal, differ, fit, loader, trainer, weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from geartrain import TrainingError, UsageError
 from geartrain.callbacks import NaNGuard
-
-from ..models import Net, assert_equal, differ, fit, loader, trainer, weights
 
 
 class Bad(Net):

@@ -7,14 +7,13 @@ import pickle
 
 import pytest
 import torch
+from small_models import Loggers, Net, Pretend, Recorder, assert_equal, by_hand, differ, loader, samples, trainer as make_trainer, weights
 from torch import nn
 from torch.nn import functional
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import EMA, EarlyStopping
-
-from .models import Loggers, Net, Pretend, Recorder, assert_equal, by_hand, differ, loader, samples, trainer as make_trainer, weights
 
 
 def make(**options):

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from small_models import EvalNet, Logging, Pretend, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError
@@ -16,9 +17,9 @@ from geartrain_csv import logger as module
 from geartrain_csv.logger import CSVLogger, Table
 from geartrain_testing.launching import launched
 
-from .models import EvalNet, Logging, Pretend, fit, loader, trainer
-
 OWN = ["step", "epoch", "stage"]
+#: Where programs find this file and small_models.
+PATHS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "shared")]
 
 
 def read(path):
@@ -152,8 +153,8 @@ def test_two_ranks_write_once(tmp_path):
     pytest.importorskip("geartrain_ddp", reason="geartrain-ddp is not installed here")
     script = f"""
     import sys
-    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-    from core.test_csv import *
+    sys.path[:0] = {PATHS!r}
+    from loggers.test_csv import *
     one = trainer(strategy="ddp", devices=2, output="run", plugins="csv", log_every_n_steps=2, max_epochs=2)
     net = Logs()
     one.fit(net, loader())
@@ -202,8 +203,8 @@ def test_a_long_table_is_written_anew_only_when_it_has_doubled(tmp_path, monkeyp
 
 FULL = f"""
     import resource, sys, warnings
-    sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-    from core.test_csv import *
+    sys.path[:0] = {PATHS!r}
+    from loggers.test_csv import *
     import torch.distributed.nn.functional  # torch 2.8 writes a file when this is imported
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     class Long(EvalNet):

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from small_models import Stream, loader, samples, trainer
 from torch.utils.data import DataLoader
 
 import geartrain as gt
@@ -16,7 +17,6 @@ from geartrain import TrainingError, UsageError
 from geartrain.tuning import Tuner
 from geartrain_tuner.batch_size import is_out_of_memory
 
-from ..models import Stream, loader, samples, trainer
 from .cases import Data, Never, Room, Watch, scale, snapshot
 
 SEARCHES = [

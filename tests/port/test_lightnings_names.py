@@ -5,11 +5,10 @@ import traceback
 
 import pytest
 import torch
+from small_models import Net, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError
-
-from .models import Net, loader, trainer
 
 NAMES = {
     "gt.Callback": "Write: geartrain.callbacks.Callback",

@@ -4,11 +4,10 @@ import copy
 import math
 
 import pytest
+from small_models import Loggers, Net, fit, loader
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Norms
-
-from ..models import Loggers, Net, fit, loader
 
 
 def lines(*plugins, module=None, **options):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from small_models import Loggers, Net, loader, samples, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -12,7 +13,6 @@ from geartrain import hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping
 from geartrain.tuning import Tuner
 
-from ..models import Loggers, Net, loader, samples, trainer
 from .cases import Keeps, Watch, find, snapshot
 
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from small_models import SGD, Loggers, Net, fit
 from torch.optim.lr_scheduler import LambdaLR
 
 from geartrain import UsageError
 from geartrain.callbacks import LearningRateMonitor
-
-from ..models import SGD, Loggers, Net, fit
 
 
 def halves(optimizer, interval="epoch", name=None):

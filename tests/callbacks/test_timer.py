@@ -4,12 +4,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from small_models import EvalNet, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import Timer
-
-from ..models import EvalNet, fit, loader, trainer
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from small_models import Net, loader, trainer
 from torch import nn
 
 from geartrain import TrainingError, UsageError
 from geartrain.tuning import LRFinder, Tuner
 
-from ..models import Net, loader, trainer
 from .cases import Never, Quadratic, Watch, find
 
 

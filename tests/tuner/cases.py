@@ -3,14 +3,13 @@
 import random
 
 import torch
+from small_models import Net, loader, samples, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
 from geartrain.tuning import Tuner
-
-from ..models import Net, loader, samples, trainer
 
 
 def find(module, train=None, options=None, **arguments):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from small_models import SGD, EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
 from torch import nn
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
 from geartrain.checkpoint.checkpoints import checkpoint_state, save
-
-from ..models import SGD, EvalNet, Net, assert_equal, differ, fit, loader, trainer, weights
 
 
 class Follows:

@@ -5,11 +5,10 @@ import signal
 import threading
 
 import pytest
+from small_models import Net, fit
 
 from geartrain.launch.reports import ERROR_FILE
 from geartrain.launch.signals import Interrupted, raise_on_signals
-
-from ..models import Net, fit
 
 
 def ended_by(number):

@@ -4,13 +4,12 @@ import re
 
 import pytest
 import torch
+from small_models import EvalNet, Net, Pretend, fit, loader, trainer
 from torch import nn
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import ModelSummary
-
-from ..models import EvalNet, Net, Pretend, fit, loader, trainer
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from small_models import EvalNet, Logging, Net, Own, fit, loader, trainer
 
 import geartrain as gt
 from geartrain import UsageError
 from geartrain.callbacks import Callback, EarlyStopping
 from geartrain.loop.step_forwarder import ModuleHooks
 from geartrain_callbacks.callback import CALLED, NOT_CALLED, Adapter
-
-from ..models import EvalNet, Logging, Net, Own, fit, loader, trainer
 
 EVENTS = [name for name in CALLED if name not in ("setup", "teardown", "on_exception")]
 
@@ -256,7 +255,7 @@ def test_the_base_has_each_hook_of_the_module_with_its_arguments():
 
 
 def test_the_page_lists_what_is_called_and_what_is_not():
-    page = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
     called, _, refused = page.partition("| called | when |")[2].partition("| not called | instead |")
     assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in called.splitlines() if line.startswith("|")))) == set(CALLED)
     assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")))) == set(

@@ -1,0 +1,27 @@
+"""Every test of the doctor runs in a folder with a target, and finds core and the tools alone."""
+
+import copy
+
+import pytest
+from command_line import command, folder, install, installed, python, refused, write
+
+from geartrain_doctor import exchange
+
+__all__ = ["command", "folder", "install", "installed", "python", "refused", "write"]
+
+
+@pytest.fixture(autouse=True)
+def _a_folder_with_a_target(folder, installed):
+    pass
+
+
+@pytest.fixture(scope="session")
+def exchanged():
+    """What the doctor's all-reduce between two processes found on this machine."""
+    return exchange.all_reduce("gloo", "cpu")
+
+
+@pytest.fixture
+def known_exchange(exchanged, monkeypatch):
+    """The doctor finds what it found before and starts no process: for tests of its other checks."""
+    monkeypatch.setattr(exchange, "all_reduce", lambda backend, device: copy.deepcopy(exchanged))
