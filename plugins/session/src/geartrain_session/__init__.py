@@ -1,10 +1,11 @@
-"""For those who keep their own loop: ``geartrain.Session``.
+"""For users who keep their own loop: ``geartrain.Session``.
 
-- ``session``: models, optimizers, loaders and steps; built on ``together``, which has collectives, logging and checkpoints, and that on
-  ``launched``: planning, processes, teardown.
-- ``working``: what each process does around the loop.
-- ``models``, ``optimizers``: what a session hands back.
-- ``state``: what a checkpoint holds.
+- ``session``: :class:`Session`, which users call. It has one :class:`SessionRun` while it runs.
+- ``arguments``: what a Session refuses when it is made.
+- ``workers``: what each process does around the loop: ``process_context``, ``ScriptWorker``, ``FunctionWorker``.
+- ``session_run``: the models, optimizers and loaders of one run, and its steps.
+- ``models``, ``loaders``, ``optimizers``: what a session returns to the loop.
+- ``collectives``, ``callbacks``, ``state``: reductions over ranks, methods that the loop calls by name, checkpoints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The models and loaders that a Session hands back, which fire the hooks inside somebody's own loop."""
+"""The models that a Session returns, which fire the hooks inside the user's loop, and the module that hooks see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain import UsageError
-from geartrain.plugin_api import close_batches, has_no_own_samples, map_tensors, set_epoch
+from geartrain import Module, UsageError
+from geartrain.plugin_api import hyperparameters, map_tensors, overridden
 
 if TYPE_CHECKING:
     from geartrain import Run
-    from geartrain_session.session import Session
+    from geartrain_session.session_run import SessionRun
 
 
 class Called(nn.Module):
-    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``, where a Trainer's strategy gets ``StepForwarder(module)``.
+    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``. A Trainer's strategy gets ``StepForwarder(module)``.
 
     The inputs are one argument, so that a strategy which splits a batch splits all of them.
     """
@@ -38,40 +39,40 @@ class Called(nn.Module):
         return (module if method == "forward" else getattr(module, method))(*inputs[0], **inputs[1])
 
     def has_end(self, method: str) -> bool:
-        """There is no ``*_step_end`` here."""
+        """Return False: a Session calls no ``*_step_end``."""
         return False
 
 
 @dataclass(slots=True)
 class Calls:
-    """What a model knows of its calls; apart from it, because setting an attribute of an nn.Module costs a microsecond."""
+    """Counts a model's calls; apart from the model, because setting an attribute of an nn.Module costs a microsecond."""
 
-    #: How many had gradients that their backward reduces: those outside of ``no_backward_sync``.
+    #: Calls whose backward reduces gradients: those outside of ``no_backward_sync``.
     reducing: int = 0
-    #: Whether ``no_backward_sync`` is open.
+    #: True inside ``no_backward_sync``.
     held: bool = False
 
 
 class SessionModel(nn.Module):
     """A model in a Session: a call goes through the ``forward`` hook, and so through precision and strategy.
 
-    Everything else of the model's (attributes, parameters, ``state_dict``) is reached as before. A copy or a pickle of it is the model
+    Everything else of the model (attributes, parameters, ``state_dict``) is reached as before. A copy or a pickle of it is the model
     alone.
     """
 
-    def __init__(self, session: Session, run: Run, module: nn.Module, methods: Iterable[str]) -> None:
+    def __init__(self, session_run: SessionRun, run: Run, module: nn.Module, methods: Iterable[str]) -> None:
         super().__init__()
-        self._session, self._run = session, run
+        self._session_run, self._run = session_run, run
         self._methods: dict[str, Callable[..., Any]] = {}
         self._calls = Calls()
-        # Under autocast outputs are of 16 bits, and a loss that is computed outside of the model would be too.
+        # Under autocast, outputs have 16 bits; a loss that is computed outside of the model would have them too.
         self._mixed = run.plan.precision.name.endswith("-mixed")
         self.module = module
         for method in ("forward", *methods):
             self.mark_forward_method(method)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let another method of the model's that computes what is trained go through the ``forward`` hook as well.
+        """Let another method of the model that computes what is trained go through the ``forward`` hook, too.
 
         Raises:
             UsageError: the model has no such method.
@@ -85,15 +86,14 @@ class SessionModel(nn.Module):
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:
-        """What calling one method comes to; everything that does not change is looked up once."""
-        session, run, calls, forward, mixed = self._session, self._run, self._calls, self._run.hooks.forward, self._mixed
+        """Return the function that calls one method; it looks up once what does not change."""
+        session_run, run, calls, forward, mixed = self._session_run, self._run, self._calls, self._run.hooks.forward, self._mixed
         module: Any = self._modules["module"]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if run.model is None:  # the session is closed: the model is as it was before
                 return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
-            if not session._begun:
-                session._begin()
+            session_run.begin()
             if not calls.held and torch.is_grad_enabled():
                 calls.reducing += 1
             output = forward(run=run, method=method, args=((args, kwargs),))
@@ -102,8 +102,8 @@ class SessionModel(nn.Module):
         return call
 
     def _through(self, method: str, part: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The model as the strategy wrapped it; without gradients the bare one: a wrapper's forward may communicate, and ranks need not
-        evaluate alike."""
+        """Return what calls the model as the strategy wrapped it. Without gradients it calls the bare model: a wrapper's forward may
+        communicate, and ranks may evaluate different numbers of batches."""
         run = self._run
 
         def call(inputs: Any) -> Any:
@@ -154,36 +154,39 @@ def _to_32_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-class SessionLoader:
-    """A loader's batches of this rank, on its device; each pass is the next epoch.
+# --- the module that hooks see -------------------------------------------------------------------------------------------
 
-    Args:
-        run: the session's, with this loader alone.
-        moves: whether batches go to the device.
-    """
 
-    def __init__(self, session: Session, run: Run, loader: Iterable[Any], moves: bool) -> None:
-        self._session, self._run, self._loader, self._moves = session, run, loader, moves
-        self._passes = 0
+class Models(Module):
+    """The module of a Session's run: it holds the models that were set up."""
 
-    def __iter__(self) -> Iterator[Any]:
-        session, run, loader = self._session, self._run, self._loader
-        if not session._begun:
-            session._begin()
-        set_epoch(loader, self._passes)
-        self._passes += 1
-        if has_no_own_samples(loader):  # its one sample is another rank's
-            return
-        batches = run.hooks.device_batches(run=run, loader=loader, stage=run.stage) if self._moves else iter(loader)
-        try:
-            yield from batches
-        finally:
-            close_batches(batches, loader)
 
-    def __len__(self) -> int:
-        return 0 if has_no_own_samples(self._loader) else len(self._loader)  # type: ignore[arg-type]
+def as_one_module(*modules: Any) -> Any:
+    """Return the module that hooks see: a single geartrain Module itself, otherwise a :class:`Models` that holds all."""
+    if len(modules) == 1 and isinstance(modules[0], Module):
+        return modules[0]
+    whole = Models()
+    for i, module in enumerate(modules):
+        whole.add_module(f"model{i}", module)
+    return whole
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet, while it is copied
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+
+def attach(run: Run, models: Sequence[SessionModel]) -> None:
+    """Set the run's module: the model, or all of them if there are several. Warn of hooks of the newest that a Session never calls."""
+    module: Any = models[-1].module
+    if isinstance(module, Module):
+        module._run, module._trainer = run, run.trainer
+        names = [name for name in dir(Module) if name.startswith(("on_", "transfer_")) and overridden(module, name)]
+        if names:
+            warnings.warn(f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. Fix: call it in the loop", stacklevel=4)
+    run.module = module if len(models) == 1 else as_one_module(*(model.module for model in models))
+
+
+def hyperparameters_of(models: Sequence[SessionModel]) -> dict[str, Any]:
+    """Return what geartrain Modules were made with; of several models under the names that :func:`as_one_module` gives."""
+    found: dict[str, Any] = {}
+    for i, model in enumerate(models):
+        prefix = f"model{i}." if len(models) > 1 else ""
+        if isinstance(model.module, Module):
+            found.update({prefix + name: value for name, value in hyperparameters(model.module).items()})
+    return found

@@ -1,4 +1,4 @@
-"""The optimizers that a Session hands back: a step through the hooks."""
+"""The optimizers that a Session returns: each step goes through the hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import TrainingError, UsageError
@@ -15,41 +16,41 @@ from geartrain.plugin_api import mean_over_ranks
 if TYPE_CHECKING:
     from geartrain import Run
     from geartrain_session.models import SessionModel
-    from geartrain_session.session import Session
+    from geartrain_session.session_run import SessionRun
 
 
 class Stepper:
-    """What ``optimizer.step()`` does in a Session: reduce, unscale, clip, step, each through its hook.
+    """One ``optimizer.step()`` in a Session: reduce, unscale, clip, step, each through its hook.
 
     Args:
-        run: the session's, with this optimizer alone and its model.
+        run: a copy of the session's, with this optimizer alone and its model.
     """
 
-    def __init__(self, session: Session, run: Run, model: SessionModel) -> None:
-        self._session, self._run, self._model, self._hooks = session, run, model, run.hooks
+    def __init__(self, session_run: SessionRun, run: Run, model: SessionModel) -> None:
+        self._session_run, self._run, self._model, self._hooks = session_run, run, model, run.hooks
         #: The model's count of reducing calls when this optimizer last stepped.
         self._seen = 0
-        #: How many backwards the session had seen when the gradients were reduced for the step that comes; ``None``: not yet.
+        #: The run's count of backwards when the gradients were reduced for the next step; ``None``: not yet.
         self._reduced: int | None = None
-        #: How many backwards the session had seen at the last reduction, and whether a step without another is an error.
+        #: The run's count of backwards at the last reduction, and True if a step without another is an error.
         self._backwards, self._scaled = 0, run.plan.precision.name == "16-mixed"
-        #: Whether the newest step was taken; a gradient scaler skips those that overflowed.
+        #: True if the newest step was taken; a gradient scaler skips those that overflowed.
         self.stepped = True
-        #: Whether there is nothing to do before a step.
+        #: True if nothing comes before a step.
         self._plain = run.world.size == 1 and run.hooks.reduce_gradients is None and run.hooks.clip_gradients is None
 
     def reduce(self) -> None:
-        """Make the gradients those that the step will use: of all ranks, unscaled. Once a step.
+        """Reduce gradients over ranks and unscale them, as the step will use them. Once a step.
 
         Raises:
-            TrainingError: they are not reduced by this step's backward, or another backward came after they were.
+            TrainingError: this step's backward does not reduce them, or another backward came after the reduction.
         """
-        session, run = self._session, self._run
+        session_run, run = self._session_run, self._run
         if self._reduced is not None:
-            if self._reduced != session._backwards:
+            if self._reduced != session_run.backwards:
                 raise TrainingError("session.backward came between clip_gradients and step: its gradients are not clipped, nor reduced")
             return
-        if self._scaled and self._backwards == session._backwards:
+        if self._scaled and self._backwards == session_run.backwards:
             raise TrainingError(
                 "there was no session.backward since the last step: 16-mixed scales the loss there. Fix: session.backward(loss)"
             )
@@ -63,19 +64,18 @@ class Stepper:
             self._seen = self._model._calls.reducing
         if self._hooks.reduce_gradients is not None:
             self._hooks.reduce_gradients(run=run)
-        self._reduced = self._backwards = session._backwards
+        self._reduced = self._backwards = session_run.backwards
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns what the closure returned, as torch's optimizers do.
+        """Step once. Return what the closure returned, as torch's optimizers do.
 
         Raises:
             UsageError: an optimizer that needs a closure has none.
         """
-        run, session, loss = self._run, self._session, None
+        run, session_run, loss = self._run, self._session_run, None
         if run.model is None:
             raise UsageError("the session is closed. Fix: step inside `with Session(...)`, or before session.close()")
-        if not session._begun:
-            session._begin()
+        session_run.begin()
         if run.closure:
             loss = self._closure_step(closure)
         else:
@@ -86,7 +86,7 @@ class Stepper:
                 self._gradients()
             self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=None) is not False
         self._reduced = None
-        session._stepped(run)
+        session_run.stepped(run)
         return loss
 
     def _gradients(self) -> None:
@@ -95,7 +95,7 @@ class Stepper:
             self._hooks.clip_gradients(run=self._run)
 
     def _closure_step(self, closure: Callable[[], Any] | None) -> Any:
-        """The step of an optimizer that computes the loss itself, several times, as LBFGS does."""
+        """Step an optimizer that computes the loss itself, several times, as LBFGS does."""
         run, losses = self._run, []
         if closure is None:
             raise UsageError(f"{type(run.optimizers[0]).__name__} needs a closure. Fix: optimizer.step(closure)")
@@ -111,10 +111,10 @@ class Stepper:
         return losses[0] if losses else None
 
 
-class StepForwarder:
-    """The attribute ``step`` of an optimizer in a Session; a scheduler may put its own around it, and that one is asked then."""
+class SessionStep:
+    """The attribute ``step`` of an optimizer in a Session. A scheduler may set its own wrapper, which is called then."""
 
-    hooked = True  # torch would else put a profiler's range around it, as if it were a function
+    hooked = True  # otherwise torch puts a profiler's range around it, as around a function
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -135,20 +135,44 @@ class StepForwarder:
 
 
 def session_optimizer(optimizer: Optimizer, stepper: Stepper) -> Any:
-    """The same optimizer, state and parameter groups shared, whose ``step`` is the session's; of its class, for schedulers."""
-    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": StepForwarder(stepper)})
+    """Return the same optimizer with the session's ``step``: state and groups are shared; its class is a subclass, for schedulers."""
+    cls = type(type(optimizer).__name__, (type(optimizer),), {"step": SessionStep(stepper)})
     same: Any = object.__new__(cls)
     same.__dict__ = optimizer.__dict__
     return same
 
 
 def stepper_of(optimizer: Any) -> Stepper:
-    """What steps a session's optimizer.
+    """Return the stepper of a session's optimizer.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is another optimizer.
     """
     step = type(optimizer).__dict__.get("step")
-    if not isinstance(step, StepForwarder):
+    if not isinstance(step, SessionStep):
         raise UsageError(f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one")
     return step.stepper
+
+
+def owns(module: nn.Module, optimizer: Optimizer) -> bool:
+    """Return True if the model has all parameters that an optimizer steps."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_optimizer(module: nn.Module, optimizer: Any) -> None:
+    """Refuse an optimizer that cannot be set up with a model.
+
+    Raises:
+        UsageError: it is no optimizer, is set up already, or steps parameters of another model.
+    """
+    name = type(module).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one")
+    if isinstance(type(optimizer).__dict__.get("step"), SessionStep):
+        raise UsageError(f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned")
+    if not owns(module, optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps parameters that {name} does not have. Fix: make it from model.parameters(); "
+            "one optimizer of several models takes nn.ModuleList([a, b])"
+        )

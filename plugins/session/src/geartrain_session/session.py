@@ -1,40 +1,55 @@
-"""Session: accelerators, strategies, precision and plugins for those who keep their own loop."""
+"""Session: accelerators, strategies, precision and plugins for users who keep their own loop."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+import atexit
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import Module, Run, UsageError
+from geartrain import Run, UsageError, seed_everything
 from geartrain.plugin_api import (
-    STEPS,
-    check_ranks_agree,
-    count_batches,
-    needs_closure,
+    Hooks,
+    Options,
+    RankProperties,
+    Registry,
+    TrainerArguments,
+    build_components,
+    check_joins,
+    core_parts,
+    detect,
     parameters_of,
-    share_temporary_folder,
+    pickled_plugins,
+    reserved_folder,
+    restore_plugins,
+    save,
+    user_path,
     write_instead,
 )
-from geartrain_session.models import Called, SessionLoader, SessionModel
-from geartrain_session.optimizers import StepForwarder, Stepper, session_optimizer, stepper_of
-from geartrain_session.together import Together
-from geartrain_session.working import Models, as_one_module, attach
+from geartrain_session import collectives, state as states
+from geartrain_session.arguments import check_hooks, refuse_unknown
+from geartrain_session.callbacks import Callbacks
+from geartrain_session.models import Models, SessionModel
+from geartrain_session.optimizers import stepper_of
+from geartrain_session.session_run import SessionRun
+from geartrain_session.workers import FunctionWorker, ScriptWorker
 
 
-class Session(Together):
-    """What :class:`geartrain.Trainer` brings along, for people who keep their own loop; names as in Lightning Fabric.
+class Session(RankProperties):
+    """What :class:`geartrain.Trainer` brings, for users who keep their own loop; names as in Lightning Fabric.
 
-    Everything is checked and planned when it is made; ``session.plan`` shows it. ``with Session(...) as session:`` closes it.
+    The constructor checks and plans everything; ``session.plan`` shows the plan. ``with Session(...) as session:`` closes it.
 
     Args:
         accelerator: as for :class:`geartrain.Trainer`, as are devices, strategy, num_nodes, precision and plugins.
-        callbacks: objects whose methods ``session.call(name, ...)`` calls; plugins' objects are plugins.
+        callbacks: objects whose methods ``session.call(name, ...)`` calls; objects with ``@hookimpl`` methods become plugins.
         seed: seeds Python, NumPy and torch, now and again in each process.
         output: folder for plan.json, metrics.jsonl and summary.json; nothing is written without it.
         gradient_clip_val: the largest gradient norm or value of an optimizer's parameters; ``None`` for no clipping.
@@ -46,14 +61,208 @@ class Session(Together):
         UsageError: anything that cannot work, and plugins that need a Trainer's loop.
     """
 
-    if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    datamodule = None  # as of a Trainer: strategies that start fresh processes read it
+    _run: Run | None
+    _session_run: SessionRun | None
+    #: The contexts that :meth:`close` ends, after :meth:`launch` without a function.
+    _stack: ExitStack | None
+
+    def __init__(
+        self,
+        accelerator: str | Any = "auto",
+        strategy: str | Any = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+        plugins: Any = (),
+        callbacks: Any = (),
+        *,
+        seed: int | None = None,
+        output: str | Path | None = None,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        log_every_n_steps: int = 50,
+        block: Sequence[str] = (),
+        accelerator_options: Mapping[str, Any] | None = None,
+        strategy_options: Mapping[str, Any] | None = None,
+        plugin_options: Mapping[str, Mapping[str, Any]] | None = None,
+        assume: Mapping[str, int] | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(unknown, [name for name in inspect.signature(Session).parameters if name != "unknown"])
+        options = Options(
+            max_epochs=-1,
+            max_steps=-1,
+            limit_train_batches=None,
+            limit_val_batches=None,
+            limit_test_batches=None,
+            limit_predict_batches=None,
+            val_check_interval=1.0,
+            check_val_every_n_epoch=1,
+            num_sanity_val_steps=0,
+            accumulate_grad_batches=1,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            log_every_n_steps=log_every_n_steps,
+            enable_progress_bar=False,
+            use_distributed_sampler=True,
+            fast_dev_run=0,
+            seed=seed,
+            deterministic=False,
+        )
+        if seed is not None:
+            seed_everything(seed)
+        self._assume = dict(assume or {})
+        self._block, self.registry, self.cluster = list(block), Registry(block), detect()
+        given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        own = [one for one in given if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))]
+        #: The callbacks that are no plugins; :meth:`call` calls them.
+        self.callbacks = Callbacks(one for one in given if not any(one is plugin for plugin in own))
+        asked = TrainerArguments(
+            accelerator=accelerator,
+            devices=devices,
+            strategy=strategy,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            callbacks=own,
+            max_time=None,
+            output=output,
+            accelerator_options=accelerator_options,
+            strategy_options=strategy_options,
+            plugin_options=plugin_options,
+            assume=self._assume,
+        )
+        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, asked)
+        check_hooks(self.hooks, self._parts)
+        check_joins(self.plan, self.hooks)
+        self.hooks.check_plan(plan=self.plan, module=Models)
+        self._forget_run()
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Only for names that are not there: those of Fabric's get what to write instead."""
+            """Raise for a name that does not exist; one of Fabric's gets what to write instead."""
             try:
-                return object.__getattribute__(self, name)  # again, for its error: a property's own among them
+                return object.__getattribute__(self, name)  # again, for its error: it may be a property's own
             except AttributeError as error:
                 raise AttributeError(f"{error}{write_instead('Session', name)}", name=name, obj=self) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a fresh process needs to make this session again."""
+        kept = ("_block", "_assume", "plan", "callbacks")
+        return {name: getattr(self, name) for name in kept} | {"plugins": pickled_plugins(self._parts)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plugins = state.pop("plugins")
+        vars(self).update(state, registry=Registry(state["_block"]), cluster=detect())
+        self._parts = (*core_parts(self.plan.options, self.plan.output, False), *restore_plugins(self.registry, plugins))
+        self.hooks = Hooks(self._parts)
+        self._forget_run()
+
+    # --- beginning and end -----------------------------------------------------------------------------------------------
+
+    def launch(self, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:
+        """Start, or join, the processes of the plan.
+
+        Without a function, a strategy that runs the same command again (ddp) makes this process one of the ranks: every rank runs the
+        rest of the script. With one, ``function(session, *args, **kwargs)`` runs in every process, and the session closes after it; under
+        ddp_spawn, what it changed stays in those processes.
+
+        Returns:
+            What the function returned on rank 0.
+
+        Raises:
+            UsageError: launched already, or a strategy that starts its processes on a function is given none.
+        """
+        if self._assume:
+            raise UsageError(f"this session assumes hardware that is not here ({self._assume}): session.plan explains it, it cannot run.")
+        if self._run is not None:
+            raise UsageError("this session is launched already. Fix: launch once; session.close() comes before another launch")
+        if function is not None and not callable(function):
+            raise UsageError(f"launch({function!r}): it is no function. Fix: session.launch(train), and then train(session)")
+        strategy = next(part for part in self._parts if part.info.kind == "strategy")
+        if function is None and getattr(strategy.plugin, "needs_function", False):
+            raise UsageError(
+                f"{strategy.info.label} starts its processes on a function. Fix: session.launch(train), and then train(session)"
+            )
+        run = Run(
+            plan=self.plan,
+            hooks=Hooks(self._parts),
+            module=Models(),
+            trainer=cast(Any, self),  # launchers and hooks read a Trainer's attributes of it
+            command="fit",
+            cluster=self.cluster,
+            output=self.plan.output,
+            own_loop=True,
+        )
+        try:
+            with ExitStack() as around:
+                around.enter_context(reserved_folder(self._parts))
+                if function is not None:
+                    return run.hooks.launch(run=run, worker=FunctionWorker(run, function, args, kwargs))
+                worker = ScriptWorker(run)
+                run.hooks.launch(run=run, worker=worker)
+                around.push(worker.stack())
+                self._stack = around.pop_all()
+            atexit.register(self._at_exit)
+        finally:
+            if self._stack is None:
+                self._forget_run()
+
+    def close(self) -> None:
+        """End the run: flush what is logged, close loggers, release the process group and the device. Models stay usable in this process.
+        A second call does nothing."""
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        stack, self._stack = self._stack, None
+        if stack is None:
+            return
+        atexit.unregister(self._at_exit)
+        try:
+            if error is None:
+                stack.close()
+            else:
+                stack.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._forget_run()
+
+    def _at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))
+
+    def _forget_run(self) -> None:
+        self._run, self._session_run, self._stack = None, None, None
+
+    def attach_run(self, session_run: SessionRun) -> None:
+        """Take the run that a worker has set up in this process."""
+        self._run, self._session_run = session_run.run, session_run
+
+    def hooks_for(self, model: Any, command: str) -> Hooks:
+        """Return the hooks of one run, as :meth:`geartrain.Trainer.hooks_for` does."""
+        return Hooks(self._parts)
+
+    def _launched(self, what: str) -> SessionRun:
+        """Return the run; launch it first if it has one process.
+
+        Raises:
+            UsageError: several processes that were not launched.
+        """
+        if self._session_run is None:
+            if self.plan.processes != 1:
+                raise UsageError(
+                    f"{what} comes before session.launch(), and {self.plan.strategy.label} has {self.plan.processes or 'several'} "
+                    "processes. Fix: session.launch(), or session.launch(train), first"
+                )
+            self.launch()
+        assert self._session_run is not None
+        return self._session_run
 
     # --- setting up ------------------------------------------------------------------------------------------------------
 
@@ -61,114 +270,51 @@ class Session(Together):
         """Move a model to the device, wrap it for the strategy, and let its optimizers step through the hooks. Once for each model.
 
         Returns:
-            The model, or ``(model, optimizer, ...)``: what the loop is to call and step.
+            The model, or ``(model, optimizer, ...)``, for the loop to call and step.
 
         Raises:
             UsageError: a model that was set up already, or an optimizer of parameters that it does not have.
             TrainingError: the model is not the same on every rank.
         """
-        run = self._need("setup")
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"setup({type(module).__name__}): the first argument is the model. Fix: setup(model, optimizer)")
-        if isinstance(module, SessionModel) or any(module is model.module for model in self._models):
-            raise UsageError(
-                f"this {type(getattr(module, 'module', module)).__name__} is set up already. Fix: setup once, and use what it returned"
-            )
-        for optimizer in optimizers:
-            _check_optimizer(module, optimizer)
-        own = self._run_of(module)
-        self.hooks.check_plan(plan=self.plan, module=as_one_module(module))
-        check_ranks_agree(own)
-        own.unwrapped = Called(module)  # type: ignore[assignment]  # plays the part of Step
-        own.model = run.hooks.wrap_model(run=own, model=own.unwrapped)
-        model = SessionModel(
-            self, own, module, [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]
-        )
-        self._models.append(model)
-        self._runs.append(own)
-        attach(run, self._models)
-        made = tuple(self._optimizer(model, optimizer) for optimizer in optimizers)
-        return (model, *made) if made else model
+        made = self._launched("setup").setup(module, optimizers)
+        return made if optimizers else made[0]
 
     setup_module = setup
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Let optimizers of models that are set up step through the hooks. Returns one, or a tuple."""
-        self._need("setup_optimizers")
-        made = []
-        for optimizer in optimizers:
-            if not self._models:
-                raise UsageError("setup_optimizers comes before setup of the model. Fix: setup(model, optimizer)")
-            model = next((model for model in self._models if _owns(model.module, optimizer)), self._models[-1])
-            _check_optimizer(model.module, optimizer)
-            made.append(self._optimizer(model, optimizer))
-        return made[0] if len(made) == 1 else tuple(made)
-
-    def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
-        run = self._run_of(model.module, model._run)
-        run.closure = needs_closure([optimizer])
-        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
-        self._runs.append(run)
-        return session_optimizer(run.optimizers[0], Stepper(self, run, model))
-
-    def _run_of(self, module: nn.Module, of: Run | None = None) -> Run:
-        """The run as hooks see it where they are called for one model, one optimizer or one loader."""
-        run = copy.copy(self._need("setup") if of is None else of)
-        run.step_functions = {} if of is None else of.step_functions
-        run.module = module  # type: ignore[assignment]  # hooks ask it for parameters and submodules, as any nn.Module can tell
-        return run
+        """Let optimizers of models that are set up step through the hooks. Return one, or a tuple."""
+        session_run = self._launched("setup_optimizers")
+        made = tuple(session_run.setup_optimizer(optimizer) for optimizer in optimizers)
+        return made[0] if len(made) == 1 else made
 
     def setup_dataloaders(self, *loaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True, even: bool = True) -> Any:
-        """This rank's part of each loader, its batches on the device. Each pass is the next epoch of a shuffling sampler.
+        """Shard each loader over ranks and move its batches to the device. Each pass is the next epoch of a shuffling sampler.
 
         Args:
             use_distributed_sampler: let the strategy shard them.
-            move_to_device: ``False`` leaves batches where the loader made them.
+            move_to_device: ``False`` leaves batches on the device on which the loader made them.
             even: give each rank equally many samples, some twice; ``False``, for evaluation: each sample once, so that one rank may have
                 a batch less than another.
 
         Returns:
             One, or a list.
         """
-        stage, made = "train" if even else "validate", []
-        for loader in loaders:
-            run = self._run_of(Models())
-            if not isinstance(loader, Iterable) or isinstance(loader, SessionLoader | Mapping | str | bytes):
-                what = f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
-                raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches, once")
-            run.stage = stage
-            mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if use_distributed_sampler else loader
-            share_temporary_folder([mine])
-            run.loaders, run.batches = {stage: [mine]}, {stage: [count_batches(mine, None, stage)]}
-            self._need("setup_dataloaders").loaders.setdefault(stage, []).append(mine)  # their workers end with the session
-            made.append(SessionLoader(self, run, mine, move_to_device))
+        session_run, stage = self._launched("setup_dataloaders"), "train" if even else "validate"
+        made = [session_run.setup_dataloader(loader, stage, use_distributed_sampler, move_to_device) for loader in loaders]
         return made[0] if len(made) == 1 else made
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients: in place of ``loss.backward()``, which would pass a gradient scaler by."""
-        run = self._run or self._need("backward")
-        self._backwards += 1
-        run.hooks.backward(run=run, loss=loss)
+        """Compute gradients: in place of ``loss.backward()``, which would bypass a gradient scaler."""
+        session_run = self._session_run or self._launched("backward")
+        session_run.backwards += 1
+        session_run.run.hooks.backward(run=session_run.run, loss=loss)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> bool:
-        """``optimizer.step(closure)``, and whether the step was taken: 16-mixed skips those whose gradients overflowed."""
+        """Call ``optimizer.step(closure)``. Return True if the step was taken: 16-mixed skips those whose gradients overflowed."""
         optimizer.step(*([] if closure is None else [closure]))
         return stepper_of(optimizer).stepped
-
-    def _stepped(self, run: Run) -> None:
-        main = self._run
-        assert main is not None
-        main.step = done = main.step + 1
-        for each in self._runs:
-            each.step = done
-        if run.hooks.on_step_end is not None:
-            run.hooks.on_step_end(run=run)
-        if run.should_stop:
-            main.should_stop = True
-        if done % self._flush_every == 0:
-            main.logs.flush()  # the CPU waits for the GPU here, where a plugin has logged a tensor
 
     def clip_gradients(
         self,
@@ -186,12 +332,12 @@ class Session(Together):
             max_norm: the largest norm of all of them.
 
         Returns:
-            The norm before clipping, where ``max_norm`` is given.
+            The norm before clipping, if ``max_norm`` is given.
         """
         if (clip_val is None) == (max_norm is None):
             raise UsageError("clip_gradients takes either clip_val= or max_norm=. Fix: give one of them")
         stepper_of(optimizer).reduce()
-        stepped = set(parameters_of([optimizer]))  # those of another may be scaled still, or not reduced
+        stepped = set(parameters_of([optimizer]))  # gradients of another optimizer may still be scaled, or not reduced
         parameters = [parameter for parameter in module.parameters() if parameter in stepped]
         if max_norm is not None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -216,37 +362,130 @@ class Session(Together):
             calls.held = before
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What the precision puts around a model's forward, for what is computed outside of one."""
-        self._need("autocast")
+        """Return the context that the precision puts around a model's forward, for computations outside of one."""
+        self._launched("autocast")
         computes = next((part.plugin for part in self._parts if part.info.kind == "precision" and hasattr(part.plugin, "computing")), None)
         context: AbstractContextManager[Any] = nullcontext() if computes is None else computes.computing()
         return context
 
     def to_device(self, batch: Any) -> Any:
-        """A batch, or a module, on the device; batches as those of a loader that was set up: in the precision's type."""
-        run = self._need("to_device")
-        if isinstance(batch, nn.Module):
-            return batch.to(run.device)
-        if self._mover is None:
-            self._mover = self._run_of(Models())
-            self._mover.batches = {"train": [1]}
-        return next(iter(run.hooks.device_batches(run=self._mover, loader=[batch], stage="train")))
+        """Move a batch, or a module, to the device; a batch also gets the precision's type, as those of a loader that was set up."""
+        session_run = self._launched("to_device")
+        return batch.to(session_run.run.device) if isinstance(batch, nn.Module) else session_run.on_device(batch)
 
+    # --- the other ranks -------------------------------------------------------------------------------------------------
 
-def _owns(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether all that an optimizer steps is the model's."""
-    own = {id(parameter) for parameter in module.parameters()}
-    return all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    def all_gather(self, data: Any) -> Any:
+        """Each tensor of ``data`` from every rank: ``[world_size, *shape]``, or a list if first dimensions differ."""
+        return collectives.all_gather(self._launched("all_gather").run, data)
 
+    def all_reduce(self, data: Any, reduce_op: str = "mean") -> Any:
+        """Each tensor of ``data``, of one shape on all ranks, as the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` over ranks."""
+        return collectives.all_reduce(self._launched("all_reduce").run, data, reduce_op)
 
-def _check_optimizer(module: nn.Module, optimizer: Any) -> None:
-    name = type(module).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one")
-    if isinstance(type(optimizer).__dict__.get("step"), StepForwarder):
-        raise UsageError(f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned")
-    if not _owns(module, optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} steps parameters that {name} does not have. Fix: make it from model.parameters(); "
-            "one optimizer of several models takes nn.ModuleList([a, b])"
-        )
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s object, on every rank."""
+        run = self._launched("broadcast").run
+        return run.hooks.broadcast(run=run, obj=obj, src=src)
+
+    def barrier(self) -> None:
+        """Wait until every rank calls it."""
+        run = self._launched("barrier").run
+        run.hooks.barrier(run=run)
+
+    @contextmanager
+    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
+        """Let rank 0 (``local``: of each node) do something before the others do it, for example download."""
+        first = (self.local_rank if local else self.global_rank) == 0
+        if not first:
+            self.barrier()
+        yield
+        if first:
+            self.barrier()
+
+    # --- what is written -------------------------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, step: int | None = None, sync_dist: bool = False) -> None:
+        """Hand one number to the loggers and metrics.jsonl, now: the CPU waits for the GPU if it is a tensor there."""
+        self.log_dict({name: value}, step, sync_dist)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False) -> None:
+        """Hand numbers to the loggers and metrics.jsonl, now.
+
+        Args:
+            metrics: numbers, or tensors of one element, by name.
+            step: default: optimizer steps done.
+            sync_dist: log the mean over ranks, which all must call this with the same names; otherwise rank 0's own are logged.
+
+        Raises:
+            TrainingError: a value that is no number; or ranks that log different names with ``sync_dist``.
+        """
+        self._launched("log").log(metrics, step, sync_dist)
+
+    def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, whole or not at all. Every rank calls it.
+
+        Args:
+            state: models, optimizers, everything that has ``state_dict()``, and plain values and tensors, by name.
+
+        Raises:
+            UsageError: something else, which :meth:`load` could not read.
+        """
+        save(self._launched("save").run, states.collect(state), user_path(path, "path"))
+
+    def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
+        """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.
+
+        Args:
+            state: what :meth:`save` was given; default: nothing is loaded, all is returned.
+            strict: refuse a file without a name that ``state`` has; models are always strict.
+
+        Returns:
+            The rest of the file.
+
+        Raises:
+            UsageError: the file does not exist.
+            TrainingError: it is damaged, is no checkpoint, lacks a name or does not fit.
+        """
+        run, path = self._launched("load").run, user_path(path, "path")
+        found = run.hooks.load_checkpoint(run=run, path=path)
+        return states.apply(path, found, {} if state is None else state, strict)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method ``name`` of every callback that has one."""
+        self.callbacks.call(name, args, kwargs)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Call ``print`` on rank 0 only."""
+        if self.is_global_zero:
+            print(*values, **options)
+
+    def seed_everything(self, seed: int) -> int:
+        """Seed Python's, NumPy's and torch's generators; the same on every rank. Return the seed."""
+        return seed_everything(seed)
+
+    # --- what a loop asks ------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The running run, as hooks see it."""
+        return self._launched("run").run
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._launched("device").run.device
+
+    @property
+    def node_rank(self) -> int:
+        return self._run.world.node_rank if self._run else self.cluster.node_rank if self.cluster else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done, of all optimizers."""
+        return self._run.step if self._run else 0
+
+    @property
+    def should_stop(self) -> bool:
+        """True if a plugin wants the loop to end; the same on all ranks, from the flush (``log_every_n_steps``) that follows."""
+        return bool(self._run and self._run.logs.stop)

@@ -1,4 +1,4 @@
-"""What a Session's checkpoint holds: the states of models and optimizers, and plain values, so that it can be read as data alone."""
+"""A Session's checkpoint: the states of models and optimizers, and plain values, so that it can be read as data alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from geartrain import TrainingError, UsageError
 from geartrain.plugin_api import not_plain
 
 
-def of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of what is to be saved.
+def collect(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of what is to be saved.
 
     Raises:
         UsageError: something that has no ``state_dict()`` and is no plain value.
@@ -27,11 +27,11 @@ def of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
-def take(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """Give each thing in ``state`` its state from a file; plain values are replaced.
+def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[str, Any]:
+    """Load each object in ``state`` from a file, and replace plain values.
 
     Returns:
-        What else the file has.
+        The rest of the file.
 
     Raises:
         TrainingError: it is no checkpoint of names, a name is missing, or a state does not fit.

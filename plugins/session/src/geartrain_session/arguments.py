@@ -1,0 +1,48 @@
+"""What a Session refuses when it is made: unknown arguments, and plugins that need a Trainer's loop."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+
+from geartrain import Trainer, UsageError
+from geartrain.plugin_api import Hooks, LoadedPlugin, nearest
+
+#: Hooks around what only a Trainer's loop knows: a Session does not fire them.
+NOT_FIRED = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end")
+#: Hooks around a whole step or micro-batch: a Session does not call them. It calls a strategy's ``micro_step`` in ``no_backward_sync``.
+NOT_AROUND = ("step", "micro_step")
+
+
+def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """Refuse an argument that Session does not have, with what to do instead.
+
+    Raises:
+        UsageError: an argument is unknown.
+    """
+    for name in unknown:
+        if name in ("loggers", "logger"):
+            raise UsageError(f"Session has no argument {name!r}. Write: plugins=[...]")
+        if name in inspect.signature(Trainer).parameters:
+            raise UsageError(f"Session has no argument {name!r}, which belongs to a Trainer's loop: write it in your own")
+        raise UsageError(f"Session has no argument {name!r}. {nearest(name, list(known))}")
+
+
+def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
+    """Refuse plugins with hooks that a Session does not fire; warn of those that are ``errors_are_warnings``.
+
+    Raises:
+        UsageError: names the plugin, the hooks and what to do.
+    """
+    for part in parts:
+        info = part.info
+        if info.distribution == "geartrain":
+            continue
+        watched = NOT_FIRED + NOT_AROUND if info.kind == "plugin" else ("step",)
+        missed = [hook for hook in watched if info in hooks.implementers(hook)]
+        what = f"{info.label}: a Session never calls {', '.join(missed)}: epochs, validation and whole steps are your loop's"
+        if set(missed) & set(NOT_AROUND) or (missed and not getattr(part.plugin, "errors_are_warnings", False)):
+            raise UsageError(f"{what}. Fix: do in the loop what it does, or use geartrain.Trainer")
+        if missed:
+            warnings.warn(what, stacklevel=3)

@@ -1,0 +1,182 @@
+"""One run of a Session: its models, optimizers and loaders, and its steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from geartrain import Module, Run, UsageError, seed_everything
+from geartrain.plugin_api import (
+    STEPS,
+    check_name,
+    check_ranks_agree,
+    complete,
+    count_batches,
+    fire,
+    needs_closure,
+    scalar,
+    share_temporary_folder,
+)
+from geartrain_session.collectives import mean_of_metrics
+from geartrain_session.loaders import SessionLoader
+from geartrain_session.models import Called, Models, SessionModel, as_one_module, attach, hyperparameters_of
+from geartrain_session.optimizers import Stepper, check_optimizer, owns, session_optimizer
+
+if TYPE_CHECKING:
+    from geartrain_session.session import Session
+
+
+class SessionRun:
+    """What a Session has from launch to close: the run that hooks see, and a copy of it for each model, optimizer and loader.
+
+    Args:
+        run: the run that is being set up in this process; ``run.trainer`` is the session.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.session = cast("Session", run.trainer)
+        self.models: list[SessionModel] = []
+        #: Calls of ``session.backward``.
+        self.backwards = 0
+        #: The runs of models and of optimizers, and one that moves batches which no loader brings.
+        self._runs: list[Run] = []
+        self._mover: Run | None = None
+        self._has_begun, self._flush_every = False, run.plan.options.log_every_n_steps
+
+    # --- beginning and end -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Fire ``on_run_start`` before the first batch, step or metric; later calls do nothing."""
+        if self._has_begun:
+            return
+        self._has_begun, run = True, self.run
+        self.session.plan = plan = complete(run.plan, None, hyperparameters_of(self.models))
+        for each in (run, *self._runs):
+            each.plan = plan
+        seed = plan.options.seed
+        if seed is not None and run.world.rank:
+            seed_everything(seed + run.world.rank)  # the same weights on every rank, but not the same dropout
+        fire(run.hooks.on_run_start, run=run)
+
+    def finish(self) -> None:
+        """Report what plugins logged, after a run without an error."""
+        self.begin()
+        run = self.run
+        run.logs.end_epoch()
+        fire(run.hooks.on_run_end, run=run)
+        run.hooks.barrier(run=run)
+
+    def release_models(self, run: Run) -> None:
+        """Return models to the user as they were. Their wrappers must go before the process group, see ``always_tear_down``."""
+        for model in self.models:
+            if isinstance(model.module, Module):
+                model.module._run = None
+        for each in (run, *self._runs):
+            each.model, each.step_functions, each.optimizers = None, {}, []
+        run.module = Models()
+        if dist.is_available() and dist.is_initialized():
+            gc.collect()
+
+    # --- setting up ------------------------------------------------------------------------------------------------------
+
+    def setup(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
+        """Return the model and its optimizers as the loop uses them; see :meth:`Session.setup`."""
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"setup({type(module).__name__}): the first argument is the model. Fix: setup(model, optimizer)")
+        if isinstance(module, SessionModel) or any(module is model.module for model in self.models):
+            raise UsageError(
+                f"this {type(getattr(module, 'module', module)).__name__} is set up already. Fix: setup once, and use what it returned"
+            )
+        for optimizer in optimizers:
+            check_optimizer(module, optimizer)
+        own = self._run_of(self.run, module)
+        self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
+        check_ranks_agree(own)
+        own.unwrapped = Called(module)  # type: ignore[assignment]  # stands in for StepForwarder
+        own.model = own.hooks.wrap_model(run=own, model=own.unwrapped)
+        methods = [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]
+        model = SessionModel(self, own, module, methods)
+        self.models.append(model)
+        self._runs.append(own)
+        attach(self.run, self.models)
+        return (model, *(self._optimizer(model, optimizer) for optimizer in optimizers))
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        """Return an optimizer of models that are set up, as the loop uses it; see :meth:`Session.setup_optimizers`."""
+        if not self.models:
+            raise UsageError("setup_optimizers comes before setup of the model. Fix: setup(model, optimizer)")
+        model = next((model for model in self.models if owns(model.module, optimizer)), self.models[-1])
+        check_optimizer(model.module, optimizer)
+        return self._optimizer(model, optimizer)
+
+    def setup_dataloader(self, loader: Any, stage: str, shard: bool, move: bool) -> SessionLoader:
+        """Return a loader of this rank's batches; see :meth:`Session.setup_dataloaders`."""
+        if not isinstance(loader, Iterable) or isinstance(loader, SessionLoader | Mapping | str | bytes):
+            what = f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
+            raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches, once")
+        run = self._run_of(self.run, Models())
+        run.stage = stage
+        mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if shard else loader
+        share_temporary_folder([mine])
+        run.loaders, run.batches = {stage: [mine]}, {stage: [count_batches(mine, None, stage)]}
+        self.run.loaders.setdefault(stage, []).append(mine)  # their workers end with the session
+        return SessionLoader(self, run, mine, move)
+
+    def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
+        run = self._run_of(model._run, model.module)
+        run.step_functions = model._run.step_functions
+        run.closure = needs_closure([optimizer])
+        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
+        self._runs.append(run)
+        return session_optimizer(run.optimizers[0], Stepper(self, run, model))
+
+    @staticmethod
+    def _run_of(run: Run, module: nn.Module) -> Run:
+        """Return a copy of a run, for hooks that are called for one model, one optimizer or one loader."""
+        own = copy.copy(run)
+        own.step_functions = {}
+        own.module = module  # type: ignore[assignment]  # hooks use what every nn.Module has
+        return own
+
+    # --- a step ----------------------------------------------------------------------------------------------------------
+
+    def stepped(self, run: Run) -> None:
+        """Count a step of the optimizer whose run this is, and flush what was logged if it is time."""
+        main = self.run
+        main.step = done = main.step + 1
+        for each in self._runs:
+            each.step = done
+        if run.hooks.on_step_end is not None:
+            run.hooks.on_step_end(run=run)
+        if run.should_stop:
+            main.should_stop = True
+        if done % self._flush_every == 0:
+            main.logs.flush()  # the CPU waits for the GPU here, if a plugin has logged a tensor
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch on the device, in the precision's type."""
+        if self._mover is None:
+            self._mover = self._run_of(self.run, Models())
+            self._mover.batches = {"train": [1]}
+        return next(iter(self.run.hooks.device_batches(run=self._mover, loader=[batch], stage="train")))
+
+    def log(self, metrics: Mapping[str, Any], step: int | None, sync_dist: bool) -> None:
+        """Hand numbers to the loggers; see :meth:`Session.log_dict`."""
+        self.begin()
+        run = self.run
+        for name in metrics:
+            check_name(name)
+        values: Mapping[str, float] = {name: float(scalar(name, value)) for name, value in metrics.items()}
+        if sync_dist:
+            values = mean_of_metrics(run, values)
+        run.reported.update(values)
+        run.logs.logged.update(values)
+        if run.world.rank == 0:
+            fire(run.hooks.log_metrics, run=run, metrics=values, step=run.step if step is None else step)

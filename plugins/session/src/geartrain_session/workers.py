@@ -1,0 +1,84 @@
+"""What each process of a Session does around the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from geartrain import Run, UsageError, seed_everything
+from geartrain.plugin_api import MetricStore, ModuleHooks, always_tear_down, check_ranks_agree, init_process_group
+from geartrain_session.session_run import SessionRun
+
+
+@contextmanager
+def process_context(run: Run, local_rank: int) -> Iterator[None]:
+    """Set up this process. At the end report what was logged, and tear down, also after an error."""
+    session: Any = run.trainer
+    with always_tear_down(run, ()) as undo:
+        undo.append(run.hooks.teardown_device)
+        run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
+        undo.append(run.hooks.teardown_process_group)
+        init_process_group(run)
+        session_run = SessionRun(run)
+        undo.append(session_run.release_models)
+        # The batch is empty: what plugins log belongs to steps.
+        run.logs, run.module_hooks, run.batch = MetricStore(run), ModuleHooks(run.module), ()
+        check_ranks_agree(run)
+        run.hooks.freeze()
+        session.attach_run(session_run)
+        yield
+        session_run.finish()
+        session.callbacks.warn_if_never_called()
+
+
+class FunctionWorker:
+    """The worker of ``launch(function)``: the whole run in one process."""
+
+    def __init__(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.run, self.function, self.args, self.kwargs = run, function, args, kwargs
+
+    @property
+    def pickled_arguments(self) -> dict[str, Any]:
+        """Return what travels to another process, by the names that the user gave."""
+        args = {f"argument {i} of launch": value for i, value in enumerate(self.args, start=1)}
+        return {"the function of launch": self.function, **args, **{f"{name}= of launch": value for name, value in self.kwargs.items()}}
+
+    def __call__(self, local_rank: int) -> Any:
+        with process_context(self.run, local_rank):
+            seed = self.run.plan.options.seed
+            if seed is not None:
+                seed_everything(seed)  # a fresh process is not seeded
+            return self.function(self.run.trainer, *self.args, **self.kwargs)
+
+
+class ScriptWorker:
+    """The worker of ``launch()``: it sets this process up and returns. The script then runs inside, until :meth:`stack` closes."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._inside: ExitStack | None = None
+        self._around = ExitStack()
+
+    def __call__(self, local_rank: int) -> None:
+        with ExitStack() as inside:
+            inside.enter_context(process_context(self._run, local_rank))
+            self._inside = inside.pop_all()
+
+    def keep(self, around: ExitStack) -> None:
+        """Keep what a launcher has opened around this rank."""
+        self._around = around
+
+    def stack(self) -> ExitStack:
+        """Return the contexts that end the run.
+
+        Raises:
+            UsageError: the strategy set up nothing in this process.
+        """
+        if self._inside is None:
+            label = self._run.plan.strategy.label
+            raise UsageError(f"{label} works in other processes than this one. Fix: session.launch(train), and then train(session)")
+        whole = ExitStack()
+        whole.push(self._around)
+        whole.push(self._inside)
+        return whole
