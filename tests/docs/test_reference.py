@@ -9,9 +9,9 @@ import pytest
 
 import geartrain as gt
 from geartrain import hookspecs
-from geartrain_tuner.command import _OPTIONS
 from geartrain.commands.arguments import Names, build_parser
 from geartrain.planning.registry import Registry
+from geartrain_tuner.command import _OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name, thing in vars(hookspecs).items() if hasattr(thing, "geartrain_spec")]

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geartrain_doctor import processes as doctor_processes
-from geartrain_doctor import exchange
+from geartrain_doctor import exchange, processes as doctor_processes
 from geartrain_doctor.findings import examine
 from geartrain_doctor.network import LAUNCHER
 from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening, until

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from geartrain_doctor import machine as doctor_machine
-from geartrain_doctor import network as doctor_network
+from geartrain_doctor import machine as doctor_machine, network as doctor_network
 from geartrain_doctor.findings import examine
 
 MIB = 2**20

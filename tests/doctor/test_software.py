@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from geartrain_doctor import software as doctor_software
 from geartrain.planning.registry import Registry
+from geartrain_doctor import software as doctor_software
 from geartrain_doctor.findings import examine
 
 GPUS = """

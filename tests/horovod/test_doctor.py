@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from geartrain import UsageError
-from geartrain_doctor import software as doctor_software
 from geartrain.planning.registry import Registry
+from geartrain_doctor import software as doctor_software
 from geartrain_doctor.findings import examine
 from geartrain_horovod import checks, installed
 from geartrain_horovod.installed import torch_version

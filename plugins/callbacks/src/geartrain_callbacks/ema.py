@@ -146,6 +146,8 @@ class EMA:
         shapes = {name: list(tensor.shape) for name, tensor in zip(self._names, self._average, strict=True)}
         odd = sorted(set(shapes) ^ set(state)) or [n for n in shapes if shapes[n] != list(state[n].shape)]
         if odd:
-            raise UsageError(f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. Fix: the module that it averaged")
+            raise UsageError(
+                f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. Fix: the module that it averaged"
+            )
         for name, average in zip(self._names, self._average, strict=True):
             average.copy_(state[name])

@@ -69,7 +69,9 @@ class LearningRateMonitor:
                 label = group.get("name", f"pg{i}" if len(groups) > 1 else "")
                 name = f"{base}/{label}" if label else base
                 if name in found:
-                    raise UsageError(f"geartrain-callbacks[lr_monitor]: two parameter groups are called {name}. Fix: give each a name of its own")
+                    raise UsageError(
+                        f"geartrain-callbacks[lr_monitor]: two parameter groups are called {name}. Fix: give each a name of its own"
+                    )
                 found[name] = _now(group.get("lr", 0.0))
                 if self.log_momentum:
                     found[f"{name}-momentum"] = _now(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))

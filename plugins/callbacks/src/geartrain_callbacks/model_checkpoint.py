@@ -225,7 +225,8 @@ class ModelCheckpoint:
         if self._on and not self._looked and run.world.rank == 0:
             when = f"every_n_epochs={self._epochs}" if self._steps is None else f"every_n_train_steps={self._steps}"
             warnings.warn(
-                f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps", stacklevel=2
+                f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps",
+                stacklevel=2,
             )
 
     def _settle(self, run: Run) -> None:

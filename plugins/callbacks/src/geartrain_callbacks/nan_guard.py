@@ -59,7 +59,9 @@ class NaNGuard:
     def on_run_start(self, run: Run) -> None:
         self.reason, self._first, self._drop = "", {}, False
         if self.action == "skip" and run.closure:
-            raise UsageError("geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs a closure. Fix: action='stop' or 'raise'")
+            raise UsageError(
+                "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs a closure. Fix: action='stop' or 'raise'"
+            )
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
@@ -137,7 +139,9 @@ class NaNGuard:
         what = where if self.check == "loss" else f"the gradient of {where}"
         self.reason = f"{what} was not finite in step {when}, on rank {rank}."
         if self.action == "raise":
-            raise TrainingError(f"geartrain-callbacks[nan_guard]: {self.reason} Fix: a smaller learning rate, clipping, or a look at that batch")
+            raise TrainingError(
+                f"geartrain-callbacks[nan_guard]: {self.reason} Fix: a smaller learning rate, clipping, or a look at that batch"
+            )
         say(run, f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
         return True
 

@@ -54,7 +54,9 @@ class CSVLogger:
         # Rank 0 writes it: a rank that comes later, to a run that goes on, finds the table that rank 0 began.
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
-            raise UsageError(f"geartrain-csv[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it")
+            raise UsageError(
+                f"geartrain-csv[csv]: {str(path)!r} is there already, and nothing is overwritten. Fix: another path, or remove it"
+            )
         self._began = True
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""The trainer that a finder trains with: the caller's accelerator, strategy, precision and data options, and nobody who watches."""
+"""The trainer of a finder: the user's accelerator, strategy, precision and data options, without plugins that watch a run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-
 from geartrain import Trainer, UsageError, __version__, hookspecs
 from geartrain.plugin_api import Hooks, LoadedPlugin, PluginInfo, core_parts
 
 
 def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:
-    """A trainer of so many optimizer steps, without validation, progress bar, folder and plugins that watch.
+    """Return a trainer of ``steps`` optimizer steps, without validation, progress bar, folder and plugins that watch.
 
     Args:
-        trainer: the caller's; it stays as it is.
+        trainer: the user's; it stays as it is.
         recorder: the finder's own plugin.
         steps: optimizer steps to train.
         options: more of the trainer's options to change.
@@ -44,8 +41,8 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
 
 
 def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
-    """Whether a plugin watches the run: it implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner. Others only
-    wrap or own single hooks, or those that the strategy brings: they are how the run computes."""
+    """Return True if a plugin watches the run: it implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner. Other
+    plugins only wrap or own single hooks, or those of the strategy: they are part of the computation."""
     if getattr(part.plugin, "replaces", ()):
         return False
     events = (name for name in vars(hookspecs) if name in trainer.hooks.names and not trainer.hooks.is_single(name))
@@ -53,7 +50,7 @@ def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
 
 
 def left_out(trainer: Trainer) -> list[str]:
-    """The labels of the chosen plugins that a finder trains without."""
+    """Return the labels of the chosen plugins that a finder leaves out."""
     return [part.info.label for part in _plugins(trainer) if watches(trainer, part)]
 
 
@@ -61,28 +58,20 @@ def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
     return [part for part in trainer._parts if part.info.kind == "plugin"]
 
 
-def check(trainer: Trainer, model: Any, loaders: Any) -> None:
+def check(trainer: Trainer, loaders: Any) -> None:
     """Refuse what cannot be tuned.
 
     Raises:
-        UsageError: a trainer that only tries or explains, weights that are not there yet, or a loader that can be iterated once.
+        UsageError: a trainer that only tries or explains, or a loader that can be iterated once.
     """
     if trainer.plan.options.fast_dev_run:
         raise UsageError("fast_dev_run tries a few batches of everything, and finds nothing. Fix: leave one of the two out")
-    if isinstance(model, nn.Module):
-        lazy = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if _is_lazy(t)]
-        if lazy:
-            raise UsageError(f"{lazy[0]} has no shape yet, so it could not be put back. Fix: call the module with a batch first")
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
         if hasattr(loader, "__next__"):
             raise UsageError(
                 f"the training loader is an iterator ({type(loader).__name__}), which a finder would use up. "
-                "Fix: a DataLoader, or an iterable that begins anew each time"
+                "Fix: a DataLoader, or an iterable that starts from the beginning each time"
             )
-
-
-def _is_lazy(tensor: Any) -> bool:
-    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
 def tell(trainer: Trainer, text: str) -> None:

@@ -12,21 +12,22 @@ import torch
 from geartrain import DataModule, Module, Trainer, TrainingError, UsageError
 from geartrain.plugin_api import DataSource, check_data, check_module, overridden
 from geartrain_tuner.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
+from geartrain_tuner.copies import copies, same_randomness
 from geartrain_tuner.finder import check, finder, left_out, tell
 from geartrain_tuner.lr import LRFinder, LRSweep, schedule
-from geartrain_tuner.rewind import ModuleSnapshot, same_randomness
 
 
 class Tuner:
     """Finds a learning rate and a batch size for a trainer.
 
-    Accelerator, devices, strategy, precision, accumulation, clipping, seed and limits of training batches are the trainer's. What it
-    says of epochs, steps, validation, logging and its folder means nothing here, and plugins that watch a run (loggers, checkpoints,
-    early stopping, averaged weights, all callbacks) are left out, with a line on standard error that names them. Those that only wrap
-    or own hooks of the step are kept: they are how the run computes.
+    Accelerator, devices, strategy, precision, accumulation, clipping, seed and limits of training batches are the trainer's. A finder
+    ignores its epochs, steps, validation, logging and folder, and leaves out plugins that watch a run (loggers, checkpoints, early
+    stopping, averaged weights, all callbacks), with a line on standard error that names them. It keeps those that only wrap or own
+    hooks of the step: they are part of the computation.
 
-    Afterwards module, loaders, trainer and random generators are as they were before, bit for bit, but for the one attribute that was
-    asked to be set. Hooks of the module's own are called as in any ``fit``.
+    A finder trains a deep copy of the module, and a copy of the DataModule that shares its data. So the module, its optimizer and the
+    trainer stay as they were, but for the one attribute that the finder sets; random generators are restored. Hooks of the copy are
+    called as in any ``fit``. A module that cannot be copied is refused.
 
     Args:
         trainer: the trainer that will ``fit``.
@@ -56,7 +57,7 @@ class Tuner:
         attr_name: str = "",
         checkpoint: str | Path | None = None,
     ) -> LRFinder:
-        """Train ``num_training`` steps with a learning rate that grows from ``min_lr`` to ``max_lr``, and undo them.
+        """Train a copy of the module for ``num_training`` steps, with a learning rate that grows from ``min_lr`` to ``max_lr``.
 
         The first parameter group gets the learning rate and the others keep their ratio to it. Schedulers are not stepped. In manual
         optimisation the loss is what a batch's first ``manual_backward`` is given.
@@ -70,14 +71,14 @@ class Tuner:
             max_lr: the last one.
             num_training: optimizer steps, at least 13.
             mode: whether the learning rate grows by equal factors, ``"exponential"``, or by equal steps, ``"linear"``.
-            early_stop_threshold: end once the averaged loss is above so many times its best; ``None`` for never. It also ends where the
+            early_stop_threshold: end once the averaged loss is above so many times its best; ``None`` for never. It also ends if the
                 loss is not finite.
             update_attr: set the module's attribute and hyperparameter to the suggestion.
             attr_name: its name; default ``lr`` or ``learning_rate``.
             checkpoint: weights to start from.
 
         Returns:
-            What was found, the same on every rank; ``suggestion()`` is ``None`` where there is none; a warning, with ``update_attr``.
+            What was found, the same on every rank; ``suggestion()`` is ``None`` if there is none, with a warning if ``update_attr`` is set.
 
         Raises:
             UsageError: something that cannot work; nothing was started.
@@ -91,12 +92,9 @@ class Tuner:
         made = finder(self._trainer, sweep, num_training, log_every_n_steps=1)
         self._tell_left_out()
         loaders = train_dataloaders if isinstance(train_dataloaders, list | tuple) else [train_dataloaders]
-        rewind = ModuleSnapshot(model, datamodule, *loaders)
-        with same_randomness():
-            try:
-                made.fit(model, train_dataloaders, datamodule=datamodule, checkpoint=checkpoint)
-            finally:
-                rewind()
+        own, data = copies(model, datamodule)
+        with same_randomness(*loaders):
+            made.fit(own, train_dataloaders, datamodule=data, checkpoint=checkpoint)
         suggestion = sweep.found.suggestion()
         if update_attr and suggestion is not None:
             set_attribute(model, name, suggestion)
@@ -154,6 +152,12 @@ class Tuner:
                 f"self.{batch_arg_name}"
             )
         owner = setting_of([owner for _, owner in owners_of(model, datamodule)], batch_arg_name)
+        elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
+        if elsewhere:
+            raise UsageError(
+                f"{type(model).__name__} is on {min(elsewhere)}, and a finder trains a copy of it: both would take memory there. "
+                "Fix: model.cpu()"
+            )
         self._tell_left_out()
         self.trials, self.reason = [], ""
         trial = _Trials(self, model, datamodule, owner, batch_arg_name, steps_per_trial, checkpoint)
@@ -164,7 +168,7 @@ class Tuner:
         return found
 
     def _check(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
-        """Refuse what cannot be tuned; loaders and DataModule, told apart."""
+        """Refuse what cannot be tuned. Return loaders and DataModule, told apart."""
         if isinstance(loaders, DataModule) and datamodule is None:
             loaders, datamodule = None, loaders
         if isinstance(loaders, DataModule):
@@ -176,7 +180,7 @@ class Tuner:
                 f"{type(model).__name__} is a plain nn.Module. Fix: a geartrain.Module whose learning rate and batch size can be set"
             )
         check_module(model, "fit")
-        check(self._trainer, model, loaders)
+        check(self._trainer, loaders)
         return loaders, datamodule
 
     def _check_one_process(self) -> None:
@@ -195,15 +199,14 @@ class Tuner:
 
 
 class _Trials:
-    """Tries one batch size after the other, each from the same state."""
+    """Tries one batch size after the other, each on another copy of the module."""
 
     def __init__(
         self, tuner: Tuner, model: Module, datamodule: DataModule | None, owner: Any, name: str, steps: int, checkpoint: Any
     ) -> None:
         self._tuner, self._model, self._datamodule = tuner, model, datamodule
         self._owner, self._name, self._steps, self._checkpoint = owner, name, steps, checkpoint
-        self._rewind = ModuleSnapshot(model, datamodule)
-        #: Samples that there are; ``None`` where nobody knows.
+        #: Samples in the data; ``None``: unknown.
         self.samples: int | None = None
 
     def __call__(self, size: int) -> bool:
@@ -211,16 +214,16 @@ class _Trials:
         made = finder(self._tuner._trainer, timer, self._steps, limit_train_batches=None)
         with same_randomness():
             try:
-                set_attribute(self._owner, self._name, size)
-                made.fit(self._model, datamodule=self._datamodule, checkpoint=self._checkpoint)
+                model, data = copies(self._model, self._datamodule)
+                set_attribute(data if self._owner is self._datamodule else model, self._name, size)
+                made.fit(model, datamodule=data, checkpoint=self._checkpoint)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = error
             finally:
                 device = getattr(made._run, "device", None)
-                del made  # it has the run, which has the optimizers
-                self._rewind()
+                model = data = made = None  # type: ignore[assignment]  # the run has the optimizers; free() collects all of them
         said = " ".join(str(failed).split()) or type(failed).__name__ if failed is not None else ""
         free(failed, device)
         self.samples = timer.samples
@@ -232,7 +235,7 @@ class _Trials:
 
 
 def owners_of(model: Module, datamodule: DataModule | None) -> list[tuple[str, Any]]:
-    """Whose batch size it may be, as ``("data", datamodule)`` and ``("model", model)``; whoever makes the loader first."""
+    """Return ``("data", datamodule)`` and ``("model", model)``, which may have the batch size; first the one that makes the loader."""
     both: list[tuple[str, Any]] = [("model", model)]
     if datamodule is not None:
         both.insert(0 if overridden(datamodule, DataSource.method("train")) else 1, ("data", datamodule))
@@ -240,7 +243,7 @@ def owners_of(model: Module, datamodule: DataModule | None) -> list[tuple[str, A
 
 
 def learning_rate_of(model: Module, given: str) -> str:
-    """The name of the module's attribute or hyperparameter to set.
+    """Return the name of the module's attribute or hyperparameter to set.
 
     Raises:
         UsageError: it has none.

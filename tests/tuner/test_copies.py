@@ -1,4 +1,4 @@
-"""A finder is no run: nothing of it stays, and nobody who watches a run sees it."""
+"""A finder is no run: it trains copies, nothing of it stays, and plugins that watch a run do not see it."""
 
 import random
 
@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-from geartrain import hookimpl
+from geartrain import UsageError, hookimpl
 from geartrain.callbacks import EMA, Callback, EarlyStopping
 from geartrain.tuning import Tuner
 
-from .cases import Keeps, Watch, find, snapshot
+from .cases import Keeps, Never, Watch, find, scale, snapshot
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-true"}, {"precision": "bf16-mixed", "seed": 5}], ids=str)
@@ -82,7 +82,7 @@ def test_numpy_s_generator_and_arrays_are_as_they_were():
     module = Draws()
     module.counts, module.scalar, module.fixed = numpy.zeros(2), numpy.float64(1), numpy.ones(1)
     module.fixed.flags.writeable = False
-    module.dice, module.chance = numpy.random.default_rng(3), random.SystemRandom()
+    module.dice = numpy.random.default_rng(3)
     numpy.random.seed(1)
     find(module)
     state = numpy.random.rand()
@@ -126,6 +126,94 @@ def test_a_data_module_keeps_what_it_had():
     assert not hasattr(data, "made")
     assert data.trainer is None
     assert data.generator.get_state().tolist() == state
+
+
+def test_weights_without_a_shape_keep_none():
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers[0] = nn.LazyLinear(4)
+
+    module = Lazy()
+    assert len(find(module).lrs) == 30
+    assert isinstance(module.layers[0].weight, nn.UninitializedParameter)
+
+
+# --- what cannot be copied -----------------------------------------------------------------------------------------------
+
+
+class NotCopied:
+    def __deepcopy__(self, memo):
+        raise TypeError("no copy of me")
+
+
+@pytest.mark.parametrize(
+    "value", [random.SystemRandom(), NotCopied(), torch.ones(1, requires_grad=True) * 2], ids=lambda value: type(value).__name__
+)
+@pytest.mark.parametrize("finds", [find, scale])
+def test_a_module_that_cannot_be_copied_is_refused(finds, value):
+    module = Never()
+    module.batch_size, module.value = 2, value
+    with pytest.raises(UsageError, match=r"Never cannot be copied: \w+: .*Fix: make in setup\(\)"):
+        finds(module)
+
+
+def with_a_hook(module):
+    module.layers[0].register_forward_hook(lambda layer, inputs, output: output * module.layers[2].bias)
+
+
+def with_a_closure(module):
+    module.penalty = lambda: module.layers[0].weight.square().sum()
+
+
+def with_a_global(module):
+    module.configure_optimizers = the_parameters
+
+
+module_of_the_script = Net()
+
+
+def the_parameters():
+    return torch.optim.SGD(module_of_the_script.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(with_a_hook, r"layers\.0\._forward_hooks"), (with_a_closure, "penalty"), (with_a_global, "configure_optimizers")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_function_that_refers_to_the_module_is_refused(change, name, monkeypatch):
+    module = Never()
+    monkeypatch.setitem(globals(), "module_of_the_script", module)
+    change(module)
+    with pytest.raises(UsageError, match=rf"the function in {name} refers to the module itself. Fix: a method of the class"):
+        find(module)
+    monkeypatch.setitem(globals(), "module_of_the_script", Net())
+    module = Net()
+    module.penalty = lambda: 1.0
+    assert len(find(module).lrs) == 30
+
+
+def test_a_batch_size_is_not_found_beside_the_module_on_a_device():
+    module = Never()
+    module.batch_size = 2
+    with pytest.raises(UsageError, match=r"Never is on meta, and a finder trains a copy of it.*Fix: model\.cpu\(\)"):
+        scale(module.to("meta"))
+
+
+def test_a_module_and_its_data_module_are_copied_together():
+    class Refers(Net):
+        def train_dataloader(self):
+            return DataLoader(samples(40), batch_size=self.data.batch_size)
+
+    class Rest(gt.DataModule):
+        batch_size = 2
+
+    module, data = Refers(), Rest()
+    module.data = data
+    found, _, _ = scale(module, data)
+    assert found == data.batch_size == 40
+    assert module.data is data
 
 
 # --- a finder is no run --------------------------------------------------------------------------------------------------

@@ -1,0 +1,93 @@
+"""What a finder trains: a copy of the user's module. Global random generators and those of loaders are restored afterwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from geartrain import DataModule, Module, UsageError
+from geartrain.plugin_api import HyperParameters, generators
+
+#: What a finder may change in a DataModule. Everything else is shared with the copy: it may be all the data.
+_COPIED = (HyperParameters, torch.Generator, random.Random)
+
+
+def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataModule | None]:
+    """Return a deep copy of the module, and a copy of the DataModule that shares the data.
+
+    Raises:
+        UsageError: the module cannot be copied, or a function in an attribute refers to it, which its copy would share.
+    """
+    for name, function in _functions(model):
+        if _refers_to(function, model):
+            raise UsageError(
+                f"a finder trains a copy of {type(model).__name__}, and the function in {name} refers to the module itself. "
+                "Fix: a method of the class, in place of a lambda or nested function"
+            )
+    data = copy.copy(datamodule)
+    if data is not None:
+        vars(data).update({name: copy.deepcopy(value) for name, value in vars(data).items() if isinstance(value, _COPIED)})
+    try:
+        return copy.deepcopy(model, {id(datamodule): data} if data is not None else {}), data
+    except Exception as error:
+        raise UsageError(
+            f"a finder trains a copy of the module, and {type(model).__name__} cannot be copied: {type(error).__name__}: {error}. "
+            "Fix: make in setup() what cannot be copied, and keep tensors with .detach()"
+        ) from error
+
+
+def _functions(model: Module) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the functions in attributes and hooks of a module and its submodules, with their names."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for one in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(one, FunctionType):
+                    yield f"{path}.{name}".lstrip("."), one
+
+
+def _refers_to(function: FunctionType, model: Module) -> bool:
+    """Return True if a variable of a function is the module, a submodule or a parameter."""
+    own = {id(thing) for thing in (*model.modules(), *model.parameters())}
+    with suppress(ValueError):  # a variable that is not set yet
+        outside = inspect.getclosurevars(function)
+        return any(id(value) in own for value in (*outside.nonlocals.values(), *outside.globals.values()))
+    return False
+
+
+@contextmanager
+def same_randomness(*loaders: Any) -> Iterator[None]:
+    """Restore Python's, NumPy's and torch's global generators, on every device, and those of loaders."""
+    own = [(generator, generator.get_state()) for loader in loaders for generator in generators(loader)]
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state()
+    initialised = _cuda_is_initialised()  # asking for a state would initialise it, here in a process that may fork
+    cuda = torch.cuda.get_rng_state_all() if initialised else []
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        for generator, state in own:
+            generator.set_state(state)
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+        if initialised:
+            torch.cuda.set_rng_state_all(cuda)
+        elif _cuda_is_initialised():
+            for generator in torch.cuda.default_generators:
+                generator.manual_seed(generator.initial_seed())  # CUDA was initialised in between: back to the first state
+
+
+def _cuda_is_initialised() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
