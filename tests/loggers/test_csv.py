@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -168,35 +169,41 @@ def test_two_ranks_write_once(tmp_path):
     assert [int(line["step"]) for line in lines] == [2, 3, 4, 6] * 2
 
 
-# --- long tables ---------------------------------------------------------------------------------------------------------
+# --- new columns ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_table_is_written_anew_only_when_it_has_doubled(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SMALL", 100)
+def test_each_new_name_is_a_column_of_the_one_table(tmp_path):
     path, table = tmp_path / "t.csv", Table(tmp_path / "t.csv")
-
-    def add(count=1, **row):
-        for _ in range(count):
-            table.add({"step": 1, "epoch": 0, "stage": "train", **row})
-
-    add(20, a=1.0)
-    add(b=1.0)  # never written anew before
-    assert len(read(path)) == 21
-    add(c=1.0)  # not twice as long yet
-    add(a=2.0)
-    assert len(read(path)) == 21
-    assert [line["c"] for line in read(tmp_path / "t.2.csv")] == ["1.0", ""]
-    add(30, a=1.0)
-    add(d=1.0)
+    for step, name in enumerate(["a", "b", "a", "c", "b"]):
+        table.add({"step": step, "epoch": 0, "stage": "train", name: 0.5})
     table.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.2.csv", "t.csv"]
-    assert [*read(tmp_path / "t.2.csv")[-1]] == [*OWN, "a", "b", "c", "d"]
+    table = Table(path)
+    table.add({"step": 5, "epoch": 0, "stage": "train", "d": 0.5})
+    table.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
+    lines = read(path)
+    assert list(lines[0]) == [*OWN, "a", "b", "c", "d"]
+    assert [next(name for name in "abcd" if line[name]) for line in lines] == list("abacbd")
 
-    again = Table(path)  # goes on in the last one
-    again.add({"step": 2, "epoch": 0, "stage": "train", "e": 1.0})
-    again.close()
-    assert sum(len(read(part)) for part in tmp_path.iterdir()) == 21 + 33 + 1
-    assert read(tmp_path / "t.3.csv")[0]["e"] == "1.0"
+
+def test_no_row_is_lost_when_a_column_cannot_be_added(tmp_path, monkeypatch):
+    path, table = tmp_path / "t.csv", Table(tmp_path / "t.csv")
+    table.add({"step": 1, "epoch": 0, "stage": "train", "a": 0.5})
+    before = path.read_bytes()
+
+    @contextmanager
+    def full(path):
+        raise TrainingError("disk full")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "replacing", full)
+        with pytest.raises(TrainingError, match="disk full"):
+            table.add({"step": 2, "epoch": 0, "stage": "train", "b": 0.5})
+    assert path.read_bytes() == before
+    table.add({"step": 3, "epoch": 0, "stage": "train", "b": 0.5})
+    table.close()
+    assert [(line["step"], line["a"], line["b"]) for line in read(path)] == [("1", "0.5", ""), ("3", "", "0.5")]
 
 
 # --- when it cannot be written -------------------------------------------------------------------------------------------
