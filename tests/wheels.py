@@ -7,13 +7,13 @@ A dependency that is not declared cannot be imported; a strategy on several rank
 """
 
 import collections
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
@@ -22,17 +22,31 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-GROUPS = {"geartrain.accelerators": "accelerator", "geartrain.strategies": "strategy", "geartrain.plugins": "plugin"}
-#: What a plugin needs to be told.
+GROUPS = {f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")} | {"geartrain.strategies": "strategy"}
+#: The options that a plugin requires.
 OPTIONS = {
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
-#: What may be unusable on this machine, and words of the one error that says so.
+#: What may be unusable on this machine, and words of its one error.
 UNUSABLE = {"cuda": "geartrain-cuda[cuda] cannot be used here", "mps": "geartrain-mps[mps] cannot be used here", "horovod": "not installed"}
-#: More to run with an extra of core.
-EXTRAS = {"port": ["port", "target.py"], "testing": ["conformance", "single", "--devices", "1", "-k", "metadata"]}
+#: How each command is tried; the target trains one step.
+COMMANDS = {
+    **{name: ["target.py", "--accelerator", "cpu", "--max-steps", "1"] for name in ("fit", "explain")},
+    **{name: ["target.py", "--accelerator", "cpu"] for name in ("validate", "test")},
+    "predict": ["target.py", "--accelerator", "cpu", "--output", "predictions"],
+    "plugins": ["--json"],
+    "doctor": ["--json"],
+    "port": ["target.py"],
+    "tune": ["batch-size", "target.py", "--accelerator", "cpu", "--max-trials", "1"],
+    "conformance": ["single", "--devices", "1", "-k", "metadata"],
+    "new": ["plugin", "mine", "--output", "mine"],
+}
+#: The exit codes that a command may have: doctor ends with 1 if something of this machine must be fixed.
+CODES = {"doctor": (0, 1)}
+#: Packages that an example of core needs beside core.
+DIGITS = Requirement("scikit-learn")
 TARGET = """
 import torch
 import geartrain as gt
@@ -52,9 +66,23 @@ class Line(gt.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch)
+
+
 class Data(gt.DataModule):
+    def __init__(self, batch_size: int = 4):
+        self.batch_size = batch_size
+
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=4)
+        return torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 if __name__ == "__main__":
@@ -69,6 +97,35 @@ for name in sys.argv[1:]:
 from geartrain.planning.registry import Registry
 print(json.dumps(sorted(found.name for found in Registry().candidates)))
 """
+#: A loop of the user's own, for geartrain-session.
+LOOP = """
+import torch
+import geartrain as gt
+
+with gt.Session(accelerator="cpu") as session:
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = session.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    print("steps:", session.global_step)
+"""
+#: The names of tools that users of core alone may ask for -> the distribution of the install line.
+TOOLS = {
+    "geartrain.Session": "geartrain-session",
+    "geartrain.Fabric": "geartrain-session",
+    "geartrain.callbacks.EarlyStopping": "geartrain-callbacks",
+    "geartrain.testing.run_plugin": "geartrain-testing",
+    "geartrain.tuning.Tuner": "geartrain-tuner",
+    "geartrain.loggers.CSVLogger": "geartrain-csv",
+    "geartrain.strategies.DDPStrategy": "geartrain-ddp",
+}
+TOOL_COMMANDS = {
+    "conformance": "geartrain-testing",
+    "doctor": "geartrain-doctor",
+    "new": "geartrain-testing",
+    "port": "geartrain-port",
+    "tune": "geartrain-tuner",
+}
 
 
 def call(*command, cwd=None, may_fail=False, seconds=300):
@@ -97,7 +154,7 @@ class Packages:
         return {file.parts[0] for file in found.files or ()} - {"..", "bin", "__pycache__"}
 
     def required(self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]):
-        """Names of all that a requirement comes to. ``own`` are this repository's distributions; ``seen`` grows."""
+        """Return the names of all packages that a requirement needs. ``own`` are this repository's distributions; ``seen`` grows."""
         name = canonicalize_name(requirement.name)
         found = own.get(name) or self._known[name]
         for extra in ("", *requirement.extras):
@@ -123,13 +180,17 @@ class Packages:
                     (there / file).symlink_to(self.folder / file)
 
 
+def purelib(venv: Path):
+    """Return the folder of an environment's packages."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
+
+
 def environment(folder: Path, requirement: Requirement, wheels: Path, own: dict[str, Distribution], packages: Packages):
     """Make an environment in which pip has installed a requirement from its wheel; its folder of commands."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     scheme = {"base": str(folder), "platbase": str(folder)}
-    there = Path(sysconfig.get_path("purelib", "venv", scheme))
     for name in packages.required(requirement, own, set()) - own.keys():
-        packages.link(name, there)
+        packages.link(name, purelib(folder))
     scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
     # --no-index: what it declares is in the folder of wheels, or it is linked already; otherwise pip says what is missing.
     install = ("install", "--quiet", "--no-index", "--find-links", wheels, requirement)
@@ -141,7 +202,7 @@ def environment(folder: Path, requirement: Requirement, wheels: Path, own: dict[
 
 
 def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, Distribution], packages: Packages):
-    """Install a distribution and try each of its plugins; the line to print."""
+    """Install a distribution and try each of its plugins and commands. Return the line to print."""
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
@@ -155,23 +216,60 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
     names = collections.defaultdict(list)
     for point in declared[name]:
         names[GROUPS.get(point.group)].append(point.name)
-    if requirement.extras:
-        for extra in sorted(requirement.extras):
-            call(scripts / "geartrain", *EXTRAS[extra], cwd=folder)
-        return f"{requirement}: {', '.join(sorted(requirement.extras))}, {time.monotonic() - begun:.0f} s"
+    tried = {name, *(f"geartrain-{one}" for one in extras(own, requirement))}
+    points = [point for one in sorted(tried & own.keys()) for point in declared[one]]
+    names = {kind: [point.name for point in points if GROUPS.get(point.group) == kind] for kind in GROUPS.values()}
     said = []
     for one in names["strategy"]:
         ranks = [] if one == "single" else ["--devices", "2"]
         said.append(fit(scripts, folder, ["--accelerator", "cpu", "--strategy", one, *ranks], one))
     said += [fit(scripts, folder, ["--accelerator", one], one) for one in names["accelerator"]]
+    said += [fit(scripts, folder, ["--accelerator", "cpu", "--precision", one], one) for one in names["precision"]]
     if names["plugin"]:
         chosen = [word for one in names["plugin"] for word in ("--plugin", one, *OPTIONS.get(one, ()))]
         said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(names["plugin"])))
+    for one in names["command"]:
+        done = call(scripts / "geartrain", one, *COMMANDS[one], cwd=folder, may_fail=True)
+        assert done.returncode in CODES.get(one, (0,)), f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        said.append(one)
+    if requirement.name == "geartrain-session":
+        (folder / "loop.py").write_text(LOOP, encoding="utf-8")
+        assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
+        said.append("a loop")
+    if str(requirement) == "geartrain":
+        said += alone(scripts, folder, packages)
     return f"{requirement}: {', '.join(said)}, {time.monotonic() - begun:.0f} s"
 
 
+def extras(own: dict[str, Distribution], requirement: Requirement):
+    """Return the names of the distributions, without ``geartrain-``, that the extras of a requirement ask for."""
+    lines = [Requirement(line) for line in own[canonicalize_name(requirement.name)].requires or ()]
+    wanted = [line.name for line in lines if line.marker and any(line.marker.evaluate({"extra": one}) for one in requirement.extras)]
+    return [canonicalize_name(name).removeprefix("geartrain-") for name in wanted]
+
+
+def alone(scripts: Path, folder: Path, packages: Packages):
+    """Train the digits with core alone, and ask for each tool. Yield what to print."""
+    for name in packages.required(DIGITS, {}, set()):
+        with contextlib.suppress(FileExistsError):
+            packages.link(name, purelib(folder / "venv"))
+    options = ["--accelerator", "cpu", "--max-epochs", "2", "--seed", "1", "--output", "digits"]
+    call(scripts / "geartrain", "fit", ROOT / "examples" / "digits.py", *options, cwd=folder)
+    assert (folder / "digits" / "last.ckpt").exists()
+    yield "digits"
+    for tool, home in TOOLS.items():
+        module, _, name = tool.rpartition(".")
+        done = call(scripts / "python", "-c", f"from {module} import {name}", cwd=folder, may_fail=True)
+        assert done.stderr.splitlines()[-1].endswith(f"is not installed. Fix: pip install {home}"), f"{tool}: {done.stderr}"
+    for command, home in TOOL_COMMANDS.items():
+        done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
+        said = f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
+        assert (done.returncode, done.stderr) == (2, said), f"{command}: {done.stderr}"
+    yield f"{len(TOOLS) + len(TOOL_COMMANDS)} tools that are missing"
+
+
 def fit(scripts: Path, folder: Path, chosen: list[str], label: str):
-    """Train two steps; what to print. What this machine cannot use must be refused in its own words."""
+    """Train two steps. Return what to print. If this machine cannot use it, its own error must say so."""
     output = folder / f"run of {label}"
     done = call(scripts / "geartrain", "fit", "target.py", "--max-steps", "2", "--output", output, *chosen, cwd=folder, may_fail=True)
     if label in UNUSABLE and done.returncode == 2 and UNUSABLE[label] in " ".join(done.stderr.split()):
@@ -192,10 +290,8 @@ def main():
         (found,) = distributions(path=[str(wheel)])
         own[canonicalize_name(found.metadata["Name"])] = found
     assert len(own) == len(sources), sorted(own)
-    extras = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert {name for name in extras if f"geartrain-{name}" not in own} == set(EXTRAS), "an extra that is not tried"
     packages = Packages(Path(distribution("torch").locate_file("")))
-    wanted = [Requirement(name) for name in sorted(own)] + [Requirement(f"geartrain[{','.join(EXTRAS)}]")]
+    wanted = [Requirement(name) for name in sorted(own)] + [Requirement("geartrain[standard]")]
     failed = False
     with ThreadPoolExecutor(2) as pool:
         for number, result in [(n, pool.submit(check, one, folder / str(n), wheels, own, packages)) for n, one in enumerate(wanted)]:

@@ -1,0 +1,89 @@
+"""Core alone: each name of a tool that another distribution has is answered with the ``pip install`` line."""
+
+import importlib
+import re
+import sys
+
+import pytest
+
+import geartrain as gt
+import geartrain_callbacks
+import geartrain_testing
+import geartrain_tuner
+from geartrain.commands import main
+from geartrain.errors.known import KNOWN
+from geartrain.planning import registry
+from geartrain.planning.lazy_exports import entry_points
+
+TOOLS = {
+    "geartrain.callbacks": geartrain_callbacks,
+    "geartrain.testing": geartrain_testing,
+    "geartrain.tuning": geartrain_tuner,
+}
+NAMES = [(module, name) for module, package in TOOLS.items() for name in package.__all__ if not name.startswith("__")]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Core finds no other distribution."""
+    for package in ("callbacks", "csv", "doctor", "port", "session", "testing", "tuner"):
+        for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)
+    own = lambda **wanted: [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]  # noqa: E731
+    for module in ("geartrain.planning.registry", "geartrain.planning.lazy_exports", "geartrain.errors.hints"):
+        monkeypatch.setattr(f"{module}.entry_points", own)
+    for name in ("Session", "Fabric"):
+        monkeypatch.delitem(vars(gt), name, raising=False)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+def test_a_name_of_a_tool(alone, module, name):
+    home = TOOLS[module].__name__.replace("_", "-")
+    with pytest.raises(ImportError, match=f"^{module} is not installed. Fix: pip install {home}$"):
+        getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", ["Session", "Fabric"])
+def test_a_session(alone, name):
+    with pytest.raises(ImportError, match=rf"^geartrain.{name} is not installed. Fix: pip install geartrain-session$"):
+        getattr(gt, name)
+
+
+@pytest.mark.parametrize("name", [name for kind, name in KNOWN if kind == "command"])
+def test_a_command(alone, capsys, name):
+    assert main([name]) == 2
+    said = capsys.readouterr().err
+    assert said == f"geartrain {name}: geartrain {name} is not installed.\nFix: pip install {KNOWN['command', name]}\n"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name in KNOWN if kind != "command"], ids=lambda value: value)
+def test_a_plugin(alone, kind, name):
+    with pytest.raises(gt.UsageError, match=rf"^{kind} '{name}' is not installed. Fix: pip install {KNOWN[kind, name]}$"):
+        registry.Registry().find(kind, name)
+
+
+@pytest.mark.parametrize("module", ["geartrain.loggers", "geartrain.strategies", "geartrain.accelerators"])
+def test_a_class_of_a_plugin(alone, module):
+    homes = importlib.import_module(module)._HOMES
+    assert homes
+    for name in homes:
+        with pytest.raises(ImportError, match=rf"^{re.escape(module)}.{name} is not installed. Fix: pip install geartrain-\w+$"):
+            getattr(importlib.import_module(module), name)
+
+
+def test_help_names_the_distributions_of_missing_commands(alone, capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for (kind, name), home in KNOWN.items():
+        if kind == "command":
+            assert re.search(rf"^  {name} .*\(not installed: pip install {home}\)$", said, re.MULTILINE)
+
+
+def test_core_trains_without_the_tools(alone, tmp_path):
+    from small_models import Net, loader
+
+    one = gt.Trainer(accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False)
+    one.fit(Net(), loader())
+    assert one.global_step == 6
+    assert (tmp_path / "run" / "last.ckpt").exists()
