@@ -166,6 +166,15 @@ def test_a_blocked_geartrain_spawn_is_as_none(spawn, pickles, monkeypatch):
     assert pickles().facts["pickler"] == "pickle"
 
 
+@pytest.mark.usefixtures("known_exchange")
+def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "geartrain_spawn.refusals", None)
+    monkeypatch.delitem(sys.modules, "geartrain_doctor.pickles", raising=False)
+    done = command("doctor --pickle target.py")
+    assert done.code == 1
+    assert "geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn" in done.out
+
+
 @pytest.mark.parametrize(
     ("options", "needed"),
     [

@@ -178,6 +178,13 @@ def test_what_cannot_be_copied_is_named_before_a_rank_starts():
     assert strategy.runs == []
 
 
+def test_without_geartrain_spawn_the_error_of_the_copy_is_raised(monkeypatch):
+    monkeypatch.setitem(sys.modules, "geartrain_spawn.refusals", None)
+    trainer, _ = on_threads()
+    with pytest.raises(gt.UsageError, match=r"ThreadRanks: the run cannot be copied.*cannot pickle.*Fix: make it in setup\(\)"):
+        trainer.fit(Net(), (batch for batch in DataLoader(samples(8))))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

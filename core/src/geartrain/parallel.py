@@ -23,14 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from geartrain.data.loaders import DataSource
 from geartrain.data.sharding import shard
 from geartrain.errors import TrainingError
 from geartrain.launch.cluster import ClusterEnvironment, detect
 from geartrain.launch.failures import Failure, RankMonitor, judge, left_early
 from geartrain.launch.launch import join, launch, reserve, threads, variables
 from geartrain.launch.patience import Patience
-from geartrain.launch.pickling import refusals
 from geartrain.launch.reports import is_connection, is_timeout
 from geartrain.launch.signals import raise_on_signals
 from geartrain.launch.stopped_rank import StoppedRankMonitor, is_stopped
@@ -58,9 +56,7 @@ __all__ = [
     "launch",
     "left_early",
     "name_absent_ranks",
-    "pickled_arguments",
     "raise_on_signals",
-    "refusals",
     "reserve",
     "shard",
     "threads",
@@ -70,21 +66,6 @@ __all__ = [
 
 #: Bytes of gradients that one all-reduce carries, as DDP's buckets do.
 _BUCKET = 25 * 2**20
-
-
-def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
-    """What a run takes along, by the name under which its user knows it: for an error about something that cannot go."""
-    source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
-    given = (
-        {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
-    )
-    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.source is None and not part.info.is_core}
-    given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
-    return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
-
-
-def _argument(command: str, stage: str) -> str:
-    return "dataloaders" if command != "fit" else "train_dataloaders" if stage == "train" else "val_dataloaders"
 
 
 def group(run: Run) -> None:

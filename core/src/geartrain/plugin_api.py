@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from geartrain.launch.forks import share_temporary_folder as share_temporary_folder
     from geartrain.launch.launch import variables as variables
     from geartrain.launch.patience import Patience as Patience
-    from geartrain.launch.pickling import Dump as Dump, Refusal as Refusal, plain_dump as plain_dump, refusals as refusals
     from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, is_connection as is_connection, report as report
     from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
     from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
@@ -125,7 +124,6 @@ _NAMES = {
     "geartrain.launch.forks": "share_temporary_folder",
     "geartrain.launch.launch": "variables",
     "geartrain.launch.patience": "Patience",
-    "geartrain.launch.pickling": "Dump Refusal plain_dump refusals",
     "geartrain.launch.reports": "ERROR_FILE is_connection report",
     "geartrain.launch.signals": "SIGNALS raise_on_signals",
     "geartrain.loop.evaluate": "broadcast_buffers",

@@ -15,7 +15,6 @@ import torch
 from geartrain.data.sharding import batches_in_turn
 from geartrain.errors import TrainingError
 from geartrain.files.atomic import replacing
-from geartrain.launch.pickling import plain_dump, refusals
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -50,16 +49,16 @@ def _pickled(run: Run, outputs: list[Any]) -> Iterator[tuple[list[bytes], bool]]
     """Yield pickled outputs in chunks, each with True if another follows."""
     chunk: list[bytes] = []
     size = 0
-    for output in outputs:
+    for number, output in enumerate(outputs):
         if size >= _CHUNK:
             yield chunk, True
             chunk, size = [], 0
-        chunk.append(_pickle(run, output))
+        chunk.append(_pickle(run, number, output))
         size += len(chunk[-1])
     yield chunk, False
 
 
-def _pickle(run: Run, output: Any) -> bytes:
+def _pickle(run: Run, number: int, output: Any) -> bytes:
     output = map_tensors(output, _without_rest)
     try:
         return pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
@@ -67,7 +66,7 @@ def _pickle(run: Run, output: Any) -> bytes:
         # Under ddp_spawn the script's classes came to this rank by cloudpickle, and only it can send them on.
         with suppress(Exception):
             return bytes(sys.modules["cloudpickle"].dumps(output))
-        raise _refusal(f"rank {run.world.rank} cannot send to the others what predict_step returned", "output", output, error) from error
+        raise _refusal(f"rank {run.world.rank} cannot send to the others what predict_step returned", number, output, error) from error
 
 
 def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,10 +88,20 @@ def save(outputs: list[Any], path: Path) -> None:
     except TrainingError:
         raise
     except Exception as error:
-        raise _refusal(f"{path} was not written", "predictions", outputs, error) from error
+        number = next((number for number, output in enumerate(outputs) if not _can_be_pickled(output)), 0)
+        raise _refusal(f"{path} was not written", number, outputs[number], error) from error
 
 
-def _refusal(what: str, name: str, outputs: Any, error: Exception) -> TrainingError:
-    refused = next(refusals(name, outputs, plain_dump), None)
-    why = f"{refused.path} is {refused.what}: {refused.why}" if refused else f"{type(error).__name__}: {error}"
-    return TrainingError(f"{what}: {why}. Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them")
+def _can_be_pickled(output: Any) -> bool:
+    try:
+        pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return False
+    return True
+
+
+def _refusal(what: str, number: int, output: Any, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"{what}: output {number}, of type {type(output).__qualname__}, cannot be pickled ({type(error).__name__}: {error}). "
+        "Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them"
+    )

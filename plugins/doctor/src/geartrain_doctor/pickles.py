@@ -11,8 +11,13 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, Trainer, UsageError
-from geartrain.plugin_api import DataSource, Dump, Refusal, Registry, Request, plain_dump, refusals
+from geartrain.plugin_api import DataSource, Registry, Request
 from geartrain_doctor.findings import Section
+
+try:
+    from geartrain_spawn.refusals import Dump, Refusal, plain_dump, refusals
+except ImportError:
+    raise UsageError("geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn") from None
 
 #: As many are shown of each object.
 _MOST = 50

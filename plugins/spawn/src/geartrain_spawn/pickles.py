@@ -17,8 +17,9 @@ from typing import IO, Any, ClassVar
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from geartrain import UsageError
-from geartrain.parallel import refusals
+from geartrain import Run, UsageError
+from geartrain.plugin_api import DataSource
+from geartrain_spawn.refusals import refusals
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -110,15 +111,30 @@ def pickle_by_value_for_workers() -> None:
 # --- what does not pickle ------------------------------------------------------------------------------------------------
 
 
-def refusal(pickled_arguments: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
-    """The error that names what does not pickle.
+def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
+    """Return what a run takes along, by the name under which its user knows it: for an error about something that cannot go."""
+    source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
+    given = (
+        {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
+    )
+    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.source is None and not part.info.is_core}
+    given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
+    return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
+
+
+def _argument(command: str, stage: str) -> str:
+    return "dataloaders" if command != "fit" else "train_dataloaders" if stage == "train" else "val_dataloaders"
+
+
+def refusal(arguments: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
+    """Return the error that names what does not pickle.
 
     Args:
-        belongings: what was handed over, by the name under which the user knows it.
+        arguments: what was to be pickled; see :func:`pickled_arguments`.
         error: what pickling raised.
         strategy: whose error this is.
     """
-    for name, thing in pickled_arguments.items():
+    for name, thing in arguments.items():
         for found in refusals(name, thing, dump, by_value=True):
             return UsageError(
                 f"{strategy}: {found.path}: {found.what} cannot be pickled, and what goes to another process must be ({found.why}). "

@@ -30,7 +30,6 @@ from geartrain.parallel import (
     is_stopped,
     judge,
     left_early,
-    pickled_arguments,
     raise_on_signals,
     reserve,
 )
@@ -97,7 +96,7 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
         payload.dump((run, worker))
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
         payload.close()
-        raise pickles.refusal(pickled_arguments(run, worker), error, run.plan.strategy.label) from error
+        raise pickles.refusal(pickles.pickled_arguments(run, worker), error, run.plan.strategy.label) from error
     return payload
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, reduce
 from typing import IO, Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain.parallel import pickled_arguments, refusals, refuse_unequal
+from geartrain.parallel import refuse_unequal
 from geartrain.plugin_api import ClusterEnvironment, about_to_step
 from geartrain_testing.turns import Turns
 
@@ -148,13 +149,16 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
         return copy.deepcopy((run, worker), {id(run.plan): run.plan})
     except Exception as error:  # whatever a __deepcopy__ or __getstate__ of the user's raises
         label = run.plan.strategy.label
-        for name, thing in pickled_arguments(run, worker).items():
-            for found in refusals(name, thing, _dump):
-                raise UsageError(
-                    f"{label}: {found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why}). "
-                    "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
-                ) from error
-        raise UsageError(f"{label}: the run cannot be copied for each rank: {type(error).__name__}: {error}") from error
+        fix = "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
+        what = f"the run cannot be copied, and each rank gets a copy ({type(error).__name__}: {error})"
+        with suppress(ImportError):  # without geartrain-spawn the error does not say which attribute it is
+            from geartrain_spawn.pickles import pickled_arguments
+            from geartrain_spawn.refusals import refusals
+
+            arguments = pickled_arguments(run, worker).items()
+            if found := next((found for name, thing in arguments for found in refusals(name, thing, _dump)), None):
+                what = f"{found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why})"
+        raise UsageError(f"{label}: {what}. {fix}") from error
 
 
 def _dump(thing: Any, file: IO[bytes]) -> None:

@@ -1,6 +1,6 @@
 """The path to what cannot be pickled: which attribute of a module, of data or of a loader, and why.
 
-Used where something must go to another process: by strategies that hand a run over, and by ``geartrain doctor --pickle``.
+Used if something must go to another process: by ``ddp_spawn``, by ``geartrain doctor --pickle`` and by geartrain-testing's thread ranks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from geartrain.launch.pickling import plain_dump, refusals
+from geartrain_spawn.refusals import plain_dump, refusals
 
 LOCK = threading.Lock()
 
@@ -98,7 +98,7 @@ def test_it_says_what_and_why():
     assert "pickle" in lock.why
     (function,) = refusals("it", lambda: 1, plain_dump)
     assert function.is_name
-    assert function.what.startswith("<lambda> at test_pickles.py:")
+    assert function.what.startswith("<lambda> at test_refusals.py:")
 
     class Local:
         pass
