@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from geartrain._version import __version__
 from geartrain.errors import GeartrainError, TrainingError, UsageError, panel as _panel
 from geartrain.hookspecs import hookimpl, hookspec
-from geartrain.launch import start as _start  # noqa: F401 (reads where the program started, before it changes its folder)
+from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads where the program started, before it changes its folder)
 
 if TYPE_CHECKING:
     from geartrain.commands import cli

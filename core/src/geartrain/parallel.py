@@ -1,11 +1,10 @@
-"""What a strategy of several processes builds on.
+"""The public parts that a strategy of several processes builds on.
 
-- ``launch``: this process becomes a rank and starts the others, or joins a launcher's; ``detect``: who started this process, and as which
-  rank.
-- ``reserve``, ``variables``, ``threads``, ``join``, ``pickled_arguments``, ``raise_on_signals``, ``is_connection``, ``is_timeout``,
-  ``refusals``: for a strategy that starts its ranks in another way; ``geartrain-spawn`` is one.
-- ``RankMonitor``, ``judge``, ``Failure``, ``left_early``, ``StoppedRankMonitor``, ``is_stopped``, ``Patience``: how ranks end, which one
-  is to blame, and how long a supervisor waits.
+- ``launch``: become a rank and start the others, or join a launcher's; ``detect``: which launcher started this process, as which rank.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``, ``raise_on_signals``: for a strategy that
+  starts its ranks in another way; ``geartrain-spawn`` is one.
+- ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has started, decide which failed first, and
+  end the others; ``is_connection``: whether an error only says that another rank has gone.
 - ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``name_absent_ranks``: data and collectives on
   torch.distributed.
 """
@@ -25,13 +24,13 @@ from torch import nn
 
 from geartrain.data.sharding import shard
 from geartrain.errors import TrainingError
+from geartrain.launch.bootstrap import die_with_parent, write_output_to
 from geartrain.launch.cluster import ClusterEnvironment, detect
-from geartrain.launch.failures import Failure, RankMonitor, judge, left_early
+from geartrain.launch.failures import Failure, is_connection
 from geartrain.launch.launch import join, launch, reserve, threads, variables
 from geartrain.launch.patience import Patience
-from geartrain.launch.reports import is_connection, is_timeout
 from geartrain.launch.signals import raise_on_signals
-from geartrain.launch.stopped_rank import StoppedRankMonitor, is_stopped
+from geartrain.launch.supervisor import RankHandle, Supervisor
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,25 +41,23 @@ __all__ = [
     "ClusterEnvironment",
     "Failure",
     "Patience",
-    "RankMonitor",
-    "StoppedRankMonitor",
+    "RankHandle",
+    "Supervisor",
     "average_gradients",
     "broadcast_weights",
     "detect",
+    "die_with_parent",
     "gather_uneven",
     "is_connection",
-    "is_stopped",
-    "is_timeout",
     "join",
-    "judge",
     "launch",
-    "left_early",
     "name_absent_ranks",
     "raise_on_signals",
     "reserve",
     "shard",
     "threads",
     "variables",
+    "write_output_to",
 ]
 
 

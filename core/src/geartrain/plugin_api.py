@@ -44,17 +44,18 @@ if TYPE_CHECKING:
         refuse_half_a_state as refuse_half_a_state,
         refuse_misspelt as refuse_misspelt,
     )
-    from geartrain.launch import bootstrap as bootstrap, rendezvous as rendezvous
+    from geartrain.launch import bootstrap as bootstrap, rendezvous as rendezvous, sockets as sockets
     from geartrain.launch.cluster import (
         STARTED_BY as STARTED_BY,
         ClusterEnvironment as ClusterEnvironment,
         detect as detect,
         starts_rank_0 as starts_rank_0,
     )
+    from geartrain.launch.failures import is_connection as is_connection
     from geartrain.launch.forks import share_temporary_folder as share_temporary_folder
     from geartrain.launch.launch import variables as variables
     from geartrain.launch.patience import Patience as Patience
-    from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, is_connection as is_connection, report as report
+    from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, report as report
     from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
     from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
     from geartrain.loop.optimizers import (
@@ -119,12 +120,13 @@ _NAMES = {
     "geartrain.hooks.manager": "Hooks fire",
     "geartrain.hooks.plugin_info": "LoadedPlugin PluginInfo state_of",
     "geartrain.hooks.spelling": "OF_PLUGINS STATE refuse_half_a_state refuse_misspelt",
-    "geartrain.launch": "bootstrap rendezvous",
+    "geartrain.launch": "bootstrap rendezvous sockets",
     "geartrain.launch.cluster": "ClusterEnvironment STARTED_BY detect starts_rank_0",
+    "geartrain.launch.failures": "is_connection",
     "geartrain.launch.forks": "share_temporary_folder",
     "geartrain.launch.launch": "variables",
     "geartrain.launch.patience": "Patience",
-    "geartrain.launch.reports": "ERROR_FILE is_connection report",
+    "geartrain.launch.reports": "ERROR_FILE report",
     "geartrain.launch.signals": "SIGNALS raise_on_signals",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",

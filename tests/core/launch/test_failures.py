@@ -7,13 +7,16 @@ import json
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from geartrain.launch import stopped_rank as stopped
-from geartrain.launch.failures import Failure, RankMonitor, judge
+from geartrain.launch.failures import Failure, judge
+from geartrain.launch.patience import Patience
 from geartrain.launch.reports import ERROR_FILE, begin, report
 from geartrain.launch.stopped_rank import StoppedRankMonitor
+from geartrain.launch.supervisor import Supervisor
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 WAITED = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
@@ -51,7 +54,7 @@ class Rank:
 
 #: What ranks do in the 20 s until their supervisor ends them -> what is said.
 TABLE = {
-    "nothing": ({1: {"ends": (5, 0)}, 2: {}}, None),
+    "nothing": ({1: {}, 2: {}}, None),
     "an error": ({1: {"tells": (5, OWN), "ends": (6, 1)}}, f"rank 1 failed: {OWN}"),
     "a signal": ({1: {"ends": (5, -9)}}, "rank 1 was ended by SIGKILL"),
     "an exit code": ({1: {"ends": (5, 7)}}, "rank 1 failed: exit code 7"),
@@ -78,6 +81,7 @@ TABLE = {
     ),
     "an error while another hangs": ({1: {}, 2: {"tells": (5, OWN), "ends": (5, 1)}}, f"rank 2 failed: {OWN}"),
     # --- left
+    "a rank that left, and no error": ({1: {"ends": (5, 0)}, 2: {}}, f"rank 1 {LEFT}"),
     "a rank that left": ({1: {"ends": (5, 0)}, 2: {"tells": (6, LOST), "ends": (6, 1)}}, f"rank 1 {LEFT}"),
     "a rank that left, another error": ({1: {"ends": (5, 0)}, 2: {"tells": (6, OWN), "ends": (6, 1)}}, f"rank 2 failed: {OWN}"),
     # --- stopped: for 15 s
@@ -97,44 +101,44 @@ def clock():
 
 
 def supervised(clock, monkeypatch, rows):
-    """The monitor of ranks that do what the rows say, once their supervisor has ended them."""
+    """The supervisor of ranks that do what the rows say, once it ends them."""
     ranks = [Rank(clock, number, **row) for number, row in rows.items()]
     monkeypatch.setattr(stopped, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
-    monitor = RankMonitor(ranks, StoppedRankMonitor(15.0, lambda: clock[0]), lambda: clock[0])
-    found = []
+    stopped_ranks = StoppedRankMonitor(15.0, lambda: clock[0])
+    supervisor = Supervisor(ranks, Path(), Patience(), stopped_ranks, lambda: clock[0])
     for second in range(21):
         clock[0] = second
-        found += monitor.look()
-    assert found == monitor.failures, "each is returned once"
-    assert len(found) == len({failure.rank for failure in found}), "a rank fails once"
-    monitor.begin_end()
-    return monitor
+        supervisor.look()
+    assert len(supervisor.failures) == len({failure.rank for failure in supervisor.failures}), "a rank fails once"
+    supervisor.begin_end()
+    return supervisor
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_said(clock, monkeypatch, name):
     rows, said = TABLE[name]
-    monitor = supervised(clock, monkeypatch, rows)
-    verdict = judge(monitor.failures, monitor.silent, monitor.succeeded)
+    supervisor = supervised(clock, monkeypatch, rows)
+    verdict = supervisor.judge(left=supervisor.succeeded)
     if said is None:
         assert verdict is None
     else:
-        assert verdict.describe().startswith(said), verdict.describe()
+        assert verdict.message.startswith(said), verdict.message
 
 
 def test_what_happens_to_ranks_that_their_supervisor_ends_is_no_cause(clock, monkeypatch):
-    monitor = supervised(clock, monkeypatch, {1: {"ends": (25, -15)}, 2: {"tells": (25, OWN), "ends": (26, 1)}, 3: {"stops": (10, 99)}})
-    assert monitor.running == monitor.silent == [1, 2, 3]
+    supervisor = supervised(clock, monkeypatch, {1: {"ends": (25, -15)}, 2: {"tells": (25, OWN), "ends": (26, 1)}, 3: {"stops": (10, 99)}})
+    assert supervisor.running == supervisor.silent == [1, 2, 3]
     clock[0] = 40
-    assert monitor.look() == monitor.failures == []
-    monitor.begin_end()
-    assert (monitor.failures, monitor.silent) == ([], [1, 2, 3])
-    assert monitor.running == [3]
+    supervisor.look()
+    assert supervisor.failures == []
+    supervisor.begin_end()
+    assert (supervisor.failures, supervisor.silent) == ([], [1, 2, 3])
+    assert supervisor.running == [3]
 
 
 def test_the_time_of_an_error_is_when_it_came_and_of_a_silent_end_when_it_is_seen(clock, monkeypatch):
-    monitor = supervised(clock, monkeypatch, {1: {"tells": (4.5, OWN), "ends": (7.5, 1)}, 2: {"ends": (7.5, -9)}, 3: {"stops": (1, 99)}})
-    assert {failure.rank: failure.when for failure in monitor.failures} == {1: 4.5, 2: 8, 3: 1}
+    supervisor = supervised(clock, monkeypatch, {1: {"tells": (4.5, OWN), "ends": (7.5, 1)}, 2: {"ends": (7.5, -9)}, 3: {"stops": (1, 99)}})
+    assert {failure.rank: failure.when for failure in supervisor.failures} == {1: 4.5, 2: 8, 3: 1}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_the_time_of_an_error_is_when_it_came_and_of_a_silent_end_when_it_is_see
 )
 def test_a_supervisor_that_is_a_rank_is_judged_as_the_others_are(own, others, blamed):
     rank, when, message, number = others
-    assert judge([Failure(rank, when, message, signal=number), Failure(0, *own)]).first.rank == blamed
+    assert judge([Failure(rank, when, message, signal=number), Failure(0, *own)]).ranks == [blamed]
 
 
 def test_an_error_is_told_through_a_file(tmp_path, monkeypatch):

@@ -18,12 +18,17 @@ if "AGAIN" in os.environ:
 else:
     os.chdir(os.sep)
     try:
-        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.directory(), env={**os.environ, "AGAIN": "1"}).returncode)
+        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.DIRECTORY, env={**os.environ, "AGAIN": "1"}).returncode)
     except relaunch.UsageError as error:
         print("refused:", error, flush=True)
 """
 THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
-SESSION = "from geartrain.launch import rerun_command as relaunch\ntry: relaunch.command()\nexcept Exception as error: print('refused:', error)\n\n"
+SESSION = """\
+from geartrain.launch import rerun_command as relaunch
+try: relaunch.command()
+except Exception as error: print("refused:", error)
+
+"""
 
 
 def python(*arguments, folder, stdin=""):

@@ -5,14 +5,14 @@ from datetime import timedelta
 import pytest
 
 from geartrain import TrainingError
-from geartrain.launch import rendezvous
+from geartrain.launch import rendezvous, sockets
 from geartrain.launch.cluster import ClusterEnvironment
 
 
 @pytest.fixture
 def agent(monkeypatch):
     """The store of torchrun's agent, which outlives the attempts to run a program."""
-    store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=30))
+    store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=30))
     for name, value in {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     return store

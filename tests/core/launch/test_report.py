@@ -7,7 +7,8 @@ import time
 import pytest
 
 from geartrain.launch.cluster import STARTED_BY
-from geartrain.launch.reports import ERROR_FILE, begin, failed_at, has_failed, is_telling, is_timeout, leave, report
+from geartrain.launch.failures import is_timeout
+from geartrain.launch.reports import ERROR_FILE, begin, failed_at, is_tearing_down, leave, report
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,6 @@ def test_the_first_error_of_a_run_stays(error_file):
     at = failed_at()
     report(KeyError("second"))
     assert told(error_file) == "KeyError: 'first'"
-    assert has_failed()
     assert began <= at == failed_at()
 
 
@@ -37,7 +37,7 @@ def test_one_that_was_survived_is_forgotten_by_the_next_run(error_file):
     report(KeyError("survived"))
     before = failed_at()
     begin()
-    assert not has_failed()
+    assert failed_at() is None
     assert not error_file.exists()
     report(KeyError("of the second run"))
     assert told(error_file) == "KeyError: 'of the second run'"
@@ -64,18 +64,18 @@ def test_where_nobody_looks_for_it_it_is_noted_all_the_same(monkeypatch):
     monkeypatch.delenv(ERROR_FILE)
     begin()
     report(KeyError("mine"))
-    assert has_failed()
+    assert failed_at() is not None
 
 
-def test_telling_ends_where_leaving_begins():
-    assert not is_telling()
+def test_teardown_ends_when_a_rank_leaves_its_group():
+    assert not is_tearing_down()
     report(KeyError("mine"))
-    assert is_telling()
+    assert is_tearing_down()
     leave()
-    assert not is_telling()
+    assert not is_tearing_down()
     begin()
     report(KeyError("of the second run"))
-    assert is_telling()
+    assert is_tearing_down()
 
 
 @pytest.mark.parametrize(

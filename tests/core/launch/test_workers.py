@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from geartrain.launch import rerun_command as relaunch, supervisor as workers
+from geartrain.launch import rerun_command as relaunch, workers
 from geartrain.launch.reports import begin, leave, report
 from geartrain.launch.signals import Interrupted
 from geartrain.launch.stopped_rank import is_stopped
-from geartrain.launch.supervisor import Workers
+from geartrain.launch.workers import Workers
 from geartrain_testing.launching import HAS_PROC, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
@@ -73,7 +73,7 @@ class Node:
         raise error
 
     def pids(self):
-        return list(self.started._context.pids().values())
+        return [worker.pid for worker in self.started._workers]
 
     def have_ended(self):
         return not any(is_running(pid) for pid in self.pids())
@@ -90,14 +90,14 @@ def is_running(pid):
 def node(tmp_path, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5,teardown=2,stopped=0.5")
     monkeypatch.setattr(relaunch, "command", lambda: [sys.executable, "-c", RANK])
-    monkeypatch.setattr(relaunch, "directory", lambda: str(tmp_path))
+    monkeypatch.setattr(relaunch, "DIRECTORY", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     begin()
     node = Node(tmp_path)
     yield node
     begin()
     if node.started is not None:
-        node.started.end()
+        node.started.supervisor.end()
         assert node.have_ended()
 
 

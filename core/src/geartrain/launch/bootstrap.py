@@ -2,9 +2,7 @@
 
 Run by path with ``python -I -S``; nothing but the standard library, so that it costs 13 ms.
 
-    bootstrap.py STARTER_PID LOG HANGUP COMMAND [ARG ...]
-
-HANGUP is ``ignore`` under nohup, and the command then ignores SIGHUP, too; else ``keep``.
+    bootstrap.py STARTER_PID LOG COMMAND [ARG ...]
 """
 
 import ctypes
@@ -13,24 +11,40 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# Loaded before a fork, because a forked child must not load libraries.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def main() -> None:
-    starter, log, hangup, *command = sys.argv[1:]
-    if hangup == "ignore":
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # Survives exec, not fork: loader workers do not inherit it. It follows the thread that started us: the main one.
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(starter):
-        sys.exit(f"rank not started: its starter, process {starter}, is gone")
-    # Appending: stdout and stderr share the file, and a restarted rank adds to it.
+def command(log: object, program: list[str]) -> list[str]:
+    """Return the command that runs a program as a child of this process, with its output in a log.
+
+    Signals that this process ignores, as SIGHUP under nohup, are ignored there too.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(log), *program]
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Survives exec, not fork."""
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def write_output_to(log: str | os.PathLike[str]) -> None:
+    """Append what this process and its libraries print to a file; a restarted rank adds to it."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def main() -> None:
+    starter, log, *program = sys.argv[1:]
+    die_with_parent()
+    if os.getppid() != int(starter):
+        sys.exit(f"rank not started: its starter, process {starter}, is gone")
+    write_output_to(log)
     os.environ["GEARTRAIN_STARTED_BY"] = str(os.getpid())  # exec keeps the id; what this rank runs has another
-    os.execv(command[0], command)
+    os.execv(program[0], program)
 
 
 if __name__ == "__main__":

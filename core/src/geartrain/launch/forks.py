@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from geartrain.launch.bootstrap import PR_SET_PDEATHSIG
+from geartrain.launch.bootstrap import die_with_parent
 from geartrain.launch.cluster import STARTED_BY
 
 #: The environment variable that names the starter's folder for the sockets of multiprocessing.
@@ -32,7 +31,6 @@ _handlers_before: dict[int, Any] = {}
 _is_guarded = False
 #: Of a thread that is forking: ``mask``, the signals that it had blocked before; ``is_main``.
 _fork = threading.local()
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def guard_forks() -> None:
@@ -65,8 +63,8 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    if _is_guarded and _LIBC is not None and _fork.is_main:  # the signal follows the thread that forked
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _is_guarded and _fork.is_main:  # the signal follows the thread that forked
+        die_with_parent()
     if _handlers_before:
         # A signal to the child must neither wake the rank's watcher nor raise the rank's Interrupted: Pool.terminate() sends SIGTERM.
         signal.set_wakeup_fd(-1)

@@ -1,37 +1,37 @@
-"""Worker processes: start them, watch them, report the first error, leave no orphan.
-
-- ``environment``: who started this process, and which rank it is.
-- ``relaunch``: the command line that starts another rank of this program.
-- ``bootstrap``: what runs first in a started process; it dies with its starter.
-- ``forks``: what a forked child, such as a loader worker, must not keep of its rank.
-- ``signals``: those that end a run raise an error in it; ``stopped``: ranks that somebody stops.
-- ``failures``: decides which rank failed first and which is late; ``patience``: how long a supervisor waits.
-- ``workers``: starts the other local ranks and supervises them while this process works as one of them.
-- ``rendezvous``: the store through which ranks meet.
-"""
+"""The failure of this rank's own run: noted when it happens, and written where the rank's supervisor reads it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from geartrain.launch.cluster import STARTED_BY
+from geartrain.launch.failures import is_connection
 
-#: Where a worker writes its error, as torchelastic's workers do.
+#: The environment variable that names the file for a rank's error, the same as torchelastic's.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: When this rank's run failed, in seconds since the epoch: before teardown, which takes time.
-_failed: list[float] = []
+
+
+@dataclass(slots=True)
+class _OwnRun:
+    """What this process knows of its run."""
+
+    #: Shuts down the connections to other ranks that the run has opened.
+    disconnect: Callable[[], None] | None = None
+    #: When the run failed, in seconds since the epoch: before teardown, which takes time.
+    failed_at: float | None = None
+    #: True after ``on_exception`` and ``teardown`` have run: the rank only has to leave its group.
+    is_leaving: bool = False
+
+
+_run = _OwnRun()
 #: The file that this process has written an error to.
-_reported = ""
-#: True after ``on_exception`` and ``teardown`` have run: the rank only has to leave its group.
-_leaving = False
-#: Shuts down the connections that this rank's run has opened to others.
-_disconnect: Callable[[], None] | None = None
+_written = ""
 
 
 def begin(disconnect: Callable[[], None] | None = None) -> None:
@@ -40,56 +40,54 @@ def begin(disconnect: Callable[[], None] | None = None) -> None:
     Args:
         disconnect: shuts down the connections to other ranks that the run has opened.
     """
-    global _leaving, _disconnect, _reported
-    _failed.clear()
-    _leaving, _disconnect = False, disconnect
+    global _run, _written
+    _run = _OwnRun(disconnect)
     # A file that this process has not written is not geartrain's to delete.
     # geartrain ends all of its ranks after a run that failed: the first error stays, also if the program survived it on this rank.
-    if _reported and os.environ.get(STARTED_BY) != str(os.getpid()):
+    if _written and os.environ.get(STARTED_BY) != str(os.getpid()):
         with contextlib.suppress(OSError):
-            os.unlink(_reported)
-        _reported = ""
+            os.unlink(_written)
+        _written = ""
 
 
 def report(error: BaseException) -> None:
-    """Note when this rank failed, and write its error where its starter looks for it: now, before teardown closes connections and
-    others fail for it."""
-    global _reported
-    _failed.append(time.time())
+    """Note when this rank failed, and write its error for its supervisor: before teardown, which makes other ranks fail too."""
+    global _written
+    if _run.failed_at is None:
+        _run.failed_at = time.time()
     path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
     # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest the root cause and takes whole
     # seconds only, within which a lost connection follows its cause: it is dated a second later. ``when`` is ours.
-    stamp = int(_failed[0]) + is_connection(str(error))
-    told = {
+    stamp = int(_run.failed_at) + is_connection(str(error))
+    message = {
         "message": f"{type(error).__name__}: {error}\n{text}",
-        "extraInfo": {"py_callstack": text, "timestamp": str(stamp), "when": _failed[0]},
+        "extraInfo": {"py_callstack": text, "timestamp": str(stamp), "when": _run.failed_at},
     }
     try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump({"message": told}, file)
-        os.replace(file.name, path)  # never half of it: the starter looks at any moment
-        _reported = path
+            json.dump({"message": message}, file)
+        os.replace(file.name, path)  # never half of it: the supervisor looks at any moment
+        _written = path
     except OSError:
         pass  # the log has it as well
 
 
-def failed_at() -> float:
-    """When this rank's run failed; now, where it never said so."""
-    return _failed[0] if _failed else time.time()
-
-
-def has_failed() -> bool:
-    """Whether this rank's run has failed; then it is tearing down."""
-    return bool(_failed)
+def failed_at() -> float | None:
+    """Return when this rank's run failed; ``None`` if it has not."""
+    return _run.failed_at
 
 
 def leave() -> None:
-    """Plugins and modules have torn down; what is left is to leave the group."""
-    global _leaving
-    _leaving = True
+    """Note that plugins and modules have torn down: the rank only has to leave its group."""
+    _run.is_leaving = True
+
+
+def is_tearing_down() -> bool:
+    """True after a failure while ``on_exception`` and ``teardown`` hooks are still running."""
+    return _run.failed_at is not None and not _run.is_leaving
 
 
 def disconnect_if_failed() -> None:
@@ -97,20 +95,5 @@ def disconnect_if_failed() -> None:
 
     Closing is not enough while a loader worker, forked by this rank, holds a copy.
     """
-    if _failed and _disconnect is not None:
-        _disconnect()
-
-
-def is_telling() -> bool:
-    """Whether this rank has failed, and plugins and modules are being told, which may take them a while."""
-    return bool(_failed) and not _leaving
-
-
-def is_connection(message: str) -> bool:
-    """Whether an error's message is that of a collective whose peer has gone."""
-    return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
-
-
-def is_timeout(message: str) -> bool:
-    """Whether an error's message says that a rank waited for others in vain: gloo's and the store's do, a loader's own does not."""
-    return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
+    if _run.failed_at is not None and _run.disconnect is not None:
+        _run.disconnect()

@@ -8,7 +8,12 @@ import threading
 from pathlib import Path
 
 from geartrain.errors import UsageError
-from geartrain.launch.start import DIRECTORY
+
+#: Where the program started, read when geartrain is first imported: relative paths in its command line count from there.
+try:
+    DIRECTORY = os.getcwd()
+except FileNotFoundError:  # it was removed; nothing can be run again there, and nothing else depends on it
+    DIRECTORY = os.sep
 
 
 def command() -> list[str]:
@@ -43,7 +48,7 @@ def _is_same_file(path: Path, other: str) -> bool:
 
 
 def reason_not_rerunnable() -> str | None:
-    """Why this program cannot be run again, or ``None`` when it can."""
+    """Return why this program cannot be run again, or ``None`` if it can."""
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules:
         return "a notebook has none"
@@ -67,8 +72,3 @@ def _debugged() -> bool:
 
     tracer = sys.gettrace()
     return isinstance(getattr(tracer, "__self__", None), bdb.Bdb) or (tracer is not None and "pydevd" in sys.modules)
-
-
-def directory() -> str:
-    """Where the program started: relative paths in its command line count from there."""
-    return DIRECTORY

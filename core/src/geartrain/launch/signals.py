@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from geartrain.launch.failures import is_connection
 from geartrain.launch.forks import handlers_not_inherited, is_forking
-from geartrain.launch.reports import ERROR_FILE, is_connection
+from geartrain.launch.reports import ERROR_FILE
 
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -94,14 +94,14 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
         error, and the end of its output.
     """
-    from geartrain.plugin_api import raise_on_signals, rendezvous
+    from geartrain.plugin_api import raise_on_signals, rendezvous, sockets
 
     began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
     # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
     in_main_thread = threading.current_thread() is threading.main_thread()
     with raise_on_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
-        store = rendezvous.serve(rendezvous.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
+        store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
         ranks: list[_Rank] = []
         try:
             with _later() if in_main_thread else nullcontext():
@@ -150,7 +150,7 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), str(folder / f"output-{number}"), "keep", *work],
+            bootstrap.command(folder / f"output-{number}", work),
             env={**kept, **variables(place), ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
@@ -246,14 +246,14 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     import torch.distributed as dist
 
     from geartrain import TrainingError
-    from geartrain.plugin_api import rendezvous
+    from geartrain.plugin_api import rendezvous, sockets
 
     place = detect()
     assert place is not None
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         getattr(torch, kind).set_device(device)
-    name = rendezvous.interface(place)
+    name = sockets.interface(place)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     store = rendezvous.run_store(place, "doctor", timeout)

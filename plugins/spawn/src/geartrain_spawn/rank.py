@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import ClusterEnvironment, join, threads, variables
+from geartrain.parallel import ClusterEnvironment, die_with_parent, join, threads, variables, write_output_to
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
@@ -84,14 +83,12 @@ class Job:
     answer: AnonymousFile
     #: Where its output goes; ``None`` for the starter's own.
     log: Path | None
-    #: Where its error is told; see ``geartrain.launch.reports.report``.
+    #: Where its error is told; see ``geartrain.parallel.Failure.read``.
     error_file: Path
     #: ``None`` in a fork, which has them.
     surroundings: Surroundings | None
 
 
-#: Linux's prctl(2) option: the signal that this process gets when its parent dies.
-_PR_SET_PDEATHSIG = 1
 #: What a rank leaves that has done its work and brings nothing.
 DONE = "done"
 
@@ -147,8 +144,8 @@ def _die_with_starter() -> None:
     starter = multiprocessing.parent_process()
     assert starter is not None
     assert starter.pid is not None
-    if sys.platform == "linux" and os.getppid() == starter.pid:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == starter.pid:
+        die_with_parent()
 
     # A forkserver's child is no child of its starter, and the server may outlive it. Not the sentinel if there is a choice: it is a pipe,
     # whose other end the starter's forked children hold open after its death.
@@ -165,9 +162,6 @@ def _direct_output(log: Path | None) -> None:
     """Let what this rank and its libraries print go to its log."""
     if log is None:
         return
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    write_output_to(log)
     # In a fork of a notebook these would go to the notebook.
     sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

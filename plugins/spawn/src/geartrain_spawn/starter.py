@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
@@ -13,34 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, util
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.parallel import (
-    ClusterEnvironment,
-    Failure,
-    Patience,
-    RankMonitor,
-    StoppedRankMonitor,
-    is_stopped,
-    judge,
-    left_early,
-    raise_on_signals,
-    reserve,
-)
+from geartrain.parallel import ClusterEnvironment, Failure, Patience, Supervisor, raise_on_signals, reserve
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import apply_result
 
 #: Those of the seeds that this system has, the default first.
 START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
-#: Seconds after which a rank that has not heard is asked to end once more.
-AGAIN = 1.0
 
 _numbers = itertools.count(1)
 
@@ -102,6 +90,8 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
 
 @dataclass(slots=True)
 class _Rank:
+    """One rank; its process was forked by this one, or by multiprocessing's server."""
+
     process: multiprocessing.process.BaseProcess
     number: int
     answer: AnonymousFile
@@ -111,11 +101,20 @@ class _Rank:
     def pid(self) -> int:
         return self.process.pid or 0
 
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
     def poll(self) -> int | None:
         return None if self.process.is_alive() else self.process.exitcode or 0  # one that could not be started is not alive either
 
+    def signal(self, number: int) -> None:
+        if self.process.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def error(self) -> Failure | None:
-        """Return the error of its run, which it told before teardown; else what it left at its end."""
+        """Return the error of its run, which it reported before teardown; else what it left at its end."""
         if written := Failure.read(self.number, self.error_file):
             return written
         told = self.told()
@@ -125,7 +124,7 @@ class _Rank:
         """Return its error, the exception itself if that came back."""
         written = Failure.read(self.number, self.error_file)
         if self.process.exitcode and (self.process.exitcode > 0 or written is not None):
-            # It may hold half of something, where it was killed while it wrote, or an error that can be pickled but not unpickled.
+            # It may hold half of something, if it was killed while it wrote, or an error that can be pickled but not unpickled.
             with suppress(Exception):
                 if isinstance(answer := self.answer.load(), rank.Told):
                     return answer
@@ -137,10 +136,8 @@ class Ranks:
 
     def __init__(self, start_method: str, logs: Path) -> None:
         self._start_method, self._logs = start_method, logs
-        self._patience = Patience.from_environment()
         self._ranks: list[_Rank] = []
-        self._stopped = StoppedRankMonitor(self._patience.stopped)
-        self._monitor = RankMonitor(self._ranks, self._stopped)
+        self._supervisor = Supervisor(self._ranks, logs, Patience.from_environment())
 
     def start(self, place: ClusterEnvironment, number: int, timeout: timedelta, payload: Any) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
@@ -172,86 +169,25 @@ class Ranks:
             TrainingError: one was killed, stopped, hung or left.
             Exception: a rank's own error.
         """
-        while running := self._running():
-            connection.wait([each.process.sentinel for each in running], self._stopped.period)
-            if self._monitor.look():
-                self._unwind()
-                self._raise()
-        if left := self._left():
-            where = "".join([self._show_log(number) for number in left][:1])
-            raise TrainingError(f"{left_early(left)}{where}")
-        return self._ranks[0].answer.load()
-
-    def _running(self) -> list[_Rank]:
-        numbers = self._monitor.running
-        return [each for each in self._ranks if each.number in numbers]
-
-    def _unwind(self) -> None:
-        """One has failed: the others' collectives fail now, and they tear down. End those that do not."""
-        failed = [failure.rank for failure in self._monitor.failures]
-        self._kill([each for each in self._running() if each.number in failed])  # stopped: those that wait for it are let go, to tear down
-        deadline = time.monotonic() + self._patience.unwind
-        while (running := self._running()) and (left := deadline - time.monotonic()) > 0:
-            connection.wait([each.process.sentinel for each in running], left)
-            self._monitor.look()
-        self.end()
-
-    def end(self) -> None:
-        """End every rank that lives: SIGTERM, seconds to unwind, SIGKILL. Nothing is left of them."""
-        self._monitor.begin_end()
-        self._kill([each for each in self._running() if is_stopped(each.pid)])  # it hears nothing else
-        self._ask_to_end()
-        self._kill(self._running())
-
-    def _ask_to_end(self) -> None:
-        # More than once: after Ctrl-C, which a terminal sends to ranks as well, a second signal on its heels may let the kernel hand both
-        # to another thread of a rank, and then the main thread, where Python handles them, sleeps on in whatever it waits for.
-        deadline = time.monotonic() + self._patience.grace
-        while (running := self._running()) and (left := deadline - time.monotonic()) > 0:
-            for each in running:
-                if not each.error_file.exists():  # else it is on its way to its end
-                    each.process.terminate()
-            connection.wait([each.process.sentinel for each in running], min(left, AGAIN))
-            self._monitor.look()
-
-    def _kill(self, ranks: list[_Rank]) -> None:
-        for each in ranks:
-            each.process.kill()
-        for each in ranks:
-            each.process.join()
-        self._monitor.look()
+        if self._supervisor.watch():
+            self._supervisor.unwind()
+        left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+        verdict = self._supervisor.judge(left=left)
+        if verdict is None:
+            return self._ranks[0].answer.load()
+        where = self._supervisor.show_log(verdict.ranks[0])
+        told = next(each for each in self._ranks if each.number == verdict.ranks[0]).told()
+        if verdict.failure is None or told is None:
+            raise TrainingError(verdict.message + where)
+        raise _again(told, verdict.ranks[0])
 
     def close(self) -> None:
-        """End every rank, and let go of what they left."""
-        self.end()
+        """End every rank, and close what it has left."""
+        self._supervisor.end()
         for each in self._ranks:
             each.answer.close()
-            each.process.close()
-
-    def _raise(self) -> NoReturn:
-        """Raise the error of the rank that failed first, or for the ranks that it lost."""
-        verdict = judge(self._monitor.failures, self._monitor.silent, self._left())
-        assert verdict is not None
-        if verdict.late:
-            raise TrainingError(verdict.describe())
-        number = verdict.left[0] if verdict.left else verdict.first.rank
-        where = self._show_log(number)
-        told = next(each for each in self._ranks if each.number == number).told()
-        if told is None:
-            raise TrainingError(f"{verdict.describe()}{where}")
-        raise _again(told, number)
-
-    def _left(self) -> list[int]:
-        """Return the ranks that ended with exit code 0 and no result."""
-        return [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
-
-    def _show_log(self, number: int, lines: int = 40) -> str:
-        """Print the end of a rank's output; return where all of it is."""
-        path = self._logs / f"rank-{number}.log"
-        tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
-        if tail:
-            print(f"--- the end of rank {number}'s output ---", *tail, f"--- {path} ---", sep="\n", file=sys.stderr)
-        return f"\n(its output: {path})" if path.exists() else ""
+            with suppress(ValueError):  # it cannot be killed, because it is stuck in a device's driver
+                each.process.close()
 
 
 class RankError(Exception):

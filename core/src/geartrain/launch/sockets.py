@@ -1,0 +1,112 @@
+"""Sockets between ranks: listening on one address only, finding the way to rank 0, closing connections after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from geartrain.errors import TrainingError
+from geartrain.launch.cluster import ClusterEnvironment
+
+_LOOPBACK = "127.0.0.1"
+
+
+def bind(address: str, port: int | None) -> socket.socket:
+    """Return a listening socket on one address only.
+
+    Raises:
+        TrainingError: the port is taken, or the address is not this machine's.
+    """
+    family = _resolve(address)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise TrainingError(
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}. Fix: MASTER_ADDR must be this node's address and MASTER_PORT free"
+        ) from error
+    return listener
+
+
+def own_address(place: ClusterEnvironment) -> str:
+    """Return the address by which other ranks reach this one: loopback if all are on this node.
+
+    Raises:
+        TrainingError: rank 0's node cannot be reached.
+    """
+    assert place.master_addr is not None
+    if place.nodes == 1:
+        return _LOOPBACK
+    family, there = _resolve(place.master_addr)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(there)  # asks the routing table and sends nothing
+        except OSError as error:
+            raise _unreachable(place.master_addr, error) from error
+        return str(probe.getsockname()[0])
+
+
+def interface(place: ClusterEnvironment) -> str | None:
+    """Return the network interface that leads to rank 0, or ``None`` if it is not known.
+
+    Without it gloo looks its own host name up and listens there.
+    """
+    mine = own_address(place)
+    if mine.startswith("127."):
+        return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == mine), None)
+
+
+def open_sockets() -> set[tuple[int, str]]:
+    """Return this process's open sockets, each as (descriptor, identity); none on a system without /proc."""
+    found = set()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if target.startswith("socket:"):
+            found.add((int(name), target))
+    return found
+
+
+def shut_down(sockets: set[tuple[int, str]]) -> None:
+    """Close the TCP connections of a run that failed; their owners keep the descriptors."""
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.getpeername()  # raises for a listening one, which gloo must keep: it aborts when accept() fails
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _resolve(address: str) -> tuple[int, Any]:
+    """Return family and socket address of a host's name or number."""
+    try:
+        family, _, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise _unreachable(address, error) from error
+    return family, there
+
+
+def _unreachable(address: str, error: OSError) -> TrainingError:
+    return TrainingError(
+        f"rank 0's node cannot be reached: MASTER_ADDR={address}: {error.strerror}. Fix: its name or number as seen from here"
+    )
+
+
+def _address_of(interface: str) -> str | None:
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

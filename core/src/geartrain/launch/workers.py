@@ -1,0 +1,270 @@
+"""Start this node's other ranks and supervise them, while this process works as local rank 0.
+
+Rank 0 may be blocked in a collective, where no Python signal handler runs until the timeout, and where aborting the group does not
+help; but the end of its peers unblocks it within milliseconds. So a thread, woken by a worker's exit or by a signal, ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import util
+from pathlib import Path
+from typing import NoReturn
+
+from geartrain.errors import TrainingError
+from geartrain.launch import bootstrap, rerun_command
+from geartrain.launch.failures import Failure, is_timeout
+from geartrain.launch.forks import TEMPORARY, not_inherited, remove_temporary_folder
+from geartrain.launch.patience import Patience
+from geartrain.launch.reports import ERROR_FILE, failed_at, is_tearing_down
+from geartrain.launch.signals import SIGNALS, raise_on_signals
+from geartrain.launch.supervisor import Supervisor
+
+_exit = os._exit
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """One of the other ranks; it runs the same command."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    sentinel: int
+    error_file: Path
+
+    @classmethod
+    def start(cls, command: list[str], environment: Mapping[str, str], logs: Path) -> _Worker:
+        number = int(environment["RANK"])
+        error_file = logs / f"rank-{number}.error.json"
+        error_file.unlink(missing_ok=True)
+        process = subprocess.Popen(
+            bootstrap.command(logs / f"rank-{number}.log", command),
+            cwd=rerun_command.DIRECTORY,
+            env={**os.environ, **environment, TEMPORARY: util.get_temp_dir(), ERROR_FILE: str(error_file)},
+            start_new_session=True,  # Ctrl-C is this process's business
+        )
+        return cls(number, process, os.pidfd_open(process.pid), error_file)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and to what it has started, which it may not be able to end itself."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # another thread has just seen it end
+                os.killpg(self.pid, number)
+
+    def error(self) -> Failure | None:
+        return Failure.read(self.number, self.error_file)
+
+
+class Workers:
+    """This node's other ranks.
+
+    Args:
+        environments: one for each rank to start, with its ``RANK``.
+        logs: folder for ``rank-N.log``; if ``None``, a temporary one, which is removed after success.
+    """
+
+    def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
+        command, self._patience = rerun_command.command(), Patience.from_environment()  # first: they may refuse, and nothing is left
+        ranks = [int(environment["RANK"]) for environment in environments]
+        self._own_rank = min(ranks) - 1
+        #: Whether every rank of the program is on this node.
+        self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
+        self._temporary = logs is None
+        self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()  # ranks start in another folder
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._workers: list[_Worker] = []
+        self.supervisor = Supervisor(self._workers, self.logs, self._patience)
+        #: True after a run that failed, whose error has named the rank to blame.
+        self._reported = False
+        try:
+            for environment in environments:
+                self._workers.append(_Worker.start(command, environment, self.logs))
+        except BaseException:
+            self.supervisor.end()
+            raise
+
+    # --- supervision -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Work as this rank while the others are watched.
+
+        Raises:
+            TrainingError: another rank failed first; it names the rank and shows its error and log.
+            BaseException: this rank's own error.
+        """
+        if self._reported or self.supervisor.is_ending:
+            if not self._reported:
+                self.show_logs()
+            self._reported = True
+            why = "".join(f"; {failure.describe()}" for failure in self.supervisor.failures)
+            raise TrainingError(f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again")
+        over = threading.Event()
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        with not_inherited(wake_read, wake_write), self._exits_fail():
+            old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+            watcher = threading.Thread(target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True)
+            watcher.start()
+            try:
+                with raise_on_signals():
+                    yield
+            except BaseException as error:
+                self._raise_first_failure(error)
+                raise
+            finally:
+                over.set()
+                with contextlib.suppress(OSError):  # full: the watcher wakes anyway; or closed, in a child that user code forked
+                    os.write(wake_write, b"\0")  # closing would wake nobody while a child that was forked earlier holds a copy
+                watcher.join()
+                signal.set_wakeup_fd(old_wake)
+
+    @contextmanager
+    def _exits_fail(self) -> Iterator[None]:
+        """Make ``os._exit(0)`` in this process fail: it skips all of Python, and the program would end as if the run had succeeded."""
+        mine = os.getpid()
+
+        def leave(status: int) -> NoReturn:
+            if os.getpid() != mine:
+                _exit(status)  # a forked child: multiprocessing ends each of them in this way
+            try:
+                if status == 0:
+                    message = f"rank {self._own_rank} left the program before the run ended (os._exit(0))"
+                    print(f"geartrain: {message}", file=sys.stderr, flush=True)
+                for worker in self._workers:  # not their process groups, in which multiprocessing's tracker has to clean up
+                    worker.process.kill()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        worker.process.wait(self._patience.grace)
+                remove_temporary_folder()
+            finally:
+                _exit(status or 1)
+
+        before, os._exit = os._exit, leave
+        try:
+            yield
+        finally:
+            os._exit = before
+
+    def _watch(self, wake: int, over: threading.Event) -> None:
+        """End the others after a failure or a signal to this process, and this process if it does not end then."""
+        while True:
+            failed = self.supervisor.watch(wake)
+            if over.is_set():
+                return
+            if failed:
+                self.supervisor.unwind()
+            elif set(os.read(wake, 64)).isdisjoint(SIGNALS):
+                continue
+            self.supervisor.end()
+            self._kill_if_stuck(over)
+            return
+
+    def _kill_if_stuck(self, over: threading.Event) -> None:
+        """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
+        works, it hangs in something else, and the process must end with the cause shown."""
+        began, grace = time.monotonic(), self._patience.grace
+        if over.wait(grace):
+            return
+        if failed_at() is None:  # a sleep or a Python loop hears this; a rank that tears down must not
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if over.wait(grace):
+            return
+        if is_tearing_down():
+            while is_tearing_down() and time.monotonic() < began + self._patience.teardown:
+                if over.wait(0.5):
+                    return
+            if over.wait(grace):
+                return
+        cause = "; ".join(failure.describe() for failure in self.supervisor.failures) or "interrupted"
+        took = time.monotonic() - began
+        print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
+        self.show_logs()
+        sys.stderr.flush()
+        remove_temporary_folder()
+        _exit(1)
+
+    # --- afterwards ------------------------------------------------------------------------------------------------------
+
+    def _raise_first_failure(self, error: BaseException) -> None:
+        """This rank failed. If another rank is to blame, raise that instead: this rank's error is only the connection that was closed."""
+        own = Failure.of(self._own_rank, failed_at() or time.time(), error)
+        self._reported = True
+        # Each rank that waited reports a timeout; the rank that they waited for reports nothing, or is this one.
+        silent = [0] if self._are_all and not is_timeout(str(error)) else []
+        if isinstance(error, KeyboardInterrupt):
+            self.supervisor.end()
+            verdict = self.supervisor.judge(silent=silent)
+        else:
+            # A worker that failed has closed its connections before it has exited; one that we failed needs a moment to tear down.
+            self.supervisor.unwind()
+            verdict = self.supervisor.judge([own], silent, self.supervisor.succeeded)
+        if verdict is not None and verdict.failure is not own:
+            cause = error if verdict.failure is None else None  # how this rank waited; else it is only the connection that was closed
+            raise TrainingError(verdict.message + self.supervisor.show_log(verdict.ranks[0])) from cause
+
+    def show_logs(self) -> None:
+        """Print the end of the output of ranks that failed."""
+        for failure in self.supervisor.failures:
+            self.supervisor.show_log(failure.rank)
+
+    def finish(self, failed: bool) -> None:
+        """Wait for the workers at the end of the program, whose script continues after ``fit`` as ours does.
+
+        Args:
+            failed: whether this rank's program ended by an error.
+
+        Raises:
+            TrainingError: one failed.
+        """
+        # A program that ended by an error, after its run, has nothing for which other ranks could wait.
+        deadline = time.monotonic() + self._patience.grace if failed else math.inf
+        while not (self.supervisor.failures or self._reported) and self.supervisor.running and time.monotonic() < deadline:
+            self.supervisor.wait(1.0)
+            self.supervisor.look()
+        self.supervisor.end()
+        for worker in self._workers:
+            os.close(worker.sentinel)
+        if self._reported:
+            raise TrainingError("")
+        if verdict := self.supervisor.judge():
+            self.show_logs()
+            raise TrainingError(verdict.message)
+        if self._temporary:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def at_exit(workers: Workers) -> None:
+    """When the program ends, wait for its workers; one that fails after ``fit`` returned makes the command fail."""
+
+    def wait() -> None:
+        try:
+            workers.finish(failed=getattr(sys, "last_value", None) is not None)
+        except TrainingError as error:
+            if str(error):
+                print(f"geartrain: {error}", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            remove_temporary_folder()
+            _exit(1)
+
+    atexit.register(wait)
