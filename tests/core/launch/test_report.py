@@ -33,23 +33,14 @@ def test_the_first_error_of_a_run_stays(error_file):
     assert began <= at == failed_at()
 
 
-def test_one_that_was_survived_is_forgotten_by_the_next_run(error_file):
+def test_one_that_was_survived_is_replaced_by_that_of_a_later_run(error_file):
     report(KeyError("survived"))
     before = failed_at()
     begin()
     assert failed_at() is None
-    assert not error_file.exists()
     report(KeyError("of the second run"))
     assert told(error_file) == "KeyError: 'of the second run'"
     assert failed_at() > before
-
-
-def test_a_file_that_this_process_did_not_write_stays(error_file):
-    error_file.write_text("mine")
-    begin()
-    report(KeyError("of this run"))
-    begin()
-    assert error_file.read_text() == "mine"
 
 
 def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(error_file, monkeypatch):

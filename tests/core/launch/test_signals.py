@@ -7,7 +7,7 @@ import threading
 import pytest
 from small_models import Net, fit
 
-from geartrain.launch.reports import ERROR_FILE
+from geartrain.launch.reports import ERROR_FILE, begin, report
 from geartrain.launch.signals import Interrupted, raise_on_signals
 
 
@@ -71,11 +71,21 @@ def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monk
 
 def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    (tmp_path / "error.json").touch()
+    begin()
+    report(KeyError("mine"))
     with raise_on_signals():
         ended_by(signal.SIGTERM)
         with pytest.raises(Interrupted, match="SIGINT"):
             ended_by(signal.SIGINT)
+    begin()
+
+
+def test_a_rank_whose_earlier_run_has_failed_is_interrupted_in_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    report(KeyError("survived"))
+    begin()
+    with raise_on_signals(), pytest.raises(Interrupted, match="SIGTERM"):
+        ended_by(signal.SIGTERM)
 
 
 def test_a_hangup_that_is_ignored_stays_so():

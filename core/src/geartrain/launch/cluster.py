@@ -1,5 +1,5 @@
-"""Who started this process, and which rank it is: torchrun, horovodrun, SLURM, Open MPI, MPICH, LSF, geartrain itself, or a
-person by hand."""
+"""Read from the environment which launcher started this process, and as which rank: torchrun, horovodrun, SLURM, Open MPI, MPICH,
+LSF, geartrain, or the user."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from geartrain.errors import UsageError
 STARTED_BY = "GEARTRAIN_STARTED_BY"
 #: What launchers call a job, the same in all of its processes.
 _JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID")
+#: MPI launcher -> its variables for rank, size, local rank and local size.
+_MPI = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "LSF": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterEnvironment:
-    """This process among the others, as its launcher says. Every number counts from 0."""
+    """The place of this process among the ranks, as its launcher says. Every number counts from 0."""
 
-    #: Who started it: ``"torchrun"``, ``"horovodrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or
+    #: What started it: ``"torchrun"``, ``"horovodrun"``, ``"SLURM"``, ``"Open MPI"``, ``"MPICH"``, ``"LSF"``, ``"geartrain"`` or
     #: ``"environment"``.
     launcher: str
     rank: int
@@ -41,14 +47,14 @@ class ClusterEnvironment:
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None:
-    """This process's place, or ``None`` where nothing started it as one of several.
+    """Return this process's place, or ``None`` if it was not started as one of several.
 
     Raises:
         UsageError: variables that contradict each other.
     """
     if environ.get(STARTED_BY, str(os.getpid())) != str(os.getpid()):
         return None
-    for read in (_ours, _torchrun, _horovodrun, _slurm, _open_mpi, _mpich, _lsf, _by_hand):
+    for read in (_torchrun, _horovodrun, _slurm, _mpi, _by_hand):
         place = read(environ)
         if place is None:
             continue
@@ -62,10 +68,10 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
 
 
 def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Which node this is, where nothing but ``NODE_RANK`` says so.
+    """Return the number of this node if no launcher has started this process, so that only ``NODE_RANK`` says it.
 
     Raises:
-        UsageError: it is not set on several nodes, or outside ``num_nodes``.
+        UsageError: with several nodes it is not set, or it is outside ``num_nodes``.
     """
     text = environ.get("NODE_RANK", environ.get("GROUP_RANK", "0" if num_nodes == 1 else ""))
     if not text.isdigit():
@@ -85,10 +91,10 @@ def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int, environ: Map
 
 
 def master(num_nodes: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
-    """Where rank 0's store is when geartrain starts the processes itself: loopback and any free port on one node.
+    """Return the address of rank 0's store if geartrain starts the processes itself: on one node loopback and any free port.
 
     Raises:
-        UsageError: several nodes, and ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+        UsageError: with several nodes ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
     """
     if num_nodes == 1:
         return "127.0.0.1", None
@@ -109,26 +115,18 @@ def _numbers(environ: Mapping[str, str], *names: str) -> list[int] | None:
     return [int(value) for value in values] if all(value.isdigit() for value in values) else None
 
 
-def _ours(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    return _standard(environ, "geartrain") if STARTED_BY in environ else None
-
-
 def _torchrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    return _standard(environ, "torchrun") if "TORCHELASTIC_RUN_ID" in environ else None
-
-
-def _standard(environ: Mapping[str, str], launcher: str) -> ClusterEnvironment | None:
-    """torchrun's variables, which geartrain sets too: https://docs.pytorch.org/docs/stable/elastic/run.html"""
+    """Read torchrun's variables, which geartrain sets too: https://docs.pytorch.org/docs/stable/elastic/run.html"""
     found = _numbers(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if found is None:
+    if found is None or not ("TORCHELASTIC_RUN_ID" in environ or STARTED_BY in environ):
         return None
     rank, size, local_rank, local_size = found
     nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // max(1, local_size)]
-    return ClusterEnvironment(launcher, rank, size, local_rank, local_size, nodes[0])
+    return ClusterEnvironment("geartrain" if STARTED_BY in environ else "torchrun", rank, size, local_rank, local_size, nodes[0])
 
 
 def _horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    """A worker of horovodrun on Gloo; on MPI it sets what MPI does: https://horovod.readthedocs.io/en/stable/running_include.html"""
+    """Read the variables of horovodrun on Gloo; on MPI it sets MPI's: https://horovod.readthedocs.io/en/stable/running_include.html"""
     found = _numbers(
         environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"
     )
@@ -139,7 +137,7 @@ def _horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    """A task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
+    """Read the variables of a task of srun. A batch script has a job but no step, and starts its processes itself: https://slurm.schedmd.com/srun.html"""
     found = _numbers(environ, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
     if found is None or size is None or size[0] < 2 or _is_shell(environ, found[1], size[0]):
@@ -164,40 +162,32 @@ def _is_shell(environ: Mapping[str, str], task: int, tasks: int) -> bool:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """The first name in SLURM's compressed list: ``gpu[07-09,12],login`` -> ``gpu07``."""
+    """Return the first name in SLURM's compressed list: ``gpu[07-09,12],login`` -> ``gpu07``."""
     text = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", text)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else None
 
 
-def _open_mpi(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    found = _numbers(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _mpi("Open MPI", found)
+def _mpi(environ: Mapping[str, str]) -> ClusterEnvironment | None:
+    """Read an MPI launcher's variables; nodes are counted as if they held equally many ranks."""
+    for launcher, names in _MPI.items():
+        found = _numbers(environ, *names)
+        if found is not None and found[1] > 1:
+            rank, size, local_rank, local_size = found
+            host = _first_lsf_host(environ) if launcher == "LSF" else None
+            return ClusterEnvironment(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), host)
+    return None
 
 
-def _mpi(launcher: str, found: list[int] | None, master_addr: str | None = None) -> ClusterEnvironment | None:
-    """MPI says rank, size, local rank and local size; nodes are counted as if they held equally many."""
-    if found is None or found[1] < 2:
-        return None
-    rank, size, local_rank, local_size = found
-    return ClusterEnvironment(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), master_addr)
-
-
-def _mpich(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    found = _numbers(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _mpi("MPICH", found)
-
-
-def _lsf(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    """A task of LSF's jsrun; rank 0's host is the first compute node in LSF's rank file, whose first line is the launch node."""
-    found = _numbers(environ, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+def _first_lsf_host(environ: Mapping[str, str]) -> str | None:
+    """Return rank 0's host: the first compute node in LSF's rank file, whose first line is the launch node."""
     path = Path(environ.get("LSB_DJOB_RANKFILE", ""))
     hosts = list(dict.fromkeys(path.read_text().split())) if path.is_file() else []
-    return _mpi("LSF", found, hosts[1] if len(hosts) > 1 else None)
+    return hosts[1] if len(hosts) > 1 else None
 
 
 def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
-    """``WORLD_SIZE`` and ``LOCAL_RANK`` set by a person, with ``RANK``, ``LOCAL_WORLD_SIZE`` or ``NODE_RANK`` where they matter."""
+    """Read ``WORLD_SIZE`` and ``LOCAL_RANK``, set by the user, and ``RANK``, ``LOCAL_WORLD_SIZE`` or ``NODE_RANK`` if they matter."""
     found = _numbers(environ, "WORLD_SIZE", "LOCAL_RANK")
     if found is None:
         return None
@@ -226,7 +216,7 @@ def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> Clus
             )
         address = "127.0.0.1"
     port = _numbers(environ, "MASTER_PORT")
-    # Every rank derives the same port from the job's identity; MASTER_PORT is the way out where it is taken.
+    # Every rank derives the same port from the job's identity; MASTER_PORT is for the case that it is taken.
     job = next((environ[name] for name in _JOBS if name in environ), None)
     if port is None and job is None and place.nodes > 1:
         raise UsageError(f"{place.launcher} names no job from which {place.nodes} nodes could derive a port. Fix: set MASTER_PORT")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -30,8 +29,6 @@ class _OwnRun:
 
 
 _run = _OwnRun()
-#: The file that this process has written an error to.
-_written = ""
 
 
 def begin(disconnect: Callable[[], None] | None = None) -> None:
@@ -40,23 +37,21 @@ def begin(disconnect: Callable[[], None] | None = None) -> None:
     Args:
         disconnect: shuts down the connections to other ranks that the run has opened.
     """
-    global _run, _written
+    global _run
     _run = _OwnRun(disconnect)
-    # A file that this process has not written is not geartrain's to delete.
-    # geartrain ends all of its ranks after a run that failed: the first error stays, also if the program survived it on this rank.
-    if _written and os.environ.get(STARTED_BY) != str(os.getpid()):
-        with contextlib.suppress(OSError):
-            os.unlink(_written)
-        _written = ""
 
 
 def report(error: BaseException) -> None:
-    """Note when this rank failed, and write its error for its supervisor: before teardown, which makes other ranks fail too."""
-    global _written
-    if _run.failed_at is None:
-        _run.failed_at = time.time()
+    """Note when this rank failed, and write its error for its supervisor: before teardown, which makes other ranks fail too.
+
+    The first error of a run stays. The error of a later run replaces it, but not on a rank that geartrain has started: geartrain ends its
+    ranks after a run that failed, and the rest of the program only loses its connections.
+    """
+    if _run.failed_at is not None:
+        return
+    _run.failed_at = time.time()
     path = os.environ.get(ERROR_FILE)
-    if not path or os.path.exists(path):
+    if not path or (os.environ.get(STARTED_BY) == str(os.getpid()) and os.path.exists(path)):
         return
     text = "".join(traceback.format_exception(error)).rstrip()
     # The format of torch.distributed.elastic.multiprocessing.errors. torchrun calls the earliest the root cause and takes whole
@@ -70,7 +65,6 @@ def report(error: BaseException) -> None:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
         os.replace(file.name, path)  # never half of it: the supervisor looks at any moment
-        _written = path
     except OSError:
         pass  # the log has it as well
 

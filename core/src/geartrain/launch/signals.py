@@ -13,7 +13,7 @@ from typing import Any
 
 from geartrain.launch.failures import is_connection
 from geartrain.launch.forks import handlers_not_inherited, is_forking
-from geartrain.launch.reports import ERROR_FILE
+from geartrain.launch.reports import ERROR_FILE, failed_at
 
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -55,14 +55,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ending() -> bool:
-    """Whether this rank, which another process has started, is on its way to its end already."""
-    if os.path.exists(os.environ[ERROR_FILE]):
-        return True  # it has failed, told so, and is tearing down
+    """True if this rank, which another process has started, is about to end already."""
+    if failed_at() is not None:
+        return True  # it is tearing down
     error = sys.exception()
     if isinstance(error, Interrupted):
         return True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
-    # It has just lost its peers. Asked to end while it was in a collective, it hears so only now, and another error here would keep it from
-    # tearing down.
+    # It has just lost its peers. The signal came while it was in a collective and is handled only now: another error here would keep it
+    # from tearing down.
     if error is None or not is_connection(str(error)):
         return False
     error.add_note("and then this rank was asked to end, by SIGTERM")

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -21,6 +22,7 @@ import torch
 
 from geartrain import Run
 from geartrain.parallel import ClusterEnvironment, die_with_parent, join, threads, variables, write_output_to
+from geartrain.plugin_api import report
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
@@ -79,29 +81,18 @@ class Job:
     timeout: timedelta
     #: The pickled run, or the run itself in a fork.
     payload: AnonymousFile | tuple[Run, Callable[[int], Any]]
-    #: Where the outcome or the error goes.
+    #: Where the outcome or the exception goes.
     answer: AnonymousFile
     #: Where its output goes; ``None`` for the starter's own.
     log: Path | None
-    #: Where its error is told; see ``geartrain.parallel.Failure.read``.
+    #: Where its error is reported; see ``geartrain.parallel.Failure.read``.
     error_file: Path
     #: ``None`` in a fork, which has them.
     surroundings: Surroundings | None
 
 
-#: What a rank leaves that has done its work and brings nothing.
+#: The answer of a rank that has done its work and brings nothing.
 DONE = "done"
-
-
-@dataclass(slots=True)
-class Told:
-    """A rank's own error."""
-
-    #: The exception, where it can be pickled.
-    error: BaseException | None
-    #: Its type and message.
-    summary: str
-    traceback: str
 
 
 def main(job: Job) -> None:
@@ -122,21 +113,13 @@ def main(job: Job) -> None:
         result = join(run, worker, job.place, job.number, job.timeout)
         job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
-        _tell(job, error)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(job.error_file)  # an error may come before the environment is the starter's
+        report(error)
+        if job.log is not None:
+            traceback.print_exception(error)
+        with suppress(Exception):  # an error may hold what cannot be pickled; its text is reported
+            job.answer.dump(error)
         sys.exit(1)
-
-
-def _tell(job: Job, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    if job.log is not None:
-        print(text, file=sys.stderr, flush=True)
-    summary = f"{type(error).__name__}: {error}"
-    for told in (Told(error, summary, text), Told(None, summary, text)):
-        try:
-            job.answer.dump(told)
-            return
-        except Exception:  # an error may hold what cannot be pickled; its text can
-            continue
 
 
 def _die_with_starter() -> None:

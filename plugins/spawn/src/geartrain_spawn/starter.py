@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -114,21 +113,14 @@ class _Rank:
                 os.kill(self.pid, number)
 
     def error(self) -> Failure | None:
-        """Return the error of its run, which it reported before teardown; else what it left at its end."""
-        if written := Failure.read(self.number, self.error_file):
-            return written
-        told = self.told()
-        return None if told is None else Failure(self.number, time.time(), told.summary, told.traceback)
+        return Failure.read(self.number, self.error_file)
 
-    def told(self) -> rank.Told | None:
-        """Return its error, the exception itself if that came back."""
-        written = Failure.read(self.number, self.error_file)
-        if self.process.exitcode and (self.process.exitcode > 0 or written is not None):
-            # It may hold half of something, if it was killed while it wrote, or an error that can be pickled but not unpickled.
-            with suppress(Exception):
-                if isinstance(answer := self.answer.load(), rank.Told):
-                    return answer
-        return None if written is None else rank.Told(None, written.message, written.traceback)
+    def exception(self) -> BaseException | None:
+        """Return the error that the rank raised, if it could be pickled and can be unpickled."""
+        with suppress(Exception):
+            if isinstance(answer := self.answer.load(), BaseException):
+                return answer
+        return None
 
 
 class Ranks:
@@ -176,10 +168,9 @@ class Ranks:
         if verdict is None:
             return self._ranks[0].answer.load()
         where = self._supervisor.show_log(verdict.ranks[0])
-        told = next(each for each in self._ranks if each.number == verdict.ranks[0]).told()
-        if verdict.failure is None or told is None:
+        if verdict.failure is None or not verdict.failure.traceback:
             raise TrainingError(verdict.message + where)
-        raise _again(told, verdict.ranks[0])
+        raise _again(verdict.failure, next(each for each in self._ranks if each.number == verdict.failure.rank).exception())
 
     def close(self) -> None:
         """End every rank, and close what it has left."""
@@ -197,18 +188,17 @@ class RankError(Exception):
         return f"\n\n{self.args[0]}"
 
 
-def _again(told: rank.Told, number: int) -> BaseException:
-    """A rank's own error, to be raised here: of its own type, its traceback as its cause."""
-    error: BaseException | None = told.error
+def _again(failure: Failure, error: BaseException | None) -> BaseException:
+    """Return a rank's own error, to be raised here: of its own type if it came back, its traceback as its cause."""
     if isinstance(error, KeyboardInterrupt):
-        error = TrainingError(f"rank {number} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
+        error = TrainingError(f"rank {failure.rank} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
     elif isinstance(error, SystemExit):
-        error = TrainingError(f"rank {number} left the program before the run ended ({told.summary})")
+        error = TrainingError(f"rank {failure.rank} left the program before the run ended ({failure.message})")
     elif error is None:
-        error = TrainingError(f"rank {number} failed: {told.summary}")
+        error = TrainingError(f"rank {failure.rank} failed: {failure.message}")
     else:
-        error.add_note(f"raised on rank {number}")
-    error.__cause__ = RankError(told.traceback)
+        error.add_note(f"raised on rank {failure.rank}")
+    error.__cause__ = RankError(failure.traceback)
     return error
 
 
