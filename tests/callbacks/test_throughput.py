@@ -129,10 +129,10 @@ def test_what_is_trained_is_the_same(clock):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
 
 
-def test_a_failure_is_a_warning_and_training_goes_on(clock):
-    with pytest.warns(UserWarning, match=r"geartrain-callbacks\[throughput\]: step raised ZeroDivisionError") as warned:
-        assert lines(clock, lambda batch: 1 / 0) == []
-    assert len(warned) == 1
+def test_an_error_names_the_plugin(clock):
+    with pytest.raises(ZeroDivisionError) as raised:
+        lines(clock, lambda batch: 1 / 0)
+    assert raised.value.__notes__ == ["raised in hook 'step' of geartrain-callbacks[throughput]"]
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": "many"}, {"tokens": True}, {"peak_flops": 0}])

@@ -291,6 +291,11 @@ def test_without_that_strategy_the_hook_is_unknown():
         hooks_of(Compression())
 
 
+def test_plugin_may_bring_hookspecs_alone():
+    hooks = hooks_of(type("Brings", (), {"hookspecs": specs(on_stall=hookspec(lambda run: None))})(), owns("stalled", "on_stall"))
+    assert hooks.on_stall(run=None) == ["stalled"]
+
+
 def test_own_hookspecs_may_not_redefine_core():
     plugin = type("Strategy", (), {"hookspecs": specs(barrier=hookspec(lambda run: None))})()
     with pytest.raises(UsageError, match=r"geartrain-strat\[ddp\].*barrier"):

@@ -30,6 +30,9 @@ KNOWN = {
     ("command", "tune"): "geartrain-tuner",
 }
 
+#: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.
+HOOKS = {"reduce_bucket": ("strategy", "ddp")}
+
 #: Names that users of Lightning may type and that no distribution provides.
 NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")} | {
     ("strategy", name)

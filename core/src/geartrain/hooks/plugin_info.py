@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+#: kind -> entry-point group.
+GROUPS = {
+    "accelerator": "geartrain.accelerators",
+    "strategy": "geartrain.strategies",
+    "precision": "geartrain.precisions",
+    "plugin": "geartrain.plugins",
+    "command": "geartrain.commands",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
@@ -48,10 +57,10 @@ class LoadedPlugin:
 
 
 def state_of(plugin: Any) -> Any:
-    """A plugin's ``state_dict()``, or ``None`` where it keeps no state."""
+    """Return a plugin's ``state_dict()``, or ``None`` if it keeps no state."""
     return plugin.state_dict() if keeps_state(plugin) else None
 
 
 def keeps_state(plugin: Any) -> bool:
-    """Whether a plugin has both ``state_dict`` and ``load_state_dict``."""
+    """True if a plugin has both ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(plugin, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,4 +1,4 @@
-"""Every name that geartrain reads of a user's class. A near-miss of one is an error, another framework's hook is a warning."""
+"""Every name that geartrain reads of a user's class. A near-miss of one is an error, a method of another framework is a warning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from geartrain.errors import UsageError
+from geartrain.errors.hints import hint
 
 #: Methods that a DataModule brings, and a Module beside its ``on_`` methods.
 DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")) | {"prepare_data", "setup", "teardown"}
@@ -62,17 +63,6 @@ _ALIKE = 0.75
 #: The same for a name of one word, which says less: "replace" is "replaces", and "launched" is not "launch".
 _ALIKE_ALONE = 0.9
 
-#: Methods of callbacks of Keras and of transformers' Trainer.
-_KERAS = [f"on_{stage}{what}_{end}" for stage in ("train", "test", "predict") for what in ("", "_batch") for end in ("begin", "end")]
-OTHERS = {
-    **dict.fromkeys([*_KERAS, "on_epoch_begin", "on_epoch_end", "on_batch_begin", "on_batch_end"], "a callback of Keras"),
-    **dict.fromkeys(
-        [f"on_{what}" for what in ("step_begin", "pre_optimizer_step", "optimizer_step", "substep_end", "evaluate", "predict", "save")]
-        + ["on_log", "on_prediction_step", "on_push_begin", "on_init_end"],
-        "a TrainerCallback of transformers",
-    ),
-}
-
 
 def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iterable[str] = (), base: type = object) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
@@ -92,8 +82,9 @@ def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iter
     reads, values = frozenset(methods), frozenset(values)
     for name, value, space in _own(thing, base):
         if inspect.isroutine(_function(value)):
-            meant = None if hasattr(value, "geartrain_impl") or name in OTHERS else nearly(name, reads)
-            if meant is not None and meant not in space and not _is_called(thing, name, base):
+            meant = None if hasattr(value, "geartrain_impl") else nearly(name, reads)
+            is_own = meant is None or meant in space or _is_called(thing, name, base)
+            if not is_own and not hint("method", name):  # warn_of_others names the framework that would call it
                 raise UsageError(f"{whose}: its {name} would never be called. Did you mean {meant!r}? Fix: rename it")
         elif (meant := nearly(name, values)) is not None and _VALUES[meant](value):
             raise UsageError(f"{whose}: nothing reads its {name} = {value!r}. Did you mean {meant!r}? Fix: rename it")
@@ -124,18 +115,21 @@ def refuse_half_a_state(thing: Any, whose: str) -> None:
 
 
 def warn_of_others(thing: Any, whose: str, fix: str, base: type = object, modules: bool = True) -> None:
-    """Warn about methods that another framework would call.
+    """Warn about methods that another framework would call; vocabularies of ``geartrain.hints`` know their names.
 
     Args:
         modules: whether methods of a Module and of Lightning's callbacks count too.
     """
-    others = OTHERS | dict.fromkeys(on_methods() | _STEPS, "a Module or a Callback") if modules else OTHERS
+    ours = on_methods() | _STEPS if modules else frozenset[str]()
     for name, value, _ in _own(thing, base):
         if not inspect.isroutine(_function(value)) or hasattr(value, "geartrain_impl"):
             continue
-        meant = name if name in others else nearly(name, frozenset(others))
-        if meant is not None and not _is_called(thing, name, base):
-            warnings.warn(f"{whose}: its {name} is a method of {others[meant]}, and nothing calls it here. Fix: {fix}", stacklevel=3)
+        if name in ours or nearly(name, ours) is not None:
+            caller = "a Module or a Callback"
+        else:
+            caller = hint("method", name) if name.startswith("on_") else ""
+        if caller and not _is_called(thing, name, base):
+            warnings.warn(f"{whose}: its {name} is a method of {caller}, and nothing calls it here. Fix: {fix}", stacklevel=3)
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from importlib_metadata import EntryPoint, entry_points
 
 from geartrain.errors.hints import write_instead
 from geartrain.errors.known import KNOWN
-from geartrain.planning.registry import GROUPS, canonical
+from geartrain.hooks.plugin_info import GROUPS
+from geartrain.planning.registry import canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:

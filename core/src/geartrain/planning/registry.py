@@ -23,17 +23,8 @@ from geartrain._version import __version__
 from geartrain.errors import UsageError, describe, nearest
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
-from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
+from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.planning.hardware import ask
-
-#: kind -> entry-point group.
-GROUPS = {
-    "accelerator": "geartrain.accelerators",
-    "strategy": "geartrain.strategies",
-    "precision": "geartrain.precisions",
-    "plugin": "geartrain.plugins",
-    "command": "geartrain.commands",
-}
 
 #: What the last scan of the metadata depended on, and what it found: it takes 13 ms for some hundred distributions.
 _scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None

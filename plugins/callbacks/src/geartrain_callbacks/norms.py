@@ -27,8 +27,6 @@ class Norms:
         UsageError: neither gradients nor parameters, or a wrong ``every``.
     """
 
-    errors_are_warnings = True
-
     def __init__(self, gradients: bool = True, parameters: bool = False, per_parameter: bool = False, every: int | None = None) -> None:
         if not gradients and not parameters:
             raise UsageError("norms: neither gradients nor parameters are asked for. Fix: one of them")

@@ -44,8 +44,6 @@ class Throughput:
         UsageError: ``tokens`` or ``peak_flops`` that cannot be.
     """
 
-    errors_are_warnings = True
-
     def __init__(self, tokens: int | Callable[[Any], int] | None = None, flops: bool = True, peak_flops: float | None = None) -> None:
         if isinstance(tokens, bool) or not (tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)):
             raise UsageError(f"throughput: tokens={tokens!r}. Fix: a number of tokens in a sample, or a function of a batch")

@@ -32,9 +32,6 @@ class DeviceStats:
         UsageError: another ``interval``.
     """
 
-    #: Training never stops because of a monitor.
-    errors_are_warnings = True
-
     def __init__(self, interval: float = 5.0) -> None:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)
         if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:
@@ -79,12 +76,12 @@ class DeviceStats:
 
         return Through(batches, loader, look)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)  # a Session calls neither
     def on_validation_end(self, run: Run) -> None:
         if run.stage != "sanity_check":
             self._log_at_the_latest(run)
 
-    @hookimpl
+    @hookimpl(optionalhook=True)
     def on_epoch_end(self, run: Run) -> None:
         self._log_at_the_latest(run)
 

@@ -295,7 +295,19 @@ OF_CLI = {
     "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
 }
 
+_KERAS = [f"on_{stage}{what}_{end}" for stage in ("train", "test", "predict") for what in ("", "_batch") for end in ("begin", "end")]
+#: Methods of callbacks of Keras and of transformers' Trainer -> whose they are.
+OF_OTHERS = {
+    **dict.fromkeys([*_KERAS, "on_epoch_begin", "on_epoch_end", "on_batch_begin", "on_batch_end"], "a callback of Keras"),
+    **dict.fromkeys(
+        [f"on_{what}" for what in ("step_begin", "pre_optimizer_step", "optimizer_step", "substep_end", "evaluate", "predict", "save")]
+        + ["on_log", "on_prediction_step", "on_push_begin", "on_init_end"],
+        "a TrainerCallback of transformers",
+    ),
+}
+
 _BY_OWNER = {
+    "method": OF_OTHERS,
     "Module": MEMBERS,
     "Trainer": OF_TRAINER,
     "Session": OF_FABRIC,
@@ -335,7 +347,10 @@ def target(path: str) -> tuple[str, str] | None:
 
 
 def hint(owner: str, name: str) -> str:
-    """Return what to write for a name of Lightning's; empty for others. An entry point of ``geartrain.hints``."""
+    """Return what to write for a name of Lightning's, and whose a method of other frameworks is; empty for others.
+
+    An entry point of ``geartrain.hints``.
+    """
     if owner.partition(".")[0] == "geartrain":
         return _counterpart(f"{owner.partition('.')[2]}.{name}".lstrip("."))
     if owner == "strategy" and name in SPELT:

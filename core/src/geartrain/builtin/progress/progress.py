@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -19,9 +20,7 @@ from geartrain.loop.run import Run
 
 
 class ProgressBar:
-    """Shows rank 0's progress on standard error and the closing table on standard output."""
-
-    errors_are_warnings = True
+    """Shows rank 0's progress on standard error and the closing table on standard output. Its errors never stop a run."""
 
     def __init__(self) -> None:
         self._display: Display | None = None
@@ -37,7 +36,8 @@ class ProgressBar:
     def on_run_start(self, run: Run) -> None:
         self._counts, self._due, self._started = [], math.inf, time.monotonic()
         if run.world.rank == 0:
-            self._display = display(Console(stderr=True))
+            with self._harmless():
+                self._display = display(Console(stderr=True))
 
     # --- training --------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,8 @@ class ProgressBar:
         self._count_epoch(run)
         if isinstance(self._display, Lines):
             (epoch,), shown = self._counts, {**run.logs.prog_bar, **run.logs.logged}
-            self._display.say([f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)])
+            with self._harmless():
+                self._display.say([f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)])
         else:
             self._show(run)
         self._due = math.inf
@@ -112,7 +113,8 @@ class ProgressBar:
         self._end_loader()
         if asked_for and isinstance(self._display, Lines):
             shown = {**run.logs.prog_bar, **run.logs.logged}
-            self._display.say([f"{run.stage}: {self._whole.batches()} batches", self._whole.rate(), metrics_text(shown)])
+            with self._harmless():
+                self._display.say([f"{run.stage}: {self._whole.batches()} batches", self._whole.rate(), metrics_text(shown)])
         if self._counts:
             self._counts[0].go_on()
         if not asked_for and draws:
@@ -128,7 +130,8 @@ class ProgressBar:
     def on_run_end(self, run: Run) -> None:
         self._stop()
         if run.world.rank == 0 and run.command != "predict":
-            self._table(run)
+            with self._harmless():
+                self._table(run)
 
     @hookimpl(wrapper=True)
     def on_exception(self) -> Generator[None, Any, Any]:
@@ -136,18 +139,26 @@ class ProgressBar:
         return (yield)
 
     def _show(self, run: Run) -> None:
-        assert self._display is not None
-        try:
-            self._display.show(self._counts, run.logs.prog_bar)
-        except OSError:  # the terminal is gone; what runs in it goes on
-            with suppress(OSError):
-                self._stop()
+        if self._display is not None:
+            with self._harmless():
+                self._display.show(self._counts, run.logs.prog_bar)
         self._due = math.inf if self._display is None else time.monotonic() + self._display.pause
 
     def _stop(self) -> None:
         shown, self._display, self._due = self._display, None, math.inf
         if shown is not None:
-            shown.stop()
+            with suppress(Exception):
+                shown.stop()
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Show nothing after an error. If the terminal is gone, a warning would find no reader."""
+        try:
+            yield
+        except Exception as error:
+            self._stop()
+            if not isinstance(error, OSError):
+                warnings.warn(f"geartrain[progress]: {type(error).__name__}: {error}. The run continues without it.", stacklevel=3)
 
     def _table(self, run: Run) -> None:
         table = Table("metric", "value")

@@ -1,0 +1,148 @@
+"""Check every hookimpl of a part: an implementation that would never be called, or would be called wrongly, is an error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NoReturn
+
+from pluggy import HookCaller, PluginManager
+
+from geartrain import hookspecs
+from geartrain.errors import UsageError, nearest
+from geartrain.hooks.bringers import find_bringer
+from geartrain.hooks.plugin_info import LoadedPlugin
+from geartrain.hooks.spelling import refuse_misspelt_of_plugin
+
+
+@dataclass(frozen=True, slots=True)
+class Impl:
+    """One marked attribute of a plugin."""
+
+    attribute: str
+    hook: str
+    wrapper: bool
+
+
+def check_part(part: LoadedPlugin, specs: Mapping[str, HookCaller], manager: PluginManager) -> list[Impl]:
+    """Check every hookimpl of a part."""
+    impls = []
+    for name in dir(part.plugin):
+        opts = manager.parse_hookimpl_opts(part.plugin, name)
+        if opts is not None:
+            impl = Impl(name, opts.get("specname") or name, bool(opts["wrapper"]))
+            _check_hookimpl(part, impl, opts, specs)
+            impls.append(impl)
+        elif name in specs and _looks_meant(part.plugin, name):
+            wrong(
+                part,
+                name,
+                "has a hook's name but no @hookimpl, so it would never be called",
+                "put @hookimpl above it (overriding a hook in a subclass needs it too), or rename it",
+            )
+    if not part.info.is_core:
+        refuse_misspelt_of_plugin(part.plugin, part.info.kind, part.info.label, specs)
+    for hook in sorted(hooks_replaced_by(part)):
+        if hook not in {impl.hook for impl in impls}:
+            wrong(part, hook, "stands in 'replaces' but is not implemented", "implement it or take it out")
+        if hook in specs and not is_single(specs[hook]):
+            wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
+    if not impls and part.info.kind == "plugin" and own_hookspecs(part.plugin) is None:
+        raise UsageError(f"{part.info.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark what it should do")
+    return impls
+
+
+def _check_hookimpl(part: LoadedPlugin, impl: Impl, opts: Any, specs: Mapping[str, HookCaller]) -> None:
+    name, hook = impl.attribute, impl.hook
+    if hook not in specs:
+        if opts["optionalhook"]:
+            return
+        bringer = find_bringer(hook)
+        brought = "If it is a hook of another plugin or strategy, choose that one too"
+        fix = f"select {bringer}, which brings this hook" if bringer else f"{nearest(hook, specs)} {brought}"
+        wrong(part, name, "implements no known hook", fix)
+    if opts["tryfirst"] or opts["trylast"]:
+        wrong(part, name, "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out")
+    if opts["hookwrapper"]:
+        wrong(part, name, "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield")
+    function = getattr(part.plugin, name)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        wrong(part, name, "is 'async def', and nothing would await it", "write 'def'; asyncio.run(...) inside it runs a coroutine")
+    if opts["wrapper"] and not inspect.isgeneratorfunction(function):
+        wrong(part, name, "is marked wrapper=True but does not yield", wrapper_form(specs[hook]))
+    if inspect.isgeneratorfunction(function) and not opts["wrapper"] and "Iterator" not in result_of(specs[hook]):
+        wrong(part, name, "yields but is not marked as a wrapper", wrapper_form(specs[hook]))
+    spec = specs[hook].spec
+    assert spec is not None
+    if inspect.ismethod(function) and function.__self__ is part.plugin:
+        first = next(iter(inspect.signature(function.__func__).parameters), None)
+        if first in spec.argnames:
+            wrong(part, name, f"has no 'self', and would get the plugin as {first!r}", f"def {name}(self, {first}, ...)")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            wrong(part, name, f"takes {parameter.name!r} by keyword only, which pluggy never passes", "take out the '*'")
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            wrong(
+                part,
+                name,
+                f"takes '*{parameter.name}', which would always be empty",
+                f"name what it needs of: {', '.join(spec.argnames)}",
+            )
+        if parameter.name in spec.argnames and parameter.default is not parameter.empty:
+            wrong(part, name, f"gives {parameter.name!r} a default, which every call of the hook overrules", "take out the default")
+        if parameter.name not in spec.argnames and parameter.default is parameter.empty:
+            wrong(
+                part,
+                name,
+                f"takes an argument {parameter.name!r} that the hook does not have",
+                f"the hook is {hook}({', '.join(spec.argnames)}). {nearest(parameter.name, spec.argnames)}",
+            )
+
+
+def own_hookspecs(plugin: Any) -> ModuleType | None:
+    """Return the module of hookspecs that a plugin brings, if it brings one."""
+    module = getattr(plugin, "hookspecs", None)
+    return None if module is hookspecs else module  # a plugin file may have imported core's
+
+
+def is_single(caller: HookCaller) -> bool:
+    """True if exactly one implementation of the hook answers."""
+    return bool(caller.spec and caller.spec.opts["firstresult"])
+
+
+def result_of(caller: HookCaller) -> str:
+    """Return the annotation of a hook's result; ``"None"`` for an event."""
+    return str(inspect.get_annotations(caller.spec.function).get("return", "")) if caller.spec else ""
+
+
+def _looks_meant(plugin: Any, name: str) -> bool:
+    """True if an unmarked attribute with a hook's name was meant as one: a method, or a module's own function."""
+    found = inspect.getattr_static(plugin, name, None)
+    return inspect.isroutine(found) and (not inspect.ismodule(plugin) or getattr(found, "__module__", "") == plugin.__name__)
+
+
+def hooks_replaced_by(part: LoadedPlugin) -> frozenset[str]:
+    """Return the hooks that a plugin says it replaces the owner of."""
+    named = getattr(part.plugin, "replaces", ())
+    if isinstance(named, str):  # a set of its letters otherwise
+        raise UsageError(f"{part.info.label}: its replaces = {named!r} is a string. Fix: replaces = {{{named!r}}}, a set of hooks")
+    return frozenset(named)
+
+
+def wrapper_form(caller: HookCaller) -> str:
+    """Return how to write a wrapper of a hook."""
+    assert caller.spec is not None
+    return (
+        "to do something around it, write\n"
+        "    @hookimpl(wrapper=True)\n"
+        f"    def {caller.name}(self, {', '.join(caller.spec.argnames)}):\n"
+        "        result = yield   # the owner works here\n"
+        "        return result"
+    )
+
+
+def wrong(part: LoadedPlugin, name: str, what: str, fix: str) -> NoReturn:
+    """Raise the error of a hookimpl that cannot be right."""
+    raise UsageError(f"{part.info.label}: its hookimpl {name!r} {what}. Fix: {fix}")
