@@ -2,11 +2,14 @@
 
 import inspect
 import math
+from dataclasses import fields
 
 import pytest
 
 import geartrain as gt
 from geartrain import UsageError
+from geartrain.options import Options
+from geartrain.planning.components import TrainerArguments
 from geartrain_port.names import OF_TRAINER_CALL
 
 LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"]
@@ -22,6 +25,13 @@ def refused(*words, **given):
     for word in words:
         assert word in str(caught.value)
     return str(caught.value)
+
+
+def test_the_trainers_signature_repeats_what_options_and_arguments_say():
+    parameters = {name: one for name, one in inspect.signature(gt.Trainer).parameters.items() if name != "unknown"}
+    defaults = {one.name: one.default for cls in (Options, TrainerArguments) for one in fields(cls)}
+    written = {name: one.default for name, one in parameters.items() if name != "block"}
+    assert written == {**defaults, "max_epochs": None, "fast_dev_run": False}
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------------

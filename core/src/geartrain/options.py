@@ -1,38 +1,61 @@
-"""What a Trainer was told about the loop, checked."""
+"""The options of the loop, checked."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from geartrain.errors import UsageError, nearest
 from geartrain.errors.hints import hint
 
+#: ``max_epochs`` if neither it nor ``max_steps`` is given.
+_MAX_EPOCHS = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The loop's options, as :class:`geartrain.Trainer` documents them."""
+    """The loop's options. :class:`geartrain.Trainer` documents them, and its signature repeats them because people read it."""
 
-    max_epochs: int
-    max_steps: int
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    val_check_interval: int | float
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
-    accumulate_grad_batches: int
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: str
-    log_every_n_steps: int
-    enable_progress_bar: bool
-    use_distributed_sampler: bool
-    fast_dev_run: int
-    seed: int | None
-    deterministic: bool | str
+    max_epochs: int = _MAX_EPOCHS
+    max_steps: int = -1
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    val_check_interval: int | float = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    log_every_n_steps: int = 50
+    enable_progress_bar: bool = True
+    use_distributed_sampler: bool = True
+    fast_dev_run: int = 0
+    seed: int | None = None
+    deterministic: bool | str = False
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """Return the options among a Trainer's arguments. ``fast_dev_run`` sets all that says how much to run.
+
+        Raises:
+            UsageError: a value that cannot be.
+        """
+        options = {field.name: arguments[field.name] for field in fields(cls)}
+        batches = options["fast_dev_run"]
+        if not isinstance(batches, int) or batches < 0:
+            raise UsageError(f"fast_dev_run={batches!r} must be True, False or a number of batches.")
+        options["fast_dev_run"] = int(batches)
+        if batches:
+            amounts = ("max_steps", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+            options |= dict.fromkeys(amounts, int(batches))
+            options |= {"max_epochs": 1, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "num_sanity_val_steps": 0}
+        elif options["max_epochs"] is None:
+            options["max_epochs"] = _MAX_EPOCHS if options["max_steps"] == -1 else -1
+        return cls(**options)
 
     def __post_init__(self) -> None:
         for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):

@@ -111,25 +111,18 @@ def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, A
 
 
 def make_plan(
-    hooks: Hooks, parts: Mapping[str, LoadedPlugin], plugins: tuple[PluginInfo, ...], devices: tuple[int, ...], **rest: Any
+    hooks: Hooks, *, accelerator: PluginInfo, strategy: LoadedPlugin, devices: tuple[int, ...], num_nodes: int, **rest: Any
 ) -> Plan:
     """Ask the strategy for its processes and put the plan together."""
-    request = PlanRequest(parts["accelerator"].info.name, devices, rest["num_nodes"])
-    layout = hooks.plan_processes(request=request)
+    layout = hooks.plan_processes(request=PlanRequest(accelerator.name, devices, num_nodes))
     if not isinstance(layout, Layout) or not layout.is_whole():
+        owner = hooks.owner("plan_processes")
         raise UsageError(
-            f"{_owner(hooks, 'plan_processes')}: plan_processes returned {layout!r}. "
+            f"{owner.label if owner else 'geartrain'}: plan_processes returned {layout!r}. "
             "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
         )
-    plan = Plan(
-        accelerator=parts["accelerator"].info,
-        devices=devices,
-        strategy=parts["strategy"].info,
-        layout=layout,
-        plugins=plugins,
-        **rest,
-    )
-    notes = getattr(parts["strategy"].plugin, "notes", None)
+    plan = Plan(accelerator=accelerator, strategy=strategy.info, devices=devices, num_nodes=num_nodes, layout=layout, **rest)
+    notes = getattr(strategy.plugin, "notes", None)
     return replace(plan, notes=notes(plan)) if callable(notes) else plan
 
 
@@ -145,8 +138,3 @@ def check_joins(plan: Plan, hooks: Hooks) -> None:
             f"{plan.strategy.label} plans {plan.processes} processes but has no setup_process_group: each would train alone. "
             "Fix: join them there, or plan_processes with Layout(1, devices_per_process), or devices=1"
         )
-
-
-def _owner(hooks: Hooks, hook: str) -> str:
-    choice = hooks.owner(hook)
-    return choice.label if choice else "geartrain"

@@ -125,50 +125,14 @@ class Trainer(RankProperties):
         assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
+        arguments = dict(locals())
         refuse_unknown("Trainer", unknown, Trainer)
-        if not isinstance(fast_dev_run, int) or fast_dev_run < 0:
-            raise UsageError(f"fast_dev_run={fast_dev_run!r} must be True, False or a number of batches.")
-        tries = int(fast_dev_run)
-        options = Options(
-            max_epochs=1 if tries else max_epochs if max_epochs is not None else (1000 if max_steps == -1 else -1),
-            max_steps=tries or max_steps,
-            limit_train_batches=tries or limit_train_batches,
-            limit_val_batches=tries or limit_val_batches,
-            limit_test_batches=tries or limit_test_batches,
-            limit_predict_batches=tries or limit_predict_batches,
-            val_check_interval=1.0 if tries else val_check_interval,
-            check_val_every_n_epoch=1 if tries else check_val_every_n_epoch,
-            num_sanity_val_steps=0 if tries else num_sanity_val_steps,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
-            gradient_clip_algorithm=gradient_clip_algorithm,
-            log_every_n_steps=log_every_n_steps,
-            enable_progress_bar=enable_progress_bar,
-            use_distributed_sampler=use_distributed_sampler,
-            fast_dev_run=tries,
-            seed=seed,
-            deterministic=deterministic,
-        )
+        options = Options.of(arguments)
         if seed is not None:
             seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
-        self._block = list(block)
-        self.registry, self._assume, self.cluster = Registry(block), dict(assume or {}), detect()
-        asked = TrainerArguments(
-            accelerator=accelerator,
-            devices=devices,
-            strategy=strategy,
-            num_nodes=num_nodes,
-            precision=precision,
-            plugins=plugins,
-            callbacks=callbacks,
-            max_time=max_time,
-            output=output,
-            accelerator_options=accelerator_options,
-            strategy_options=strategy_options,
-            plugin_options=plugin_options,
-            assume=self._assume,
-        )
-        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, asked)
+        self._block, self._assume = list(block), dict(assume or {})
+        self.registry, self.cluster = Registry(block), detect()
+        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, TrainerArguments.of(arguments))
         self.output = self.plan.output
         self._run: Run | None = None
 
@@ -389,12 +353,12 @@ class Trainer(RankProperties):
     def __getstate__(self) -> dict[str, Any]:
         """What a process on another node, or a fresh one on this, needs to make this trainer again."""
         left_out = ("registry", "hooks", "cluster", "_parts", "_run")
-        return {key: value for key, value in vars(self).items() if key not in left_out} | {"recipes": pickled_plugins(self._parts)}
+        return {key: value for key, value in vars(self).items() if key not in left_out} | {"plugins": pickled_plugins(self._parts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = state.pop("recipes")
+        made = state.pop("plugins")
         vars(self).update(state, registry=Registry(state["_block"]), cluster=detect(), _run=None)
-        # This process did not begin the run's folder: whoever handed the trainer over did.
+        # This process did not begin the run's folder: the process that started this one did.
         self._parts = (*core_parts(self.plan.options, self.output, False), *restore_plugins(self.registry, made))
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,60 +31,68 @@ from geartrain.planning.selection import select_accelerator, select_devices, sel
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """What a Trainer or a Session was asked for, apart from the loop's options."""
+    """What a Trainer or a Session was asked for, apart from the loop's options; Trainer's signature repeats it."""
 
-    accelerator: Any
-    devices: Any
-    strategy: Any
-    num_nodes: int
-    precision: Any
-    plugins: Any
-    callbacks: Any
-    max_time: Any
-    output: str | Path | None
-    accelerator_options: Mapping[str, Any] | None
-    strategy_options: Mapping[str, Any] | None
-    plugin_options: Mapping[str, Mapping[str, Any]] | None
-    assume: Mapping[str, int]
+    accelerator: Any = "auto"
+    devices: Any = "auto"
+    strategy: Any = "auto"
+    num_nodes: int = 1
+    precision: Any = "32-true"
+    plugins: Any = ()
+    callbacks: Any = ()
+    max_time: Any = None
+    output: str | Path | None = None
+    accelerator_options: Mapping[str, Any] | None = None
+    strategy_options: Mapping[str, Any] | None = None
+    plugin_options: Mapping[str, Mapping[str, Any]] | None = None
+    assume: Mapping[str, int] | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> TrainerArguments:
+        """Return these among a Trainer's arguments."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
 
 def build_components(
-    registry: Registry, place: ClusterEnvironment | None, options: Options, asked: TrainerArguments
+    registry: Registry, cluster: ClusterEnvironment | None, options: Options, asked: TrainerArguments
 ) -> tuple[tuple[LoadedPlugin, ...], Hooks, Plan]:
-    """Choose, and plan: the parts, their hooks, not yet frozen, and the plan.
+    """Select the parts and make their hooks, not yet frozen, and the plan.
 
     Args:
-        place: this process among others, as whoever started it says.
+        cluster: this process among others, as the launcher describes it.
 
     Raises:
         UsageError: anything that cannot work.
     """
     if isinstance(asked.num_nodes, bool) or not isinstance(asked.num_nodes, int) or asked.num_nodes < 1:
         raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
-    devices, num_nodes = _as_launched(place, asked.accelerator, asked.devices, asked.num_nodes)
-    chip, passed = select_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, asked.assume)
-    indices = select_devices(chip, devices, asked.assume)
-    scheme, also_passed = select_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
+    devices, num_nodes = _as_launched(cluster, asked.accelerator, asked.devices, asked.num_nodes)
+    assume = asked.assume or {}
+    accelerator, passed = select_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, assume)
+    indices = select_devices(accelerator, devices, assume)
+    strategy, also_passed = select_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
-    dtype = select_precision(registry, asked.precision)
+    precision = select_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
-    parts = (*core_parts(options, output, starts_rank_0(place, num_nodes)), dtype, chip, scheme, *extra)
+    is_first = starts_rank_0(cluster, num_nodes)
+    parts = (*core_parts(options, output, is_first), precision, accelerator, strategy, *extra)
     hooks = Hooks(parts)
-    if starts_rank_0(place, num_nodes):
-        _warn_of_failed(registry, asked, (chip, scheme, *extra))
-        for part in (chip, scheme, *extra):
+    if is_first:
+        _warn_of_failed(registry, asked, (accelerator, strategy, *extra))
+        for part in (accelerator, strategy, *extra):
             warn_of_others(part.plugin, part.info.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
     plan = make_plan(
         hooks,
-        {"accelerator": chip, "strategy": scheme},
-        tuple(part.info for part in extra),
-        indices,
+        accelerator=accelerator.info,
+        strategy=strategy,
+        devices=indices,
+        plugins=tuple(part.info for part in extra),
         num_nodes=num_nodes,
-        precision=dtype.info,
+        precision=precision.info,
         passed_over=passed | also_passed,
         options=options,
         output=None if options.fast_dev_run else output,
-        assumed=chip.info.name in asked.assume,
+        assumed=accelerator.info.name in assume,
     )
     return parts, hooks, plan
 
@@ -102,13 +110,13 @@ def _warn_of_failed(registry: Registry, asked: TrainerArguments, parts: Sequence
             warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
 
 
-def _as_launched(place: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
-    """What was left open, as whoever started this process settled it: nodes, and on the cpu the number of processes."""
-    if place is None or place.launcher == "geartrain":
+def _as_launched(cluster: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+    """Return ``devices`` and ``num_nodes``: if they were left open, as the launcher of this process settled them."""
+    if cluster is None or cluster.launcher == "geartrain":
         return devices, num_nodes
     if devices == "auto" and accelerator == "cpu":
-        devices = place.local_size
-    return devices, place.nodes if num_nodes == 1 else num_nodes
+        devices = cluster.local_size
+    return devices, cluster.nodes if num_nodes == 1 else num_nodes
 
 
 def core_parts(options: Options, output: Path | None, first: bool) -> list[LoadedPlugin]:
