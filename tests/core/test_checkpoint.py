@@ -8,7 +8,7 @@ from small_models import EvalNet, Pretend, assert_equal, differ, fit, loader, tr
 from torch import nn
 
 import geartrain as gt
-from geartrain import TrainingError, UsageError
+from geartrain import TrainingError, UsageError, hookimpl
 from geartrain.callbacks import ModelCheckpoint
 
 METHODS = ["validate", "test", "predict"]
@@ -182,3 +182,29 @@ def test_ranks_that_would_read_different_files(tmp_path):
 
     with pytest.raises(TrainingError, match="differs from rank 0 in the checkpoint: 'a.ckpt' there and 'b.ckpt' here".replace(".", r"\.")):
         trainer(strategy=Second(), devices=2).test(EvalNet(), loader(), ckpt_path=path)
+
+
+class Saves:
+    """Owns how checkpoints are written, and leaves it to core how they are read."""
+
+    replaces = frozenset({"save_checkpoint"})
+
+    @hookimpl
+    def save_checkpoint(self, state, path):
+        torch.save(state, path)
+
+
+def test_a_checkpoint_of_a_plugin_needs_that_plugin(tmp_path):
+    net, other = EvalNet(), EvalNet()
+    fit(net, output=tmp_path, plugins=[Saves()])
+    trainer(plugins=[Saves()]).test(other, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert_equal(net, other)
+    with pytest.raises(
+        TrainingError, match=r"last\.ckpt was written by the plugin Saves, which this run does not have\. Fix: select Saves"
+    ):
+        trainer().test(EvalNet(), loader(), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_checkpoint_of_core_names_no_plugin(tmp_path):
+    fit(EvalNet(), output=tmp_path)
+    assert "saved_by" not in torch.load(tmp_path / "last.ckpt", weights_only=True)

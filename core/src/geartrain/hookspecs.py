@@ -295,7 +295,8 @@ def save_checkpoint(run: Run, state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint whole or not at all.
 
     Fired: in every rank when one is due.
-    Arguments: ``state`` holds tensors and plain values, on rank 0 those of all ranks; ``path`` of the file.
+    Arguments: ``state`` holds tensors and plain values, on rank 0 those of all ranks; if a plugin owns this hook, ``state["saved_by"]``
+        names the plugin, and a run without it refuses the checkpoint. ``path`` of the file.
     Default: rank 0 writes a temporary file beside ``path`` with ``torch.save``, puts a digest of its bytes behind it and renames it.
     """
 

@@ -50,6 +50,8 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 def save(run: Run, state: dict[str, Any], path: Path) -> None:
     """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path.
 
+    A checkpoint that a plugin writes says which plugin that was: the same plugin may be needed to read it.
+
     Raises:
         TrainingError: it could not be written.
     """
@@ -58,6 +60,9 @@ def save(run: Run, state: dict[str, Any], path: Path) -> None:
             make_folder(path.parent)
         except OSError as error:
             raise TrainingError(reason(path, error)) from error
+    owner = run.hooks.owner("save_checkpoint")
+    if owner is not None and not owner.is_core:
+        state = {**state, "saved_by": {"name": owner.name, "distribution": owner.distribution}}
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
@@ -90,6 +95,8 @@ def load(run: Run, start: Start) -> None:
     if path is None:
         return
     state = run.hooks.load_checkpoint(run=run, path=path) if run.memory_checkpoint is None else run.memory_checkpoint
+    if isinstance(state, dict):
+        _refuse_without_writer(run, state.get("saved_by"), path)
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
@@ -105,6 +112,14 @@ def load(run: Run, start: Start) -> None:
         load_fit(run, state["fit"], path)
     if overridden(run.module, "on_load_checkpoint"):
         run.module.on_load_checkpoint(state)
+
+
+def _refuse_without_writer(run: Run, writer: Any, path: Path) -> None:
+    """Refuse a checkpoint that a plugin wrote which this run does not have."""
+    if not isinstance(writer, dict) or any(part.info.name == writer.get("name") for part in run.hooks.parts):
+        return
+    label = f"{writer['distribution']}[{writer['name']}]" if writer.get("distribution") else str(writer.get("name"))
+    raise TrainingError(f"{path} was written by the plugin {label}, which this run does not have. Fix: select {label} again")
 
 
 # --- which one -----------------------------------------------------------------------------------------------------------

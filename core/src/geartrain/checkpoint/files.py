@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, damaged, or holds more than "
             "tensors and plain values. Fix: another file"
         ) from error
-    if not is_whole and isinstance(state, dict) and "geartrain" in state:
+    if not is_whole and isinstance(state, dict) and "geartrain" in state and "saved_by" not in state:  # a plugin's file has no digest
         raise TrainingError(
             f"{path} is damaged, or was saved again by another program: it is a checkpoint of geartrain without its digest. "
             "Fix: another file; a file of your own weights is torch.save({'model': ...}), without the key 'geartrain'"
