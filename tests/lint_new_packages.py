@@ -19,7 +19,7 @@ def main() -> None:
         known = Path(__file__).parents[1] / ".mypy_cache"
         if known.is_dir():
             shutil.copytree(known, Path(folder, "cache"))  # of torch; mypy reads it again if the package's settings differ
-        for kind in ("strategy", "accelerator", "plugin"):
+        for kind in ("strategy", "accelerator", "plugin", "command"):
             for name, tools in ((SHORT, (*RUFF, MYPY)), (LONG, RUFF)):
                 package = Path(folder, f"{kind} {name}")
                 subprocess.run(["geartrain", "new", kind, name, "--output", package], check=True, stdout=subprocess.DEVNULL)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from geartrain.checkpoint.checkpoints import checkpoint_state as checkpoint_state, is_last as is_last, save as save
     from geartrain.checkpoint.files import peek as peek, progress as progress
     from geartrain.checkpoint.resume import load_optimizer as load_optimizer
+    from geartrain.commands import main as main
     from geartrain.commands.arguments import Request as Request, option_names as option_names, read as read
     from geartrain.commands.target import Target as Target
     from geartrain.data.loaders import (
@@ -108,6 +109,7 @@ _NAMES = {
     "geartrain.checkpoint.checkpoints": "checkpoint_state is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.resume": "load_optimizer",
+    "geartrain.commands": "main",
     "geartrain.commands.arguments": "Request option_names read",
     "geartrain.commands.target": "Target",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",

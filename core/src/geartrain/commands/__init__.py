@@ -34,7 +34,7 @@ _HELP = {
     "plugins": "list what is installed, and why what cannot be used",
     "doctor": "examine this machine; ends with what to fix",
     "conformance": "test whether an installed strategy does what every strategy must",
-    "new": "write a package with a strategy, an accelerator or a plugin of your own",
+    "new": "write a package with a strategy, an accelerator, a plugin or a command of your own",
     "port": "rewrite a script that was written for PyTorch Lightning",
 }
 

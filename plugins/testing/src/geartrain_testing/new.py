@@ -1,4 +1,4 @@
-"""``geartrain new strategy|accelerator|plugin NAME``: write a pip-installable package that works, and that is the author's from then on."""
+"""``geartrain new strategy|accelerator|plugin|command NAME``: write a package that pip installs and that works; it is the author's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _TRY = {
     "strategy": "geartrain fit train.py --strategy {name} --devices 2",
     "accelerator": "{variable}_DEVICES=1 geartrain fit train.py --accelerator {name}",
     "plugin": "geartrain fit train.py --plugin {name}",
+    "command": "geartrain {name} RUN",
 }
 
 
