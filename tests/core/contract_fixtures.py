@@ -158,9 +158,8 @@ def dists(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)
     monkeypatch.setattr(geartrain.planning.selection, "visible", dict)
-    monkeypatch.setattr(
-        geartrain.planning.selection, "reason_not_rerunnable", lambda: None
-    )  # as if pytest were a program that can be run again
+    # As if pytest were a program that can be run again.
+    monkeypatch.setattr(geartrain.planning.selection, "reason_not_rerunnable", lambda: None)
     before = set(sys.modules)
     yield made
     for name in set(sys.modules) - before:

@@ -30,7 +30,9 @@ def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
 
 
 def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
-    """Refuse plugins with hooks that a Session does not fire; warn of those that are ``errors_are_warnings``.
+    """Refuse plugins with hooks that a Session does not fire.
+
+    Warn if the plugin is ``errors_are_warnings``, or if it says ``optionalhook=True`` of those hooks.
 
     Raises:
         UsageError: names the plugin, the hooks and what to do.
@@ -42,7 +44,13 @@ def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
         watched = NOT_FIRED + NOT_AROUND if info.kind == "plugin" else ("step",)
         missed = [hook for hook in watched if info in hooks.implementers(hook)]
         what = f"{info.label}: a Session never calls {', '.join(missed)}: epochs, validation and whole steps are your loop's"
-        if set(missed) & set(NOT_AROUND) or (missed and not getattr(part.plugin, "errors_are_warnings", False)):
+        works_without = getattr(part.plugin, "errors_are_warnings", False) or all(_is_optional(part.plugin, hook) for hook in missed)
+        if set(missed) & set(NOT_AROUND) or not works_without:
             raise UsageError(f"{what}. Fix: do in the loop what it does, or use geartrain.Trainer")
         if missed:
             warnings.warn(what, stacklevel=3)
+
+
+def _is_optional(plugin: Any, hook: str) -> bool:
+    marked = getattr(getattr(plugin, hook, None), "geartrain_impl", {})
+    return bool(marked.get("optionalhook"))
