@@ -148,7 +148,7 @@ class Registry:
         Raises:
             UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
         """
-        if needed := _other_core(candidate):
+        if canonical(candidate.distribution) != "geartrain" and (needed := _other_core(candidate)):
             candidate.state, candidate.reason = "failed", f"it requires {needed}, and geartrain {__version__} is installed"
             raise UsageError(
                 f"{candidate.label}: {candidate.reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"

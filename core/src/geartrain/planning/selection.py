@@ -12,7 +12,7 @@ from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import reason_not_rerunnable
 from geartrain.planning.devices import parse_devices
 from geartrain.planning.hardware import ask, priority_of, visible
-from geartrain.planning.registry import InstalledPlugin, Registry
+from geartrain.planning.registry import InstalledPlugin, Registry, has_hookimpls
 
 #: What ``accelerator="gpu"`` may take.
 _GPUS = ("cuda", "mps")
@@ -179,9 +179,9 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     """Return the precision: by its name, in a short form (``16`` and ``"bf16"`` are mixed, ``32`` and ``64`` are true), or an object.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: nothing installed has that name, or the object has no hookimpls.
     """
-    if not isinstance(given, str | int) or isinstance(given, bool):
+    if has_hookimpls(given):
         return registry.adopt("precision", given, "given as an object")
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known = [candidate.name for candidate in registry.of("precision")]
