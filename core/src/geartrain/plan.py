@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a strategy is asked to plan processes for."""
+    """The request that a strategy plans processes for."""
 
     accelerator: str
     #: Device indices on each node.
@@ -28,21 +28,21 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How processes and devices go together on each node."""
+    """Processes on each node, and devices in each process."""
 
-    #: ``None`` where a launcher decides, as horovodrun does.
+    #: ``None`` if a launcher decides, as horovodrun does.
     processes_per_node: int | None
     devices_per_process: int = 1
 
     def is_whole(self) -> bool:
-        """Whether both are whole numbers above 0, as far as they are given."""
+        """True if both are whole numbers above 0."""
         numbers = [self.devices_per_process, 1 if self.processes_per_node is None else self.processes_per_node]
         return all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that was decided before anything starts."""
+    """All decisions that are made before anything starts."""
 
     accelerator: PluginInfo
     #: Device indices on each node.
@@ -52,25 +52,25 @@ class Plan:
     num_nodes: int
     precision: PluginInfo
     plugins: tuple[PluginInfo, ...]
-    #: What else was installed and why it was not chosen, by label.
+    #: Label of an installed plugin that was not selected -> why.
     passed_over: Mapping[str, str]
     options: Options
     #: Samples in one batch of the training loader; ``None`` until the loader is known.
     loader_batch_size: int | None = None
     #: The module's arguments and, as ``data.NAME``, the DataModule's; see :mod:`geartrain.module.hparams`. Empty until they are known.
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    #: The run's folder, or ``None``: what a plugin that writes there by default asks in ``check_plan``.
+    #: The run's folder, or ``None``. A plugin that writes there reads it in ``check_plan``.
     output: Path | None = None
-    #: Whether ``fit`` goes on with a run that stopped: what that one wrote is there, and goes on.
+    #: True if ``fit`` resumes a run that stopped. The files of that run exist, and are continued.
     resumes: bool = False
-    #: Whether it is for hardware that is not here, and can only be explained: what this machine lacks is then no reason to refuse it.
+    #: True if it is for hardware that this machine lacks: it can only be explained, and missing hardware is no reason to refuse it.
     assumed: bool = False
-    #: What the strategy changes that its user must know, from its method ``notes(plan)`` where it has one: what -> how.
+    #: Changes by the strategy that users must know, from its method ``notes(plan)``: what -> how.
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def processes(self) -> int | None:
-        """Processes over all nodes; ``None`` where a launcher decides."""
+        """Processes over all nodes; ``None`` if a launcher decides."""
         per_node = self.layout.processes_per_node
         return None if per_node is None else per_node * self.num_nodes
 
@@ -88,7 +88,7 @@ class Plan:
         return self.loader_batch_size * self.processes * self.options.accumulate_grad_batches
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as ``plan.json`` and ``explain --json`` show it."""
+        """Return the plan as in ``plan.json`` and ``explain --json``."""
         return {
             "accelerator": self.accelerator.as_dict(),
             "devices": list(self.devices),
@@ -106,7 +106,7 @@ class Plan:
 
 
 def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, Any], resumes: bool = False) -> Plan:
-    """The same plan, now that module and loaders are known."""
+    """Return the plan with the facts of module and loaders."""
     return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters, resumes=resumes)
 
 
@@ -130,7 +130,7 @@ def check_joins(plan: Plan, hooks: Hooks) -> None:
     """Refuse a strategy of several processes that never joins them: each would train alone.
 
     Raises:
-        UsageError: nobody but core's default owns ``setup_process_group``.
+        UsageError: only core's default owns ``setup_process_group``.
     """
     owner = hooks.owner("setup_process_group")
     if (plan.processes or 1) > 1 and (owner is None or owner.kind == "default"):

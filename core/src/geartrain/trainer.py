@@ -44,7 +44,7 @@ from geartrain.planning.registry import Registry
 class Trainer(RankProperties):
     """Trains a module.
 
-    Everything is checked and planned when it is made, before anything starts; ``trainer.plan`` shows it.
+    A Trainer checks and plans everything when it is made, before anything starts; ``trainer.plan`` shows the plan.
 
     Args:
         accelerator: ``"auto"``, ``"gpu"``, or an accelerator's name (``geartrain plugins`` lists them), or an object.
@@ -57,7 +57,7 @@ class Trainer(RankProperties):
         callbacks: objects of subclasses of ``geartrain.callbacks.Callback``, and plugins' objects, in the order to call them.
         block: names of plugins, or ``DISTRIBUTION[name]``, that must not be chosen.
         output: folder for plan.json, metrics.jsonl, summary.json and last.ckpt; nothing is written without it.
-        max_epochs: epochs to train; -1 for no end; default 1000, or no end where ``max_steps`` is given.
+        max_epochs: epochs to train; -1 for no end; default 1000, or no end if ``max_steps`` is given.
         max_steps: optimizer steps to train; -1 for no end.
         max_time: time to train: ``"DD:HH:MM:SS"``, seconds, a ``timedelta`` or ``{"hours": 2}``; chooses the plugin ``timer``.
         limit_train_batches: batches an epoch: a number, or a fraction between 0.0 and 1.0.
@@ -75,11 +75,11 @@ class Trainer(RankProperties):
         use_distributed_sampler: let a strategy of several processes shard the loaders.
         fast_dev_run: try one batch (or this many) of everything, write nothing.
         seed: seeds Python, NumPy and torch, now and again when the run starts.
-        deterministic: ask torch for deterministic algorithms; ``"warn"`` only warns where there is none.
+        deterministic: ask torch for deterministic algorithms; ``"warn"`` only warns if an operation has none.
         accelerator_options: options of the accelerator, by name.
         strategy_options: options of the strategy, by name.
         plugin_options: options of named plugins: ``{"gradient_norm": {"every": 10}}``.
-        assume: accelerator -> device count, to plan for hardware that is not here; such a trainer can only be explained.
+        assume: accelerator -> device count, to plan for hardware that this machine lacks; such a trainer can only be explained.
 
     Raises:
         UsageError: anything that cannot work.
@@ -156,21 +156,21 @@ class Trainer(RankProperties):
             model: a :class:`geartrain.Module`, or any ``nn.Module`` with ``loss`` and ``optimizer``.
             train_dataloaders: a DataLoader, any iterable of batches, or a DataModule.
             val_dataloaders: the same, or a list or dict of DataLoaders, which are numbered in their order.
-            datamodule: where loaders come from that are not given.
-            ckpt_path: the checkpoint to go on from as if ``fit`` had not stopped: a file, ``"best"`` or ``"last"`` as for :meth:`validate`,
-                or ``"auto"``: the last one, and from the beginning where there is none. Epochs and steps count from the beginning.
-            checkpoint: weights to start from; optimizer and counters start anew. A file, or ``"best"`` or ``"last"``.
-            loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` where its output has the loss as ``loss``.
+            datamodule: the source of loaders that are not given.
+            ckpt_path: the checkpoint to resume from as if ``fit`` had not stopped: a file, ``"best"`` or ``"last"`` as for
+                :meth:`validate`, or ``"auto"``: the last one if it exists, otherwise from scratch. Epochs and steps count from the start.
+            checkpoint: weights to start from; optimizer and counters start from scratch. A file, or ``"best"`` or ``"last"``.
+            loss: of a plain ``nn.Module``, ``loss(output, target)``; ``None`` if its output has the loss as ``loss``.
             optimizer: of a plain ``nn.Module``: a class, a ``functools.partial``, or one made from its parameters.
 
         Raises:
             UsageError: something that cannot work; nothing was started.
             TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
-                with a note where a plugin's hook raised them.
+                with a note if a plugin's hook raised them.
         """
         refuse_unknown("Trainer.fit", unknown, self.fit)
         if ckpt_path is not None and checkpoint is not None:
-            raise UsageError("ckpt_path= goes on with everything, checkpoint= starts from the weights alone. Fix: give one of them")
+            raise UsageError("ckpt_path= resumes everything, checkpoint= starts from the weights alone. Fix: give one of them")
         given, resumes = {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path is not None
         self._start("fit", model, given, datamodule, ckpt_path if resumes else checkpoint, loss, optimizer, resumes)
 
@@ -185,9 +185,9 @@ class Trainer(RankProperties):
         """Validate once.
 
         Args:
-            model: default: that of this trainer's last run, and with it that run's DataModule where no loaders are given.
+            model: default: that of this trainer's last run, and with it that run's DataModule if no loaders are given.
             ckpt_path: weights to read first: a file, ``"best"`` (the ``best_model_path`` of the trainer's ModelCheckpoint) or ``"last"``
-                (the newest that ``save_last`` or the run's folder has). Without ``model`` the default is the best, if there is one.
+                (the newest that ``save_last`` or the run's folder has). Without ``model`` the default is the best, if it exists.
             loss: of a plain ``nn.Module``, as for :meth:`fit`.
 
         Returns:
@@ -237,9 +237,9 @@ class Trainer(RankProperties):
         """Complete the plan for a module (or its class) and let every plugin refuse it; starts nothing.
 
         Args:
-            batch_size: samples in one batch of the training loader, where it is known.
-            datamodule: whose arguments belong to the plan's hyperparameters.
-            resumes: whether ``fit`` goes on with a run that stopped.
+            batch_size: samples in one batch of the training loader, if known.
+            datamodule: its arguments belong to the plan's hyperparameters.
+            resumes: True if ``fit`` resumes a run that stopped.
 
         Raises:
             UsageError: a module or a plan that cannot work.
@@ -305,7 +305,7 @@ class Trainer(RankProperties):
         if datamodule is not None:
             datamodule.trainer = self
         hooks = self.hooks
-        steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # what is evaluated says at which step
+        steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # an evaluation reports at which step it is
         run = self._run = Run(
             plan=self.plan,
             hooks=hooks,
@@ -332,7 +332,7 @@ class Trainer(RankProperties):
         return result
 
     def _as_before(self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any) -> tuple[Any, Any, Any]:
-        """The last run's model; its data where none is given; and the best weights where no others are asked for, as in Lightning."""
+        """Return the last run's model, its data unless data is given, and the best weights unless others are asked for, as in Lightning."""
         if self._run is None:
             raise UsageError(f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first")
         if datamodule is None and given[command] is None:
@@ -351,7 +351,7 @@ class Trainer(RankProperties):
         return [{k: v for k, v in metrics.items() if suffix not in k or k.endswith(f"{suffix}{i}")} for i in range(count)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a process on another node, or a fresh one on this, needs to make this trainer again."""
+        """Return the state from which another process makes this trainer again."""
         left_out = ("registry", "hooks", "cluster", "_parts", "_run")
         return {key: value for key, value in vars(self).items() if key not in left_out} | {"plugins": pickled_plugins(self._parts)}
 
@@ -364,23 +364,23 @@ class Trainer(RankProperties):
         if self.datamodule is not None:
             self.datamodule.trainer = self
 
-    if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Only for names that are not there: those of Lightning's get what to write instead."""
+            """Called for names that do not exist only: for Lightning's, the error says what to write."""
             try:
                 return object.__getattribute__(self, name)  # again, for its error: a property's own among them
             except AttributeError as error:
                 raise AttributeError(f"{error}{write_instead('Trainer', name)}", name=name, obj=self) from None
 
-    # --- what one asks a trainer -----------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
         """The running or last run.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: this trainer has not run anything.
         """
         if self._run is None:
             raise RuntimeError("this trainer has not run anything yet")
@@ -422,13 +422,13 @@ class Trainer(RankProperties):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Batches in one epoch; infinity where the loader has no length."""
+        """Batches in one epoch; infinity if the loader has no length."""
         total = self.run.batches["train"][0]
         return float("inf") if total is None else total
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole ``fit``, for schedulers that must know them; infinity where there is no end."""
+        """Optimizer steps of the whole ``fit``, for schedulers that must know them; infinity if it has no end."""
         options, batches = self.plan.options, self.num_training_batches
         steps: int | float = float("inf")
         if options.max_epochs != -1 and batches != float("inf"):
@@ -446,5 +446,5 @@ class Trainer(RankProperties):
 
 
 def _as_tensors(metrics: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """Metrics as Lightning gives them; of float64, so that ``.item()`` is the number that was logged."""
+    """Return metrics as Lightning does, of float64, so that ``.item()`` is the number that was logged."""
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""``gradient_clip_val``: owns ``clip_gradients`` where it is set."""
+"""``gradient_clip_val``: owns ``clip_gradients`` if it is set."""
 
 from __future__ import annotations
 

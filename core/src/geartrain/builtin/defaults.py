@@ -1,7 +1,7 @@
-"""What every single hook does when no plugin owns it: one process on one device.
+"""The defaults of single hooks, for hooks that no plugin owns: one process on one device.
 
-Where a strategy has several ranks, the collectives go through torch.distributed's default process group, so that a strategy which makes
-one need not write them.
+If a strategy has several ranks, the collectives use torch.distributed's default process group. A strategy that makes this group need not
+write them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Defaults:
-    """Owns what nobody else owns."""
+    """Owns each single hook that no other part owns."""
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -43,7 +43,7 @@ class Defaults:
         if run.plan.processes == 1 and run.cluster is None and (owner is None or owner.kind == "default"):
             with parallel.raise_on_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
                 return worker(0)
-        return parallel.launch(run, worker)  # a strategy that joins others finds its place and store there, also where it is alone
+        return parallel.launch(run, worker)  # gives a strategy that joins others its rank and store, also on one rank
 
     @hookimpl
     def setup_device(self) -> torch.device:

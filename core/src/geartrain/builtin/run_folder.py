@@ -20,7 +20,7 @@ from geartrain.plan import Plan
 
 
 class RunFolder:
-    """Writes what a run decided, logged and ended with. Rank 0 writes.
+    """Writes the plan, the metrics and the end of a run. Rank 0 writes.
 
     Args:
         path: the folder; created if it does not exist.
@@ -139,9 +139,9 @@ class RunFolder:
 
 
 class LastCheckpoint:
-    """Writes the run folder's last.ckpt after each epoch. Every rank's business.
+    """Writes the run folder's last.ckpt after each epoch, in every rank.
 
-    A part of its own, registered last: it saves after all that others do at the end of an epoch, so that their state in it is of then.
+    A separate part, registered last: it saves after all other parts have ended the epoch, so that the checkpoint has their new state.
     """
 
     @hookimpl(wrapper=True)

@@ -1,7 +1,7 @@
 """The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
 
-A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. One that trains what a TARGET names
-also takes ``target=None, defaults=None``, and is then a command of scripts with ``geartrain.cli``, too.
+A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. A command that trains a TARGET also
+takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """
@@ -23,7 +23,7 @@ from geartrain.planning.registry import Registry
 if TYPE_CHECKING:
     from geartrain.trainer import Trainer
 
-#: What the commands of geartrain's own distributions do; other commands are described by the summary of their distribution.
+#: Commands of geartrain's distributions -> description. The summary of its distribution describes any other command.
 _HELP = {
     "fit": "train a module",
     "validate": "validate a module",
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listed(registry: Registry) -> dict[str, str]:
-    """Return each command and what it does, from metadata alone; also those that another distribution of ours would bring."""
+    """Return each command and its description, from metadata alone; also commands of our distributions that are not installed."""
     installed = {candidate.name: candidate for candidate in registry.of("command")}
     listed = {name: what for name, what in _HELP.items() if name in installed}
     for name, candidate in installed.items():
@@ -83,10 +83,10 @@ def _listed(registry: Registry) -> dict[str, str]:
 
 
 def _command(name: str) -> Callable[..., Any]:
-    """Import the function of a command: only when it is asked for, because `geartrain plugins` must not pay for torch.
+    """Import the function of a command. Other commands are not imported: `geartrain plugins` must not pay for torch.
 
     Raises:
-        UsageError: there is no such command, it is not installed, or it cannot be imported.
+        UsageError: the command is unknown, not installed, or cannot be imported.
     """
     registry = Registry()
     names = [candidate.name for candidate in registry.of("command")]
@@ -99,7 +99,7 @@ def _command(name: str) -> Callable[..., Any]:
 
 
 def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """The arguments without ``--traceback``, and whether it, or the environment, asks for the whole traceback."""
+    """Return the arguments without ``--traceback``, and True if it or the environment asks for the whole traceback."""
     rest = [argument for argument in arguments if argument != _WHOLE]
     return rest, len(rest) < len(arguments) or bool(os.environ.get(TRACEBACK))
 
@@ -108,7 +108,7 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
     """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback.
 
     Args:
-        whole: whether their traceback is shown, too.
+        whole: show their traceback too.
     """
     try:
         action()
@@ -132,10 +132,10 @@ def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None
     """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
 
     Args:
-        model: the ``Module`` subclass to make and run.
+        model: the ``Module`` subclass to run.
         data: the ``DataModule`` subclass, unless the module brings its data.
         argv: arguments, default ``sys.argv[1:]``; the first may be a command (``python train.py test --checkpoint ...``).
-        defaults: options as a config file has them, under those of the command line: ``{"max_epochs": 10, "seed": 42}``.
+        defaults: options as in a config file, which the command line overrides: ``{"max_epochs": 10, "seed": 42}``.
 
     Returns:
         The trainer, after the run.
@@ -157,7 +157,7 @@ def _of_target(name: str) -> Callable[..., Any]:
     """Return the function of a command that takes a target.
 
     Raises:
-        UsageError: it takes none.
+        UsageError: it takes no target.
     """
     command = _command(name)
     if "target" not in inspect.signature(command).parameters:

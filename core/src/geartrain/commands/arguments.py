@@ -21,7 +21,8 @@ from geartrain.commands.target import Target, find_target
 from geartrain.errors import UsageError, nearest
 from geartrain.errors.hints import hint
 from geartrain.files.paths import user_path
-from geartrain.planning.registry import Registry, file_plugin, is_file
+from geartrain.planning.plugin_files import file_plugin, is_file
+from geartrain.planning.registry import Registry
 from geartrain.trainer import Trainer
 
 #: Options that may be given several times -> the key that holds their list.
@@ -48,16 +49,16 @@ def option_names() -> frozenset[str]:
 
 @dataclass
 class Names:
-    """What the first pass read."""
+    """The result of the first pass."""
 
     chosen: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=lambda: {key: [] for key in _REPEATED.values()})
     config: dict[str, Any] = field(default_factory=dict)
-    #: What is left for the second pass.
+    #: Arguments for the second pass.
     rest: list[str] = field(default_factory=list)
 
     def given(self, group: str) -> dict[str, Any]:
-        """What a group's options are given so far, as it was typed: those of the command line over those of config files."""
+        """Return the options of a group as they were typed: those of the command line over those of config files."""
         found = dict(self.config.get(group) or {})
         for token, after in pairwise([*self.rest, ""]):
             name, has_value, value = token.partition("=")
@@ -68,7 +69,7 @@ class Names:
 
 @dataclass
 class Request:
-    """What the second pass made of it."""
+    """The result of the second pass."""
 
     trainer: Trainer
     parser: ArgumentParser
@@ -76,7 +77,7 @@ class Request:
     target: Target
 
     def make_model(self) -> Any:
-        """The module, and the DataModule or ``None``; made after the trainer, which seeds."""
+        """Make the module, and the DataModule or ``None``. The trainer, which seeds, exists already."""
         made = self.parser.instantiate(self.values)
         return made.model, made.get("data")
 
@@ -114,7 +115,7 @@ def read(
     if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
         raise UsageError(f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints")
     if given is not None and values.get("resume") is not None:
-        raise UsageError("--resume goes on with everything, --checkpoint starts from the weights alone. Fix: give one of them")
+        raise UsageError("--resume continues with everything, --checkpoint starts from the weights alone. Fix: give one of them")
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
 
@@ -179,19 +180,16 @@ def _normalise(argv: list[str]) -> list[str]:
 
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(text := user_path(path, "--config").read_text(encoding="utf-8"))
+        loaded = yaml.safe_load(user_path(path, "--config").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    # Without aliases a file has fewer values than characters.
-    if not _has_at_most(max(len(text), 10_000), loaded):
-        raise UsageError(f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out")
     if not isinstance(loaded, dict):
         raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
     return _config(loaded)
 
 
 def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
-    """Options as they are spelled in Python, by group."""
+    """Return options as Python spells them, by group."""
     config: dict[str, Any] = {}
     for key, value in _underscored(loaded).items():
         key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
@@ -207,18 +205,8 @@ def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
     return config
 
 
-def _has_at_most(most: int, loaded: Any) -> bool:
-    """False if there are more values than ``most``, those that aliases repeat counted each time, or values that contain themselves."""
-    left, count = [loaded], 0
-    while left and count <= most:
-        value = left.pop()
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        count += 1
-    return count <= most
-
-
 def _underscored(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Options and those of groups as Python spells them; deeper keys are the user's own."""
+    """Return options and those of groups as Python spells them; deeper keys are the user's."""
     return {
         str(key).replace("-", "_"): {str(k).replace("-", "_"): v for k, v in value.items()} if isinstance(value, Mapping) else value
         for key, value in values.items()
@@ -239,7 +227,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 def build_parser(
     command: str, target: Target | None, names: Names, registry: Registry, options: Mapping[str, tuple[Any, Any, str]]
 ) -> tuple[ArgumentParser, dict[str, str]]:
-    """The parser with every option there is, and the plugins' groups: key in the values -> plugin's name."""
+    """Return the parser with every option, and the groups of plugins: key in the values -> plugin's name."""
     parser = _Parser(prog=f"geartrain {command}" + (" TARGET" if target is None else ""), exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name")
     parser.add_argument("--strategy", type=str, default="auto", help="auto or a strategy's name")
@@ -252,7 +240,7 @@ def build_parser(
     else:
         parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
     if command == "fit":
-        text = "go on from this checkpoint as if fit had not stopped; without a value from the last one in --output, auto: if there is one"
+        text = "resume from this checkpoint; without a value from the last one in --output; auto: from the last one if it exists"
         parser.add_argument("--resume", type=str | None, default=None, help=text)
     for option, (kind, default, text) in options.items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
@@ -270,7 +258,7 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
         if name.lower() not in ("auto", "gpu") and any(c.name.lower() == name.lower() for c in registry.of(kind)):
             cls = registry.load(registry.find(kind, name))
             parser.add_class_arguments(cls, f"{kind}_options", instantiate=False, fail_untyped=False)
-            if hasattr(cls, "more_options"):  # those of a part that another option chooses, as bagua's algorithm does
+            if hasattr(cls, "more_options"):  # options of a part that another option selects, as bagua's algorithm does
                 for other in cls.more_options(names.given(f"{kind}_options")):
                     parser.add_class_arguments(other, f"{kind}_options", as_group=False, instantiate=False, fail_untyped=False)
     groups: dict[str, str] = {}
@@ -289,7 +277,7 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
 
 
 class _Parser(ArgumentParser):
-    """jsonargparse's parser, whose help shows options as they are typed."""
+    """jsonargparse's parser, with options in its help as they are typed."""
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(r" \[--(strategy|accelerator)_options CONFIG\]", "", super().format_help(*args, **kwargs))
@@ -311,7 +299,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
         raise UsageError(f"--{left[0]} belongs to geartrain explain")
     try:
         text = json.dumps(config)
-    except TypeError as error:  # a date of YAML's, an object in gt.cli's defaults
+    except (TypeError, ValueError) as error:  # a date of YAML's, an alias of itself, an object in gt.cli's defaults
         raise UsageError(f"an option is no text, number, list or mapping: {error}. Fix: write it as text") from error
     try:
         values: Namespace = parser.parse_args([f"--config={text}", *names.rest])
@@ -321,7 +309,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
 
 
 def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
-    """jsonargparse's message, in the spelling that was typed and with the nearest option."""
+    """Return jsonargparse's message in the spelling that was typed, with the nearest option."""
     grouped = re.search(r"Group '(\S+)' does not accept (?:nested key|option) '(\S+)'", message)
     unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(r"Option '(\S+)' is not accepted", message)
     if grouped:

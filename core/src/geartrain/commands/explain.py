@@ -1,4 +1,4 @@
-"""``geartrain explain TARGET``: the plan, and who answers each hook. Starts nothing."""
+"""``geartrain explain TARGET``: print the plan and the implementations of each hook. Starts nothing."""
 
 from __future__ import annotations
 

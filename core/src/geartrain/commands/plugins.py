@@ -1,4 +1,4 @@
-"""``geartrain plugins``: what is installed, what is usable here, and why not. Reads metadata alone unless --probe."""
+"""``geartrain plugins``: list installed plugins and commands, and why a plugin cannot be used. Reads metadata alone unless --probe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
     registry = Registry(options.block)
     if options.probe:
-        with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when it is imported is no part of our answer
+        with contextlib.redirect_stdout(sys.stderr):  # output of plugins while they are imported does not belong to the answer
             for candidate in registry.candidates:
                 registry.probe(candidate)
     rows = [candidate.as_dict() for candidate in registry.candidates]

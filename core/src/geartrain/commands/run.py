@@ -25,7 +25,7 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
     if name == "fit":
         files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
         find(values.resume, trainer.hooks, trainer.output, resumes=True)
-    # What the run itself asks again with the module: here nothing is made yet.
+    # The run checks again with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
     result = getattr(trainer, name)(model, datamodule=data, **files)

@@ -1,4 +1,4 @@
-"""TARGET -> the Module class to run and the DataModule class, if there is one."""
+"""Find the Module class that TARGET names, and the DataModule class if its file has one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from types import ModuleType
 
 from geartrain.errors import UsageError, describe, nearest
 from geartrain.module.module import DataModule, Module
-from geartrain.planning.registry import load_file
+from geartrain.planning.plugin_files import load_file
 
 Target = tuple[type[Module], type[DataModule] | None]
 
 
 def find_target(target: str) -> Target:
-    """Import what TARGET names.
+    """Import the classes that TARGET names.
 
     Args:
         target: ``file.py``, ``file.py:Class`` or ``package.module:Class``.
 
     Raises:
-        UsageError: no such file, module or class, or several to choose from.
+        UsageError: the file, module or class does not exist, or there are several classes.
     """
     place, _, wanted = target.partition(":")
     if place.endswith(".py"):
@@ -63,7 +63,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:
-    """The subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
+    """Return the subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
     found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__}
     first = {c: n for n, c in reversed(found.items())}  # `Model = Mine` is no second class
     return {

@@ -1,4 +1,4 @@
-"""The parts of a run: core's own and the chosen plugins, the plan they make, and how another process makes the same ones again."""
+"""The parts of a run: core's own and the selected plugins, their plan, and how another process makes the same parts again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
 from geartrain.loop.manual import MANUAL
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
-from geartrain.planning.registry import Registry, file_plugin, has_hookimpls, is_file, make
+from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
+from geartrain.planning.registry import Registry, make
 from geartrain.planning.selection import select_accelerator, select_devices, select_precision, select_strategy
 
 
@@ -120,8 +121,7 @@ def _as_launched(cluster: ClusterEnvironment | None, accelerator: Any, devices: 
 
 
 def core_parts(options: Options, output: Path | None, first: bool) -> list[LoadedPlugin]:
-    """Core's own parts for these options; ``first`` as :class:`RunFolder` has it."""
-
+    """Return core's own parts for these options; ``first`` as in :class:`RunFolder`."""
     parts = [_core_part("defaults", Defaults(), "one process on one device", "default")]
     if output is not None and not options.fast_dev_run:
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
@@ -147,8 +147,8 @@ def reserved_folder(parts: Iterable[LoadedPlugin], resumes: bool = False) -> Abs
 
 
 def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple[LoadedPlugin, ...]:
-    """A run's parts: the trainer's; in a ``fit`` with a folder what writes last.ckpt, and of a module with
-    ``automatic_optimization = False`` those of manual optimisation."""
+    """Return the parts of one run: the trainer's, the writer of last.ckpt for a ``fit`` with a folder, and the parts of manual
+    optimisation for a module with ``automatic_optimization = False``."""
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
     if command != "fit" or module.automatic_optimization:
@@ -160,18 +160,18 @@ def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple
     return (
         *same,
         _core_part(MANUAL, ManualOptimisation(), "automatic_optimization = False"),
-    )  # last: then ``run.manual`` is there in everyone's on_run_start
+    )  # last, so that ``run.manual`` exists in every on_run_start
 
 
 def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[LoadedPlugin]:
-    """The chosen plugins, in the order given.
+    """Return the selected plugins, in the order given.
 
     Args:
-        plugins: one, or several: names of installed ones, files, classes or objects.
-        options: for those given by name or file, by name.
+        plugins: one or several names of installed plugins, files, classes or objects.
+        options: name -> options, for plugins that are given by name or file.
 
     Raises:
-        UsageError: an unknown or broken one, one given twice, or options of one that is not among them.
+        UsageError: a plugin that is unknown, broken or given twice, or options of a plugin that is not selected.
     """
     given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
     parts, left = [], dict(options)
@@ -202,10 +202,10 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
 
 
 def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
-    """The plugins that ``callbacks`` and ``max_time`` come to; none without them.
+    """Return the plugins of ``callbacks`` and ``max_time``.
 
     Raises:
-        UsageError: no callback, one with methods that would never be called, or a duration that cannot be read.
+        UsageError: an object that is no callback, a callback with methods that would never be called, or a duration that cannot be read.
     """
     given = list(callbacks) if isinstance(callbacks, Iterable) and not isinstance(callbacks, str) else [callbacks]
     for one in given:
@@ -223,21 +223,21 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
 
 @dataclass(frozen=True, slots=True)
 class PickledPlugin:
-    """One part as it goes to another process."""
+    """How another process makes a part again."""
 
     info: PluginInfo
     options: Mapping[str, Any]
     source: str | None
-    #: The object itself, where it has no source; it must pickle.
+    #: The object itself if it has no source; it must pickle.
     plugin: Any
-    #: What its ``state_dict()`` gave, where it has a source and a state.
+    #: Its ``state_dict()`` if it has a source and a state.
     state: Any
 
 
 def pickled_plugins(parts: Iterable[LoadedPlugin]) -> list[PickledPlugin]:
-    """Return how to make the chosen precision, accelerator, strategy and plugins again.
+    """Return how to make the selected precision, accelerator, strategy and plugins again.
 
-    What has a name or a file is made from it and given its state, because it may hold what cannot travel (files, connections).
+    A part with a name or a file is made from it and given its state, because the object may hold files or connections.
     """
     return [
         PickledPlugin(
@@ -249,18 +249,18 @@ def pickled_plugins(parts: Iterable[LoadedPlugin]) -> list[PickledPlugin]:
 
 
 def restore_plugins(registry: Registry, made: Iterable[PickledPlugin]) -> list[LoadedPlugin]:
-    """The same parts, in this process."""
-    return [LoadedPlugin(recipe.info, _plugin(registry, recipe), recipe.options, recipe.source) for recipe in made]
+    """Make the same parts in this process."""
+    return [LoadedPlugin(pickled.info, _restored(registry, pickled), pickled.options, pickled.source) for pickled in made]
 
 
-def _plugin(registry: Registry, recipe: PickledPlugin) -> Any:
-    if recipe.source is None:
-        return recipe.plugin
-    if recipe.info.kind == "plugin" and is_file(recipe.source):
-        _, found = file_plugin(recipe.source)
-        plugin = make(found, recipe.info.name, recipe.options) if isinstance(found, type) else found
+def _restored(registry: Registry, pickled: PickledPlugin) -> Any:
+    if pickled.source is None:
+        return pickled.plugin
+    if pickled.info.kind == "plugin" and is_file(pickled.source):
+        _, found = file_plugin(pickled.source)
+        plugin = make(found, pickled.info.name, pickled.options) if isinstance(found, type) else found
     else:
-        plugin = registry.select(recipe.info.kind, recipe.source, recipe.options, recipe.info.reason).plugin
-    if recipe.state is not None:
-        plugin.load_state_dict(recipe.state)
+        plugin = registry.select(pickled.info.kind, pickled.source, pickled.options, pickled.info.reason).plugin
+    if pickled.state is not None:
+        plugin.load_state_dict(pickled.state)
     return plugin

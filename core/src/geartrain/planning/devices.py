@@ -1,4 +1,4 @@
-"""The ``devices=`` grammar: what each spelling means. Imports no torch and touches no device."""
+"""Read ``devices=``. Imports no torch and uses no device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
         devices: an int, a string, a list, tuple or range of indices, or ``"auto"``.
         accelerator: its name, for errors.
         available: how many devices this node has; they are numbered from 0.
-        indexed: whether devices have indices of their own. The cpu has not: there a number is a number of processes, which may be
-            more than ``available``, and ``"auto"`` is 1.
+        indexed: True if devices have indices. The cpu has none: a number is a number of processes, which may be more than ``available``,
+            and ``"auto"`` is 1.
 
     Returns:
         Distinct indices in the order given, at least one.

@@ -1,4 +1,4 @@
-"""What an accelerator says of this machine, and what can be seen of its hardware without any: no torch, no driver's library."""
+"""Ask accelerators whether they can be used here, and look for hardware without one. Imports neither torch nor a driver's library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WSL = Path("/usr/lib/wsl/lib/libnvidia-ml.so.1")
 
 
 def ask(accelerator: Any) -> str | None:
-    """Why an accelerator (its class, or an object) cannot serve here, in its own words; ``None`` if it can.
+    """Return why an accelerator (its class, or an object) cannot be used here; ``None`` if it can.
 
     Raises:
         UsageError: one of its three answers is missing, raises (the cause is attached) or is of the wrong form.
@@ -39,10 +39,10 @@ def ask(accelerator: Any) -> str | None:
 
 
 def priority_of(accelerator: Any) -> float:
-    """An accelerator's priority.
+    """Return an accelerator's priority.
 
     Raises:
-        UsageError: it is no number that others can be compared with.
+        UsageError: it is no number.
     """
     priority = getattr(accelerator, "priority", None)
     if isinstance(priority, bool) or not isinstance(priority, int | float) or priority != priority:
@@ -62,9 +62,9 @@ def _answer(accelerator: Any, question: str) -> Any:
 
 
 def visible() -> dict[str, str]:
-    """Accelerator's name -> what can be seen of its hardware, so that ``accelerator="auto"`` can name a plugin that is not installed.
+    """Return visible hardware: accelerator -> description, so that ``accelerator="auto"`` can name a plugin that is not installed.
 
-    What is not here may still be there; what is here need not be usable: its plugin, once installed, says so.
+    Hardware may exist that is not found here, and hardware that is found need not be usable.
     """
     found = {}
     if gpu := _nvidia():

@@ -1,4 +1,4 @@
-"""How ``geartrain.strategies``, ``geartrain.callbacks`` and the like find names in the distributions that are installed."""
+"""Public modules as ``geartrain.strategies`` and ``geartrain.callbacks``: find their names in the installed distributions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geartrain.planning.registry import canonical
 
 
 def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> Any:
-    """What ``from <module> import <attribute>`` gives: a class that an installed entry point names, or a helper beside it.
+    """Return the value of ``from <module> import <attribute>``: a class that an installed entry point names, or a helper beside it.
 
     Args:
         kind: ``"strategy"`` or ``"accelerator"``.
@@ -24,7 +24,7 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
 
     Raises:
         ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line; a class that several
-            distributions have; or a name of Lightning's, which ends in what to write.
+            distributions have; or a name that a vocabulary knows, which ends in what to write.
         AttributeError: an unknown name.
     """
     installed = entry_points(group=GROUPS[kind])
@@ -73,14 +73,14 @@ def import_from(package: str, wanted: str) -> ModuleType:
 
 
 def forward(module: str, package: str, attribute: str) -> Any:
-    """Return what ``from <module> import <attribute>`` gives, if all names of the module are those of one package."""
+    """Return the value of ``from <module> import <attribute>`` if all names of the module come from one package."""
     if attribute.startswith("__") and attribute != "__all__":  # a __path__ would make the package's modules importable twice
         raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
     return getattr(import_from(package, module), attribute)
 
 
 def names(kind: str) -> list[str]:
-    """The class names that are installed."""
+    """Return the class names that are installed."""
     return sorted({name for name in map(_attribute, entry_points(group=GROUPS[kind])) if name})
 
 
@@ -89,7 +89,7 @@ def _distribution(entry_point: EntryPoint) -> str:
 
 
 def _attribute(entry_point: EntryPoint) -> str:
-    """The class that an entry point names; empty where its value is malformed, which is its author's business."""
+    """Return the class that an entry point names; empty if its value is malformed."""
     try:
         return str(entry_point.attr or "")
     except (AttributeError, ValueError):

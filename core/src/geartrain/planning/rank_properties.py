@@ -1,4 +1,4 @@
-"""Where a Trainer or a Session stands among the processes."""
+"""The rank properties that a Trainer and a Session share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RankProperties:
-    """What a Trainer and a Session say of this process: the run's word, and before it begins that of whoever started the process."""
+    """Rank properties: from the running Run, otherwise from the launcher's environment."""
 
     plan: Plan
     cluster: ClusterEnvironment | None

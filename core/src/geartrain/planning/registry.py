@@ -1,38 +1,36 @@
-"""Find plugins by their entry points, choose them by name, and import only what was chosen.
+"""Find plugins by their entry points, select them by name, and import only selected ones.
 
-Reads metadata alone: listing what is installed imports neither torch nor any plugin. Plugins that are not chosen may be
-broken, blocked or missing a dependency; they are listed with the reason and change nothing else.
+Listing reads metadata alone: it imports neither torch nor any plugin. A plugin that is not selected may be broken, blocked or lack a
+dependency; it is listed with the reason and changes nothing else.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from importlib_metadata import EntryPoint, entry_points
 
 from geartrain._version import __version__
-from geartrain.errors import UsageError, describe, nearest
+from geartrain.errors import UsageError, nearest
 from geartrain.errors.hints import hint
 from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import GROUPS, LoadedPlugin, PluginInfo
 from geartrain.planning.hardware import ask
 
-#: What the last scan of the metadata depended on, and what it found: it takes 13 ms for some hundred distributions.
+#: The state of ``sys.path`` at the last scan of the metadata, and its result: a scan takes 13 ms for some hundred distributions.
 _scanned: tuple[Any, list[tuple[str, str, str, str, EntryPoint]]] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class InstalledPlugin:
-    """One installed plugin, as its metadata tells."""
+    """One installed plugin, from its metadata."""
 
     name: str
     kind: str
@@ -54,15 +52,21 @@ class InstalledPlugin:
         """True if core provides it, or the distribution of ours that the name belongs to: these win over others of the same name."""
         return canonical(self.distribution) in ("geartrain", KNOWN.get((self.kind, self.name.lower())))
 
+    def fail(self, reason: str) -> str:
+        """Note and return why this plugin cannot be used."""
+        self.state, self.reason = "failed", reason
+        return reason
+
     def as_dict(self) -> dict[str, str]:
+        """Return a row of ``geartrain plugins --json``."""
         return {key: getattr(self, key) for key in ("name", "kind", "state", "reason", "distribution", "version")}
 
 
 class Registry:
-    """What is installed.
+    """The installed plugins and commands.
 
     Args:
-        block: names that must not be chosen, or ``DISTRIBUTION[name]``, beside those in the environment variable ``GEARTRAIN_BLOCK``
+        block: names that must not be selected, or ``DISTRIBUTION[name]``, beside those in the environment variable ``GEARTRAIN_BLOCK``
             (comma-separated).
 
     Raises:
@@ -85,7 +89,7 @@ class Registry:
                 candidate.state, candidate.reason = "blocked", f"by {by}"
 
     def _settle_names(self) -> None:
-        """Of several distributions with one name let ours win, or none: a chosen name must not depend on what else is installed."""
+        """If several distributions claim a name, only ours may have it: a name must not depend on which others are installed."""
         claims: dict[tuple[str, str], list[InstalledPlugin]] = {}
         for candidate in self.candidates:
             if candidate.state != "blocked":
@@ -100,12 +104,13 @@ class Registry:
                     candidate.reason = f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
 
     def of(self, kind: str) -> list[InstalledPlugin]:
+        """Return the candidates of one kind."""
         return [c for c in self.candidates if c.kind == kind]
 
     # --- find ------------------------------------------------------------------------------------------------------------
 
     def find(self, kind: str, name: str) -> InstalledPlugin:
-        """The one candidate of that kind and name; names are case-insensitive.
+        """Return the one candidate of that kind and name; names are case-insensitive.
 
         Raises:
             UsageError: unknown, not installed, blocked, or claimed by two distributions.
@@ -149,42 +154,38 @@ class Registry:
             UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
         """
         if canonical(candidate.distribution) != "geartrain" and (needed := _other_core(candidate)):
-            candidate.state, candidate.reason = "failed", f"it requires {needed}, and geartrain {__version__} is installed"
-            raise UsageError(
-                f"{candidate.label}: {candidate.reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"
-            )
+            reason = candidate.fail(f"it requires {needed}, and geartrain {__version__} is installed")
+            raise UsageError(f"{candidate.label}: {reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}")
         try:
             loaded = candidate.entry_point.load()
-        except BaseException as error:  # a plugin may fail in any way, sys.exit included; whoever chose it must read why
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            candidate.state, candidate.reason = "failed", f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin may fail in any way, sys.exit included
+            reason = candidate.fail(f"{type(error).__name__}: {error}")
             # Never "pip install MODULE": a distribution of that name may be a stranger's.
-            hint = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
-            hint = "pip install torch" if getattr(error, "name", None) == "torch" else hint
-            raise UsageError(f"{candidate.label} could not be imported: {candidate.reason}. Fix: {hint}") from error
+            fix = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
+            fix = "pip install torch" if getattr(error, "name", None) == "torch" else fix
+            raise UsageError(f"{candidate.label} could not be imported: {reason}. Fix: {fix}") from error
         wanted, fits = ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
         if not fits(loaded):
-            candidate.state, candidate.reason = "failed", f"its entry point gives {loaded!r}, not a {wanted}"
-            raise UsageError(f"{candidate.label}: {candidate.reason}. Fix: name a {wanted} in its [project.entry-points]")
+            reason = candidate.fail(f"its entry point gives {loaded!r}, not a {wanted}")
+            raise UsageError(f"{candidate.label}: {reason}. Fix: name a {wanted} in its [project.entry-points]")
         return loaded
 
     def probe(self, candidate: InstalledPlugin) -> Any:
-        """Import a candidate and, if it is an accelerator, ask whether it can serve here. Sets state and reason.
+        """Import a candidate and, if it is an accelerator, ask if it can be used here. Set its state and reason.
 
         Returns:
-            Its class if it can serve, else ``None``.
+            Its class if it can be used, else ``None``.
         """
         if candidate.state != "available":
             return None
         try:
             cls = self.load(candidate)
-        except UsageError:
-            return None
-        try:
             reason = ask(cls) if candidate.kind == "accelerator" else None
         except UsageError as error:
-            candidate.state, candidate.reason = "failed", str(error)
+            if candidate.state == "available":
+                candidate.fail(str(error))
             return None
         if reason:
             candidate.state, candidate.reason = "unavailable", reason
@@ -198,16 +199,16 @@ class Registry:
         try:
             plugin = make(cls, candidate.label, options or {})
         except Exception as error:
-            candidate.state, candidate.reason = "failed", f"its __init__ raised {type(error).__name__}: {error}"
+            candidate.fail(f"its __init__ raised {type(error).__name__}: {error}")
             raise
         candidate.state, candidate.reason = "selected", reason
         choice = PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason)
         return LoadedPlugin(choice, plugin, dict(options or {}), source=candidate.name)
 
     def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
-        """Return the part of an object or a class that the user made; named as its entry point, if it has one.
+        """Return the part of a user's object or class; named as its entry point, if it has one.
 
-        An object that is no plugin itself may have ``as_plugin()``, which returns the plugin that stands for it.
+        An object that is no plugin itself may have ``as_plugin()``, which returns its plugin.
         """
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
@@ -222,7 +223,7 @@ class Registry:
 
 
 def _installed() -> list[InstalledPlugin]:
-    """Return all that is installed; the metadata are read again only after a folder of ``sys.path`` has changed."""
+    """Return all installed plugins; the metadata are read again only after a folder of ``sys.path`` has changed."""
     global _scanned
     state = (entry_points, [(path, _changed_at(path)) for path in sys.path])
     if _scanned is None or _scanned[0] != state:
@@ -231,13 +232,13 @@ def _installed() -> list[InstalledPlugin]:
 
 
 def canonical(distribution: str) -> str:
-    """A distribution's name in pip's spelling."""
+    """Return a distribution's name in pip's spelling."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def _other_core(candidate: InstalledPlugin) -> str | None:
     """Return what a candidate's distribution requires of geartrain, if it is another version than this."""
-    from packaging.requirements import InvalidRequirement, Requirement  # not above: what lists plugins need not pay for it
+    from packaging.requirements import InvalidRequirement, Requirement  # not above: listing plugins need not pay for it
 
     for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
         try:
@@ -258,7 +259,7 @@ def _changed_at(path: str) -> int | None:
 
 
 def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
-    """Read what :class:`InstalledPlugin` has of every plugin, in one pass over the metadata; of each distribution they are read once."""
+    """Read the facts of every plugin in one pass over the metadata, and those of each distribution once."""
     every = entry_points()
     named: dict[int, tuple[str, str]] = {}
 
@@ -275,7 +276,7 @@ def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
 
 
 def _names(entry_point: EntryPoint, cls: type) -> bool:
-    """Whether an entry point names this class; nothing is imported for it."""
+    """True if an entry point names this class. Imports nothing."""
     module, _, attribute = entry_point.value.partition(":")
     return getattr(sys.modules.get(module.strip()), attribute.strip(), None) is cls
 
@@ -297,85 +298,10 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
         return cls(**options)
     except UsageError as error:
         if str(error).startswith(label):
-            raise  # not from itself: whoever follows its causes would come to no end
+            raise  # not from itself, which would be an endless chain of causes
         raise UsageError(f"{label}: {error}") from error
     except SystemExit as error:
         raise UsageError(f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there") from error
     except Exception as error:
         error.add_note(f"raised while {label} was created")
         raise
-
-
-# --- one-file plugins ----------------------------------------------------------------------------------------------------
-
-
-def load_file(path: Path, name: str | None = None) -> ModuleType:
-    """Import a Python file as a module named after it, with its folder on ``sys.path`` as ``python FILE`` would have it.
-
-    Raises:
-        UsageError: there is no such file, or it raises.
-    """
-    if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UsageError(f"there is no file {path}. {nearest(path.name, beside)}")
-    name = name or path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path.resolve():
-            return loaded
-        raise UsageError(f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file.")
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UsageError(f"{path} could not be imported: {describe(error)}") from error
-    return module
-
-
-def is_file(name: str) -> bool:
-    """Whether a plugin's name is a file: ``my_hooks.py`` or ``my_hooks.py:Class``."""
-    return name.partition(":")[0].endswith(".py")
-
-
-def file_plugin(spec: str) -> tuple[str, Any]:
-    """The plugin in a file: its one class with hookimpls, or the module itself where functions are marked.
-
-    Args:
-        spec: ``file.py`` or ``file.py:Class``.
-
-    Returns:
-        The name by which its options are given (the file's stem, or the class), and the class or module.
-    """
-    file, _, wanted = spec.partition(":")
-    module = load_file(Path(file).expanduser())
-    classes = {
-        name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
-    }
-    if wanted:
-        if wanted not in classes:
-            raise UsageError(f"{file} has no plugin class {wanted!r}. {nearest(wanted, classes)}")
-        return wanted, classes[wanted]
-    if has_hookimpls(module):
-        if classes:
-            raise UsageError(f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}")
-        return module.__name__, module
-    if not classes:
-        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark what it should do")
-    if len(classes) > 1:
-        raise UsageError(f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}")
-    return module.__name__, next(iter(classes.values()))
-
-
-def has_hookimpls(thing: Any) -> bool:
-    """True if a class, an object or a module has something marked with ``@hookimpl``."""
-    found = (getattr(thing, name, None) for name in dir(thing))
-    return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)

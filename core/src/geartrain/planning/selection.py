@@ -1,4 +1,4 @@
-"""Arguments -> what was chosen: accelerator, devices, strategy, precision, and why. Imports no torch."""
+"""Select accelerator, devices, strategy and precision from a Trainer's arguments, and say why. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from geartrain.launch.cluster import detect
 from geartrain.launch.rerun_command import reason_not_rerunnable
 from geartrain.planning.devices import parse_devices
 from geartrain.planning.hardware import ask, priority_of, visible
-from geartrain.planning.registry import InstalledPlugin, Registry, has_hookimpls
+from geartrain.planning.plugin_files import has_hookimpls
+from geartrain.planning.registry import InstalledPlugin, Registry
 
-#: What ``accelerator="gpu"`` may take.
+#: The accelerators that ``accelerator="gpu"`` may select.
 _GPUS = ("cuda", "mps")
 #: Short forms of precisions. A number alone is mixed if weights of that size train badly, as in Lightning.
 _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -26,12 +27,12 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 def select_accelerator(
     registry: Registry, given: Any, options: Mapping[str, Any], assume: Mapping[str, int]
 ) -> tuple[LoadedPlugin, dict[str, str]]:
-    """The accelerator, and why the others were passed over.
+    """Return the accelerator, and why the others were passed over.
 
     Args:
-        given: a name, ``"auto"``, ``"gpu"``, or an object or class of the user's own.
+        given: a name, ``"auto"``, ``"gpu"``, or a user's object or class.
         options: for its ``__init__``.
-        assume: accelerator name -> device count, for planning for hardware that is not here.
+        assume: accelerator name -> device count, to plan for hardware that this machine lacks.
     """
     for assumed in assume:
         registry.find("accelerator", assumed)
@@ -69,7 +70,7 @@ def _best_accelerator(
     for candidate in registry.of("accelerator"):
         if name == "gpu" and candidate.name.lower() not in _GPUS:
             continue
-        # The only place where plugins that were not named are imported: they must be asked.
+        # Nothing else imports plugins that were not named: accelerators must be asked.
         assumed = candidate.name in assume and candidate.state == "available"
         cls = registry.load(candidate) if assumed else registry.probe(candidate)
         if cls is None:
@@ -102,12 +103,12 @@ def _best_accelerator(
 def _priority(cls: Any, candidate: InstalledPlugin) -> float:
     try:
         return priority_of(cls)
-    except UsageError as error:  # only of one that is assumed: any other was asked
+    except UsageError as error:  # of an assumed accelerator: any other was asked
         raise UsageError(f"{candidate.label}: {error}") from None
 
 
 def _not_installed(registry: Registry) -> dict[str, str]:
-    """Hardware that this machine visibly has and whose plugin is not installed: label -> the install line."""
+    """Return the visible hardware of this machine whose plugin is not installed: label -> the install line."""
     installed = {candidate.name.lower() for candidate in registry.of("accelerator")}
     passed = {}
     for name, what in visible().items():
@@ -118,8 +119,8 @@ def _not_installed(registry: Registry) -> dict[str, str]:
 
 
 def select_devices(accelerator: LoadedPlugin, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
-    """Device indices on each node, as the accelerator's grammar reads ``devices``; one that has ``select_devices`` may take others in
-    their place (cuda's ``auto_select`` takes free ones)."""
+    """Return device indices on each node, as the accelerator reads ``devices``; its method ``select_devices`` may return other indices
+    (cuda's ``auto_select`` returns free devices)."""
     name, plugin = accelerator.info.name, accelerator.plugin
     available = assume[name] if name in assume else plugin.device_count()
     indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
@@ -136,7 +137,7 @@ def select_devices(accelerator: LoadedPlugin, devices: Any, assume: Mapping[str,
 def select_strategy(
     registry: Registry, given: Any, options: Mapping[str, Any], devices: tuple[int, ...], num_nodes: int
 ) -> tuple[LoadedPlugin, dict[str, str]]:
-    """The strategy, and why the others were passed over. ``"auto"`` decides by metadata alone: nothing else is imported."""
+    """Return the strategy, and why the others were passed over. ``"auto"`` decides by metadata and imports nothing else."""
     if not isinstance(given, str):
         return registry.adopt("strategy", given, "given as an object"), {}
     if given.lower() != "auto":

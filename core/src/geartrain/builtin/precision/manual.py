@@ -1,4 +1,4 @@
-"""16-mixed in manual optimisation, where each optimizer is stepped by itself, in any order and any number of times a batch."""
+"""16-mixed in manual optimisation, which steps each optimizer by itself, in any order and any number of times a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from geartrain.loop.run import Run
 
 
 class _Now(Enum):
-    """What an optimizer's gradients are; where it has no entry, scaled."""
+    """The state of an optimizer's gradients; without an entry they are scaled."""
 
     UNSCALED = auto()
     #: Scaled down, and some were not finite.
@@ -98,7 +98,7 @@ class ManuallyScaledPrecision(ScaledPrecision):
         return {"scale": self._scale, "clean": self._clean, "batch": self._batch, "overflowed": self._overflowed, "stepped": self._any_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with this scale."""
+        """Continue with this scale."""
         self._scale, self._clean, self._batch = state["scale"], state["clean"], state["batch"]
         self._overflowed, self._any_step = state["overflowed"], state["stepped"]
 

@@ -29,11 +29,11 @@ SKIPPED = "skipped_steps"
 
 
 class FullPrecision:
-    """``32-true``: nothing to do, it is what torch does."""
+    """``32-true``: torch's default."""
 
 
 class TruePrecision:
-    """Weights, buffers, batches and what the step methods make anew are all of one dtype.
+    """Weights, buffers, batches and new tensors of the step methods are all of one dtype.
 
     Args:
         dtype: a floating-point dtype. The module keeps it after the run.
@@ -54,7 +54,7 @@ class TruePrecision:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What is around a step method."""
+        """Surround a step method."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # so that torch.zeros(3) in a step is of this dtype too
         try:
@@ -90,7 +90,7 @@ class MixedPrecision:
 
     Args:
         name: as the user chose it, for errors.
-        dtype: what autocast computes in where that is safe.
+        dtype: what autocast computes in if that is safe.
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
@@ -108,14 +108,14 @@ class MixedPrecision:
                 self._autocast = torch.autocast(device.type, self._dtype)  # made once: it takes longer to make than to enter
             except RuntimeError as error:
                 why = str(error)
-        # Where the device cannot do it, torch warns and gives an autocast that does nothing: float32 under another name.
+        # If the device cannot do it, torch warns and returns an autocast that does nothing: float32 under another name.
         if why or not self._autocast._enabled:
             why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
             raise UsageError(f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32")
         return device
 
     def computing(self) -> AbstractContextManager[Any]:
-        """What is around a step method."""
+        """Surround a step method."""
         return copy.copy(self._autocast)  # one that is entered twice at once would not be left
 
     @hookimpl(wrapper=True)
@@ -140,7 +140,7 @@ class ScaledPrecision(MixedPrecision):
     torch reads on the CPU whether gradients overflowed, so the CPU waits for the device once a step; bf16-mixed has no scaler.
     """
 
-    #: Were another owner preferred, losses would be scaled and gradients not, or the other way round.
+    #: With another owner of one of them, losses would be scaled and gradients not, or the reverse.
     must_own = frozenset({"backward", "optimizer_step"})
     #: Gradients overflow on all ranks or on none, so the scale is the same.
     same_on_all_ranks = True
@@ -221,7 +221,7 @@ class ScaledPrecision(MixedPrecision):
             self._scaler.load_state_dict(state)
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called where ``optimizer.step`` is: a fused optimizer is called also to skip, and finds the overflow in ``found_inf``."""
+        """Note a call of ``optimizer.step``. A fused optimizer is called for a skipped step too, with the overflow in ``found_inf``."""
         overflow = getattr(optimizer, "found_inf", None)
         self._stepped = overflow is None or not bool(overflow)
 

@@ -1,4 +1,4 @@
-"""How progress is shown: bars on a terminal, one display in a notebook, plain lines elsewhere."""
+"""Show progress: bars on a terminal, one display in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-#: Seconds from one line to the next in what goes on for long, where there is no terminal.
+#: Seconds from one line to the next in a long epoch, without a terminal.
 SECONDS_A_LINE = 30.0
-#: Seconds from one drawing to the next at least; a bar that changes faster is not read.
+#: The least seconds from one drawing to the next; nobody can read a bar that changes faster.
 _SECONDS_A_DRAWING = 0.1
-#: A drawing that takes long is made less often, so that it takes one part in so many of the time.
+#: A slow drawing is made less often, so that drawing takes at most one part in this many of the time.
 _PART_OF_TIME = 300
-#: But this often it is made, however slow the terminal is.
+#: The most seconds from one drawing to the next, however slow the terminal is.
 _LONGEST_PAUSE = 1.0
 #: Columns of a terminal below which there is no bar, only figures.
 _NARROW = 60
@@ -32,36 +32,36 @@ class Count:
     """Batches of one pass over one loader."""
 
     title: str
-    #: Batches in the pass; ``None`` where nobody knows.
+    #: Batches in the pass; ``None`` if unknown.
     total: int | None
-    #: When it began, in seconds on the clock of ``time.monotonic``; later by what came in between.
+    #: Its start in seconds of ``time.monotonic``; pauses move it to a later time.
     began: float
-    #: What the rate counts: ``"steps"`` or ``"batches"``.
+    #: The unit of the rate: ``"steps"`` or ``"batches"``.
     unit: str = "batches"
     done: int = 0
-    #: Optimizer steps, where the rate counts them.
+    #: Optimizer steps, if the rate counts them.
     steps: int = 0
-    #: Since when something else goes on inside it.
+    #: The start of a pause, as for validation inside an epoch.
     paused: float | None = None
 
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """Return the seconds so far, without pauses."""
         return max((time.monotonic() if self.paused is None else self.paused) - self.began, 1e-9)
 
-    def go_on(self) -> None:
-        """What went on inside it is done, and was no part of it."""
+    def resume(self) -> None:
+        """End a pause."""
         if self.paused is not None:
             self.began, self.paused = self.began + time.monotonic() - self.paused, None
 
     def rate(self) -> str:
-        """Steps or batches a second since it began."""
+        """Return steps or batches per second since the start."""
         return f"{(self.steps if self.unit == 'steps' else self.done) / self.seconds():.1f} {self.unit}/s" if self.done else ""
 
     def batches(self) -> str:
         return f"{self.done}/{self.total}" if self.total is not None else str(self.done)
 
     def left(self) -> str:
-        """The time that the rest will take if it goes on as so far; empty where that cannot be told, or there is no rest."""
+        """Return the time that is left at this rate; empty if it is unknown or nothing is left."""
         if not self.total or not 0 < self.done < self.total:
             return ""
         return f"{timedelta(seconds=round(self.seconds() / self.done * (self.total - self.done)))} left"
@@ -72,20 +72,20 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 class Display(Protocol):
-    """Something that shows counts."""
+    """A way to show counts."""
 
-    #: Seconds after which it wants to be shown anew.
+    #: Seconds until it should show again.
     pause: float
 
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
-        """Show what runs now: an epoch, and below it the validation inside it."""
+        """Show the running epoch, and below it the validation inside it."""
 
     def stop(self) -> None:
-        """Show nothing from now on, and leave everything as it was before."""
+        """Show nothing from now on, and leave the terminal as it was before."""
 
 
 def display(console: Console) -> Display:
-    """What fits where ``console`` writes."""
+    """Return the display that fits the file to which ``console`` writes."""
     if console.is_jupyter:
         return Notebook()
     # rich takes FORCE_COLOR for a terminal. A log file with colours is one thing, thousands of redrawn bars in it are another.
@@ -115,7 +115,7 @@ class Lines:
 
 
 class _Bars:
-    """One bar for each count. They stay there and are hidden, because rich gives a new one another place."""
+    """One bar for each count. Unused bars are hidden, because rich would put a new bar in another place."""
 
     def __init__(self, console: Console, redirect_stdout: bool = False) -> None:
         self.pause = _SECONDS_A_DRAWING
@@ -161,10 +161,10 @@ class _Bars:
 
 
 class Terminal(_Bars):
-    """Bars that are drawn anew in their place. What is printed meanwhile stands above them."""
+    """Bars that are redrawn in place. Output of the program stands above them."""
 
     def __init__(self, console: Console) -> None:
-        # A standard output that goes elsewhere, to a file or a pipe, must still get what is printed: rich would send it to the terminal.
+        # A standard output that is a file or a pipe must still get the program's output: rich would send it to the terminal.
         super().__init__(console, redirect_stdout=sys.stdout.isatty())
         self._progress.start()
 

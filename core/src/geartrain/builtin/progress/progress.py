@@ -24,9 +24,9 @@ class ProgressBar:
 
     def __init__(self) -> None:
         self._display: Display | None = None
-        #: What runs now, outermost first: an epoch, and an evaluation inside it.
+        #: The running passes, outermost first: an epoch, and an evaluation inside it.
         self._counts: list[Count] = []
-        #: When to show it next; asked after every step, so that it is all that a step costs.
+        #: When to show next. A step costs one comparison with it.
         self._due = math.inf
         #: All loaders of an evaluation.
         self._whole = Count("", None, 0.0)
@@ -83,7 +83,7 @@ class ProgressBar:
 
     @hookimpl(wrapper=True)
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
-        """Count what an evaluation takes from its loader; a training step is counted by the loop."""
+        """Count the batches that an evaluation takes from its loader; the loop counts training steps."""
         batches = yield
         if self._display is None or run.stage == "train":
             return batches
@@ -98,7 +98,7 @@ class ProgressBar:
         def taken(batch: Any) -> Any:
             if time.monotonic() >= self._due:
                 self._show(run)
-            count.done += 1  # the one that is taken now is not done, so it does not show yet
+            count.done += 1  # this batch is not done yet, so it is not shown
             return batch
 
         return Through(batches, loader, taken)
@@ -116,7 +116,7 @@ class ProgressBar:
             with self._harmless():
                 self._display.say([f"{run.stage}: {self._whole.batches()} batches", self._whole.rate(), metrics_text(shown)])
         if self._counts:
-            self._counts[0].go_on()
+            self._counts[0].resume()
         if not asked_for and draws:
             self._show(run)
 
@@ -177,13 +177,13 @@ def _epoch(run: Run) -> str:
 
 
 def _evaluation(run: Run) -> str:
-    """What is evaluated, and which of several loaders."""
+    """Return the name of the evaluation, with the number of the loader if there are several."""
     loaders = len(run.loaders["validate" if run.stage == "sanity_check" else run.stage])
     return run.stage.replace("_", " ") + (f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else "")
 
 
 def _batches_in_epoch(run: Run) -> int | None:
-    """Batches until the epoch ends, or training before it."""
+    """Return the batches until the epoch or the training ends."""
     options, total = run.plan.options, run.batches["train"][0]
     if options.max_steps == -1:
         return total

@@ -1,0 +1,84 @@
+"""One-file plugins: ``my_hooks.py`` and ``my_hooks.py:Class``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from geartrain.errors import UsageError, describe, nearest
+
+
+def load_file(path: Path, name: str | None = None) -> ModuleType:
+    """Import a Python file as a module named after it, with its folder on ``sys.path`` as in ``python FILE``.
+
+    Raises:
+        UsageError: the file does not exist, or raises.
+    """
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"there is no file {path}. {nearest(path.name, beside)}")
+    name = name or path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path.resolve():
+            return loaded
+        raise UsageError(f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file.")
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UsageError(f"{path} could not be imported: {describe(error)}") from error
+    return module
+
+
+def is_file(name: str) -> bool:
+    """True if a plugin's name is a file: ``my_hooks.py`` or ``my_hooks.py:Class``."""
+    return name.partition(":")[0].endswith(".py")
+
+
+def file_plugin(spec: str) -> tuple[str, Any]:
+    """Return the plugin in a file: its one class with hookimpls, or the module itself if functions are marked.
+
+    Args:
+        spec: ``file.py`` or ``file.py:Class``.
+
+    Returns:
+        The name by which its options are given (the file's stem, or the class), and the class or module.
+    """
+    file, _, wanted = spec.partition(":")
+    module = load_file(Path(file).expanduser())
+    classes = {
+        name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
+    }
+    if wanted:
+        if wanted not in classes:
+            raise UsageError(f"{file} has no plugin class {wanted!r}. {nearest(wanted, classes)}")
+        return wanted, classes[wanted]
+    if has_hookimpls(module):
+        if classes:
+            raise UsageError(f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}")
+        return module.__name__, module
+    if not classes:
+        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark a function or method")
+    if len(classes) > 1:
+        raise UsageError(f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}")
+    return module.__name__, next(iter(classes.values()))
+
+
+def has_hookimpls(thing: Any) -> bool:
+    """True if a class, an object or a module has something marked with ``@hookimpl``."""
+    found = (getattr(thing, name, None) for name in dir(thing))
+    return any(inspect.isroutine(item) and hasattr(item, "geartrain_impl") for item in found)
