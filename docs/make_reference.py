@@ -227,7 +227,9 @@ def log_table() -> str:
 
 
 def renamed_table() -> str:
-    return table(("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in OF_TRAINER_CALL.items()])
+    return table(
+        ("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in OF_TRAINER_CALL.items()]
+    )
 
 
 def not_called_table() -> str:

@@ -27,10 +27,12 @@ def found(registry, name):
 
 def test_core_declares_its_own_as_any_plugin_would(dists):
     registry = Registry()
-    others = [(c.label, c.kind) for c in registry.candidates if c.kind != "plugin"]
-    assert others == [("geartrain[cpu]", "accelerator"), ("geartrain[single]", "strategy")]
-    assert {c.name for c in registry.of("plugin")} >= {"csv", "early_stopping", "timer"}
-    assert {c.distribution for c in registry.of("plugin")} == {"geartrain"}
+    assert {c.distribution for c in registry.candidates} == {"geartrain"}
+    assert [c.name for c in registry.of("accelerator")] == ["cpu"]
+    assert [c.name for c in registry.of("strategy")] == ["single"]
+    assert {c.name for c in registry.of("precision")} == {"32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"}
+    assert {c.name for c in registry.of("command")} == {"fit", "validate", "test", "predict", "explain", "plugins"}
+    assert registry.of("plugin") == []
 
 
 def test_metadata_tells_name_kind_distribution_and_version(dists):
@@ -182,9 +184,9 @@ def test_two_distributions_that_claim_one_name_are_both_named(dists):
     assert not set(modules) & set(sys.modules)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("accelerator", "cpu"), ("strategy", "single"), ("strategy", "ddp"), ("plugin", "csv")])
+@pytest.mark.parametrize(("kind", "name"), [("accelerator", "cpu"), ("strategy", "single"), ("strategy", "ddp")])
 def test_names_of_core_and_of_our_distributions_win(dists, kind, name):
-    group = {"accelerator": "accelerators", "strategy": "strategies", "plugin": "plugins"}[kind]
+    group = {"accelerator": "accelerators", "strategy": "strategies"}[kind]
     if name == "ddp":
         dists.strategy("ddp")
     module = dists.add("acme", "1 / 0", **{group: {name.upper(): "X"}})

@@ -97,7 +97,7 @@ def test_hook_has_a_section(hook, reference):
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_is_in_the_picture_or_called_on_demand(hook):
     picture = (DOCS / "how-a-run-flows.svg").read_text(encoding="utf-8")
-    assert f">{hook}</" in picture or hook in ("all_gather", "barrier", "broadcast", "device_stats")
+    assert f">{hook}</" in picture or hook in ("all_gather", "barrier", "broadcast", "device_stats", "find_checkpoint")
 
 
 def test_fields_keep_their_lines_together(reference):
@@ -154,7 +154,7 @@ def test_every_refusal_in_the_table_is_one_that_core_makes():
     table = re.search(r"^\| the error says.*?\n\n", page, re.S | re.M)
     assert table
     said = re.findall(r"^\| `([^|]+)` \|", table[0], re.M)
-    source = "".join(path.read_text(encoding="utf-8") for path in Path(gt.__file__).parent.glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(gt.__file__).parent.rglob("*.py"))
     assert len(said) > 10
     assert [message for message in said if not all(part in source for part in message.split("..."))] == []
 

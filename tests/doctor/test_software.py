@@ -278,7 +278,7 @@ def test_core_s_own_requirements_are_met(versions):
     section = versions()
     assert section.error is None
     assert found(section) == []
-    assert list(section.facts["distributions"]) == ["geartrain"]
+    assert next(iter(section.facts["distributions"])) == "geartrain"
     assert section.facts["python"] == sys.version.split()[0]
 
 

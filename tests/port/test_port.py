@@ -562,12 +562,5 @@ def test_wrong_usage(line, words, command):
     assert words in done.err
 
 
-def test_without_libcst_it_says_what_to_install(monkeypatch, command):
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    done = command("port net.py")
-    assert done.code == 2
-    assert 'pip install "geartrain[port]"' in done.err
-
-
 def test_help_lists_it(command):
     assert "\n  port " in command("--help").out

@@ -262,8 +262,8 @@ class ModelCheckpoint:
         if self._scores:  # otherwise nothing was the best by a metric
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
-                f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay as they are, "
-                "and this run starts its list of the best from scratch",
+                f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay "
+                "as they are, and this run starts its list of the best from scratch",
                 stacklevel=2,
             )
         self._identity = self._best = self._last = ""
@@ -276,7 +276,8 @@ class ModelCheckpoint:
         if not lost:
             return
         warnings.warn(
-            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: removed from the list of the best",
+            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: "
+            "removed from the list of the best",
             stacklevel=2,
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}

@@ -35,7 +35,8 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
     options, validates = run.plan.options, bool(run.loaders.get("validate"))
     if asked is False and not validates:
         raise UsageError(
-            f"geartrain[{name}] is to look after each validation, and there is none. Fix: give a validation loader, or leave {option} out"
+            f"geartrain-callbacks[{name}] is to look after each validation, and there is none. "
+            f"Fix: give a validation loader, or leave {option} out"
         )
     interval = options.val_check_interval
     each_epoch = isinstance(interval, float) and interval == 1.0 and options.check_val_every_n_epoch == 1
@@ -46,4 +47,4 @@ def not_logged(name: str, monitor: str, known: list[str]) -> str:
     """Sentences about a metric that is not there: the nearest that is, and all that are."""
     hint = nearest(monitor, known)
     near = f" {hint}" if hint.startswith("Did") else ""  # otherwise it lists what is logged, as this does
-    return f"geartrain[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."
+    return f"geartrain-callbacks[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."

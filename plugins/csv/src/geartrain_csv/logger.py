@@ -50,9 +50,7 @@ class CSVLogger:
         # Only before the first run of this object: later runs append to the file. Only on rank 0: a rank that starts later finds its table.
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
-            raise UsageError(
-                f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. Fix: another path, or remove it"
-            )
+            raise UsageError(f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. Fix: another path, or remove it")
         self._began = True
 
     @hookimpl

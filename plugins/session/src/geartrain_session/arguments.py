@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from geartrain import Trainer, UsageError
 from geartrain.plugin_api import Hooks, LoadedPlugin, nearest
