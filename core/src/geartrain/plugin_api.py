@@ -52,12 +52,13 @@ if TYPE_CHECKING:
         detect as detect,
         starts_rank_0 as starts_rank_0,
     )
-    from geartrain.launch.failures import is_connection as is_connection
+    from geartrain.launch.failures import Failure as Failure
     from geartrain.launch.forks import share_temporary_folder as share_temporary_folder
     from geartrain.launch.launch import variables as variables
     from geartrain.launch.patience import Patience as Patience
     from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, report as report
     from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
+    from geartrain.launch.supervisor import Supervisor as Supervisor
     from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
     from geartrain.loop.optimizers import (
         about_to_step as about_to_step,
@@ -124,12 +125,13 @@ _NAMES = {
     "geartrain.hooks.spelling": "OF_PLUGINS STATE refuse_half_a_state refuse_misspelt",
     "geartrain.launch": "bootstrap rendezvous sockets",
     "geartrain.launch.cluster": "ClusterEnvironment STARTED_BY detect starts_rank_0",
-    "geartrain.launch.failures": "is_connection",
+    "geartrain.launch.failures": "Failure",
     "geartrain.launch.forks": "share_temporary_folder",
     "geartrain.launch.launch": "variables",
     "geartrain.launch.patience": "Patience",
     "geartrain.launch.reports": "ERROR_FILE report",
     "geartrain.launch.signals": "SIGNALS raise_on_signals",
+    "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
     "geartrain.loop.step_forwarder": (

@@ -252,6 +252,34 @@ def test_a_signal_is_heard_while_rank_0_runs_no_python_code(node):
     assert ended
 
 
+def test_a_failure_between_two_runs_ends_the_second(node):
+    node.start("kill(signal.SIGKILL)", SLEEP)
+    until(lambda: not is_running(node.pids()[0]), 20, "rank 1 has ended")
+    node.started.supervisor.look()
+    began = time.monotonic()
+    with pytest.raises(gt.TrainingError, match="rank 1 was ended by SIGKILL"):
+        node.work(wait)
+    assert time.monotonic() < began + 10
+    assert node.have_ended()
+
+
+def test_a_rank_that_missed_the_signal_is_asked_to_end_again(node, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.1,grace=20")
+    node.start("signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: (mark('again'), sys.exit()))); " + SLEEP)
+    with pytest.raises(KeyError, match="mine"):
+        node.fail(KeyError("mine"))
+    assert (node.folder / "again").exists()
+    assert node.have_ended()
+
+
+def test_what_a_rank_has_started_ends_with_it(node):
+    node.start("import subprocess; child = subprocess.Popen(['sleep', '600']); open('child', 'w').write(str(child.pid)); " + SLEEP)
+    with pytest.raises(KeyError, match="mine"):
+        node.fail(KeyError("mine"))
+    child = int((node.folder / "child").read_text())
+    until(lambda: not is_running(child), 5, "what rank 1 has started has ended")
+
+
 # --- rank 0 does not come to an end --------------------------------------------------------------------------------------
 
 
@@ -363,3 +391,18 @@ def test_a_patience_that_cannot_be_read_starts_nothing(node, monkeypatch):
     with pytest.raises(gt.UsageError, match="GEARTRAIN_PATIENCE"):
         node.start(SLEEP)
     assert not (node.folder / "logs").exists()
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_other(node, monkeypatch):
+    started, start = [], workers._Worker.start
+
+    def start_one(*arguments):
+        if started:
+            raise OSError("no memory is left")
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(workers._Worker, "start", start_one)
+    with pytest.raises(OSError, match="no memory is left"):
+        node.start(SLEEP, SLEEP)
+    assert not is_running(started[0].pid)

@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from geartrain.plugin_api import ClusterEnvironment, Patience, bootstrap, detect, is_connection, report
+from geartrain.plugin_api import ClusterEnvironment, Failure, Patience, Supervisor, bootstrap, detect, report
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -42,22 +41,27 @@ _LINES = 40
 
 @dataclass(slots=True)
 class _Rank:
-    """One of the two, its files in ``folder``. The pipe is closed when the process has ended, however that was."""
+    """One of the two, its files in ``folder``. The pipe ``sentinel`` is closed when the process has ended, however that was."""
 
     number: int
     process: subprocess.Popen[bytes]
-    pipe: int
+    sentinel: int
     folder: Path
-    #: Whether it had to be ended.
-    ended: bool = False
+    #: True if it neither failed nor came to an end.
+    hangs: bool = False
 
-    def told(self) -> dict[str, Any] | None:
-        """The error that it wrote."""
-        try:
-            message: dict[str, Any] = json.loads((self.folder / f"error-{self.number}").read_text())["message"]
-        except (OSError, ValueError, KeyError):
-            return None
-        return message
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def error(self) -> Failure | None:
+        return Failure.read(self.number, self.folder / f"error-{self.number}")
 
     def output(self) -> str:
         path = self.folder / f"output-{self.number}"
@@ -69,17 +73,19 @@ class _Rank:
         frame = re.search(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
         return f": it is in {frame[3]}, {frame[1]}:{frame[2]}" if current and frame else ""
 
-    def failed(self) -> bool:
-        return self.process.returncode not in (0, None)
-
     def why(self) -> str:
-        """How it failed, in one line."""
-        told, code = self.told(), self.process.returncode
-        if self.ended:
+        """Return how it failed, in one line."""
+        error, code = self.error(), self.process.returncode
+        if self.hangs:
             return f"rank {self.number} did not come to an end within {DEADLINE:g} s{self._where()}"
-        if told is not None:
-            return f"rank {self.number} failed: {str(told['message']).splitlines()[0]}"
+        if error is not None:
+            return f"rank {self.number} failed: {error.message.splitlines()[0]}"
         return f"rank {self.number} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}")
+
+    def facts(self, blamed: bool) -> dict[str, Any]:
+        error = self.error()
+        text = None if error is None else error.traceback
+        return {"rank": self.number, "exit_code": self.process.returncode, "blamed": blamed, "error": text, "output": self.output()}
 
 
 def all_reduce(backend: str, device: str) -> dict[str, Any]:
@@ -103,21 +109,22 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
     with raise_on_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
         store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
         ranks: list[_Rank] = []
+        supervisor = Supervisor(ranks, Path(folder), patience)
         try:
             with _later() if in_main_thread else nullcontext():
                 for number in range(_RANKS):
                     place = ClusterEnvironment("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
                     ranks.append(_start(place, backend, device, Path(folder)))
-            _wait(ranks, patience)
+            _wait(ranks, supervisor)
         finally:
-            _end(ranks, patience)
+            supervisor.end()
+            for rank in ranks:
+                os.close(rank.sentinel)
         facts["seconds"] = round(time.monotonic() - began, 3)
-        failed = [rank for rank in ranks if rank.failed()]
-        if failed:
-            hung = [rank for rank in failed if rank.ended]
-            blamed = hung if len(hung) == len(failed) else [_first(failed)]
+        verdict = supervisor.judge()
+        if blamed := [rank for rank in ranks if rank.hangs or (verdict is not None and rank.number in verdict.ranks)]:
             facts["error"] = "; ".join(rank.why() for rank in blamed)
-            facts["ranks"] = [_facts(rank, rank in blamed) for rank in ranks]
+            facts["ranks"] = [rank.facts(rank in blamed) for rank in ranks]
         else:
             facts["all_reduce_ms"] = json.loads((Path(folder) / "result-0").read_text())["ms"]
     return facts
@@ -164,57 +171,19 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
     return _Rank(number, process, reading, folder)
 
 
-def _wait(ranks: list[_Rank], patience: Patience) -> None:
-    """Wait for both, until the deadline; once one has failed the other has a moment to fail, too."""
-    deadline, running = time.monotonic() + DEADLINE, list(ranks)
-    while running and (ready := connection.wait([rank.pipe for rank in running], max(0.0, deadline - time.monotonic()))):
-        for rank in [rank for rank in running if rank.pipe in ready]:
-            running.remove(rank)
-            if rank.process.wait() != 0:
-                deadline = min(deadline, time.monotonic() + patience.unwind)
-    if not any(rank.failed() for rank in ranks):  # nobody failed first: who is still there hangs, and shows where
-        _show_stacks(running, patience)
-
-
-def _show_stacks(running: list[_Rank], patience: Patience) -> None:
-    for rank in running:
-        rank.ended = True
-        rank.process.send_signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
-    deadline = time.monotonic() + patience.grace
-    for rank in running:
-        connection.wait([rank.pipe], max(0.0, deadline - time.monotonic()))
-
-
-def _end(ranks: list[_Rank], patience: Patience) -> None:
-    for rank in ranks:
-        if rank.process.poll() is None:
-            rank.ended = True
-            rank.process.terminate()
-    for rank in ranks:
-        try:
-            rank.process.wait(patience.grace)
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.process.wait()
-        os.close(rank.pipe)
-
-
-def _first(failed: list[_Rank]) -> _Rank:
-    """Whose failure is the cause: a signal's victim says nothing, and a lost connection says only that the other has gone."""
-
-    def key(rank: _Rank) -> tuple[bool, bool, float]:
-        told = rank.told()
-        if told is None:
-            return rank.ended, False, 0.0
-        return rank.ended, is_connection(str(told["message"]).partition("\n")[0]), float(told["extraInfo"]["when"])
-
-    return min(failed, key=key)
-
-
-def _facts(rank: _Rank, blamed: bool) -> dict[str, Any]:
-    told = rank.told()
-    error = None if told is None else str(told["extraInfo"]["py_callstack"])
-    return {"rank": rank.number, "exit_code": rank.process.returncode, "blamed": blamed, "error": error, "output": rank.output()}
+def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
+    """Wait for both, until the deadline; after one has failed the other has a moment to fail, too."""
+    deadline = time.monotonic() + DEADLINE
+    while supervisor.running and not supervisor.failures and (left := deadline - time.monotonic()) > 0:
+        supervisor.wait(left)
+        supervisor.look()
+    if not supervisor.failures:
+        supervisor.begin_end()
+        for rank in ranks:
+            if rank.number in supervisor.running:
+                rank.hangs = True
+                rank.signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
+    supervisor.unwind()
 
 
 # --- one of the two ------------------------------------------------------------------------------------------------------
