@@ -229,13 +229,13 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
 @pytest.mark.parametrize(
     ("priorities", "best", "says"),
     [
-        ({"b": 5, "a": 5}, "a", {"b": "comes first by name"}),
-        ({"b": 5, "a": 4}, "b", {"a": "priority 4 is lower than b's 5"}),
-        ({"b": 5.5, "a": 5}, "b", {"a": "priority 5 is lower than b's 5.5"}),
-        ({"a": -1, "b": -2}, "cpu", {"a": "-1 is lower than cpu's 0", "b": "-2 is lower than cpu's 0"}),
-        ({"a": 0}, "a", {"cpu": "comes first by name"}),
-        ({"z": 0}, "cpu", {"z": "comes first by name"}),
-        ({"a": 7, "c": 9, "b": 9}, "b", {"a": "lower than b's 9", "c": "is b's too"}),
+        ({"b": 5, "a": 5}, "a", {"b": "priority 5 is not above a's 5"}),
+        ({"b": 5, "a": 4}, "b", {"a": "priority 4 is not above b's 5"}),
+        ({"b": 5.5, "a": 5}, "b", {"a": "priority 5 is not above b's 5.5"}),
+        ({"a": -1, "b": -2}, "cpu", {"a": "-1 is not above cpu's 0", "b": "-2 is not above cpu's 0"}),
+        ({"a": 0}, "a", {"cpu": "0 is not above a's 0"}),
+        ({"z": 0}, "cpu", {"z": "0 is not above cpu's 0"}),
+        ({"a": 7, "c": 9, "b": 9}, "b", {"a": "7 is not above b's 9", "c": "9 is not above b's 9"}),
     ],
 )
 def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, says):
@@ -247,21 +247,13 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
     assert by_name.keys() == {"cpu", *priorities} - {best}
     for name, words in says.items():
         assert words in by_name[name]
-    tied = any("comes first by name" in reason for reason in by_name.values())
-    assert ("the first by name" in made.accelerator.reason) == tied
-
-
-def raises(line):
-    """The source of an accelerator of high priority whose ``__init__`` raises."""
-    return accelerator_source(priority=99).replace("self.pinned = pinned", line)
+    assert "highest priority" in made.accelerator.reason
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("import absent_driver", "ModuleNotFoundError: No module named 'absent_driver'. Fix: another version of geartrain-npu"),
-        (raises("raise OSError('no such device')"), "its __init__ raised OSError: no such device. Fix: "),
-        (raises("raise SystemExit(3)"), "SystemExit: 3"),
     ],
 )
 def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
@@ -279,8 +271,9 @@ def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
 
 
 def test_broken_accelerator_that_was_chosen_ends_the_run_with_its_label(dists):
-    dists.add("geartrain-npu", raises("raise OSError('no such device')"), accelerators={"npu": "Chip"})
-    for options in ({"accelerator": "npu"}, {"accelerator": "auto", "accelerator_options": {"pinned": True}}):
+    source = accelerator_source(priority=99).replace("self.pinned = pinned", "raise OSError('no such device')")
+    dists.add("geartrain-npu", source, accelerators={"npu": "Chip"})
+    for options in ({"accelerator": "npu"}, {"accelerator": "auto"}, {"accelerator": "auto", "accelerator_options": {"pinned": True}}):
         with pytest.raises(OSError, match="no such device") as caught:
             plan(**options)
         assert caught.value.__notes__ == ["raised while geartrain-npu[npu] was created"]

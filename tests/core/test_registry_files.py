@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.planning.registry import file_plugin, is_file, load_file
+from geartrain.planning.plugin_files import file_plugin, is_file, load_file
 
 FUNCTIONS = """
 from geartrain import hookimpl

@@ -30,11 +30,10 @@ def fire(caller: Callable[..., Any] | None, **arguments: Any) -> list[Any]:
 
 
 class _Manager(pluggy.PluginManager):
-    """pluggy's manager, closed once the hooks are frozen, and deaf to hookimpls that did not become owners."""
+    """pluggy's manager, which does not register hookimpls that did not become owners."""
 
     def __init__(self) -> None:
         super().__init__(_PROJECT)
-        self.frozen = False
         #: (plugin's id, attribute) of plain hookimpls that another owner was preferred to.
         self.passed_over: set[tuple[int, str]] = set()
         self._unwatched = self._inner_hookexec
@@ -44,33 +43,10 @@ class _Manager(pluggy.PluginManager):
         """True while a monitor is on: then every call must go through pluggy, which tells the monitor."""
         return self._inner_hookexec is not self._unwatched
 
-    def _refuse_late(self, what: str) -> None:
-        if self.frozen:
-            raise UsageError(
-                f"the hooks are frozen once the run is set up, so {what} would have no effect. "
-                "Do it before: in Trainer(plugins=[...]) or in a setup_device wrapper."
-            )
-
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         if name.startswith("__") or (id(plugin), name) in self.passed_over:  # every object has 26 special methods: looking costs 2 ms
             return None
         return super().parse_hookimpl_opts(plugin, name)
-
-    def register(self, plugin: Any, name: str | None = None) -> str | None:
-        self._refuse_late(f"registering {name or plugin!r}")
-        return super().register(plugin, name)
-
-    def unregister(self, plugin: Any = None, name: str | None = None) -> Any:
-        self._refuse_late(f"unregistering {name or plugin!r}")
-        return super().unregister(plugin, name)
-
-    def add_hookspecs(self, module_or_class: Any) -> None:
-        self._refuse_late("adding hookspecs")
-        super().add_hookspecs(module_or_class)
-
-    def add_hookcall_monitoring(self, before: Any, after: Any) -> Callable[[], None]:
-        self._refuse_late("monitoring hook calls")
-        return super().add_hookcall_monitoring(before, after)
 
 
 class Hooks:
@@ -85,7 +61,7 @@ class Hooks:
 
     def __init__(self, parts: Sequence[LoadedPlugin]) -> None:
         self._parts = tuple(parts)
-        self._manager = _Manager()
+        self._manager, self._frozen = _Manager(), False
         self._manager.add_hookspecs(hookspecs)
         self._own_hookspecs()
         callers = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
@@ -116,7 +92,16 @@ class Hooks:
 
     @property
     def manager(self) -> pluggy.PluginManager:
-        """pluggy's own manager, for monitoring and tracing."""
+        """pluggy's own manager, for monitoring and tracing, until the hooks are frozen.
+
+        Raises:
+            UsageError: they are frozen.
+        """
+        if self._frozen:
+            raise UsageError(
+                "the hooks are frozen once the run is set up, so a change of them would have no effect. "
+                "Fix: change them before, in Trainer(plugins=[...]) or in a setup_device wrapper"
+            )
         return self._manager
 
     def is_single(self, hook: str) -> bool:
@@ -215,7 +200,7 @@ class Hooks:
         if not self._manager.is_watched:
             for name, caller in self._specs.items():
                 setattr(self, name, _frozen(caller, self.is_single(name)))
-        self._manager.frozen = True
+        self._frozen = True
 
     def blame(self, error: BaseException) -> None:
         """Add a note to ``error`` that names the plugin whose hookimpl raised it; neither core's own nor one that called the user's

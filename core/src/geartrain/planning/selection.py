@@ -79,22 +79,12 @@ def _best_accelerator(
             usable.append((_priority(cls, candidate), candidate))
     passed |= _not_installed(registry)
     usable.sort(key=lambda pair: (-pair[0], pair[1].name))
-    for i, (priority, best) in enumerate(usable):
-        why = f"{name!r}: the usable accelerator of the highest priority ({priority})"
-        rest = usable[i + 1 :]
-        equal = [c.name for p, c in rest if p == priority]
-        if equal:
-            why += f", which {', '.join(equal)} has too: the first by name"
-        try:
-            part = registry.select("accelerator", best.name, options, why)
-        except Exception:
-            if options or not rest:  # the user's options may be the reason
-                raise
-            passed[best.label] = f"failed: {best.reason}"
-            continue
-        for p, c in rest:
-            lower = f"is lower than {best.name}'s {priority}" if p < priority else f"is {best.name}'s too, which comes first by name"
-            passed[c.label] = f"available, but its priority {p} {lower}"
+    if usable:
+        (priority, best), *rest = usable
+        reason = f"{name!r}: the usable accelerator of the highest priority ({priority}), the first by name if several have it"
+        part = registry.select("accelerator", best.name, options, reason)
+        for lower, candidate in rest:
+            passed[candidate.label] = f"available, but its priority {lower} is not above {best.name}'s {priority}"
         return part, passed
     why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
     raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
