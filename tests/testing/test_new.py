@@ -1,4 +1,4 @@
-"""``geartrain new strategy|accelerator|plugin NAME``: names, refusals, what is written. tests/testing/test_new_packages.py installs it."""
+"""``geartrain new KIND NAME``: names, refusals, what is written. tests/testing/test_new_packages.py installs it."""
 
 import ast
 import re
@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 import geartrain
-from geartrain.planning.registry import GROUPS
-from geartrain_testing.new import _LONGEST, _TEMPLATES
+from geartrain.hooks.plugin_info import GROUPS
+from geartrain_testing.new import _LONGEST, _TEMPLATES, _TRY
 
-KINDS = list(GROUPS)
+KINDS = list(_TRY)
+
+
+def use_of(kind, name):
+    """Return what people type to use a part."""
+    return f"geartrain {name}" if kind == "command" else f"--{kind} {name}"
 
 
 @pytest.fixture
@@ -111,7 +116,7 @@ def test_says_what_it_wrote_and_what_to_do_next(new, folder, kind):
     install, test, use = (line.strip() for line in following.splitlines())
     assert install == 'pip install -e "./geartrain-tandem[test]"'
     assert test == "pytest geartrain-tandem"
-    assert f"--{kind} tandem" in use
+    assert use_of(kind, "tandem") in use
 
 
 def test_output_names_the_folder(new, folder):
@@ -139,11 +144,11 @@ def test_package(new, folder, kind, name, package, title):
     assert written[f"src/geartrain_{package}/py.typed"] == ""
     project = tomllib.loads(written["pyproject.toml"])["project"]
     assert project["name"] == f"geartrain-{package.replace('_', '-')}"
-    cls = f"{title}{kind.capitalize()}"
-    assert project["entry-points"] == {GROUPS[kind]: {name: f"geartrain_{package}:{cls}"}}
-    assert f"--{kind} {name}" in written["README.md"]
+    made = "command" if kind == "command" else f"{title}{kind.capitalize()}"
+    assert project["entry-points"] == {GROUPS[kind]: {name: f"geartrain_{package}:{made}"}}
+    assert use_of(kind, name) in written["README.md"]
     trees = [ast.parse(text) for path, text in written.items() if path.endswith(".py")]
-    assert cls in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert made in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert not [path for path, text in written.items() if re.search("mine", path + text, re.I)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from ..sites import ROOT, build, environment
 
 #: kind -> a name.
-NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm"}
+NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm", "command": "retell"}
 #: kind -> which of them are left out. The strategy's ranks are started and watched by :mod:`geartrain.parallel`, as ddp's are, which fails
 #: in every phase and by every signal; here one error, a killed rank and a stopped one show that what was written is watched at all.
 LEFT_OUT = {"strategy": ("-k", "not (configure_optimizers or validation_step or on_train_end or test_step or SIGSEGV or SIGTERM)")}
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Core's wheel wrote three packages; an environment with their wheels and core's, and the folder they are in."""
+    """Core's wheel wrote a package of each kind; an environment with their wheels and core's, and the folder they are in."""
     folder = tmp_path_factory.mktemp("new")
     wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core"])
     writer = environment(tmp_path_factory.mktemp("writer"), wheels)
