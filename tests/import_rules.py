@@ -99,7 +99,7 @@ def wrong_in_plugins():
 
 
 def picture():
-    """Return the layout of core as text: each room, its lines, what it is, and the rooms that it imports."""
+    """Return the layout of core as a table: each room, its lines to the nearest hundred, what it is, and the rooms that it imports."""
     rows = []
     for room in ROOMS[:-1]:
         paths = [path for path in sources(CORE) if path.relative_to(CORE).parts[0].removesuffix(".py") == room]
@@ -108,7 +108,8 @@ def picture():
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
         home = next(path for path in paths if path.name == "__init__.py" or len(paths) == 1)
         what = (ast.get_docstring(ast.parse(home.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-        rows.append(f"| `{room}` | {lines} | {what} | {uses} |")
+        about = f"{round(lines, -2):,}" if lines >= 50 else "< 50"
+        rows.append(f"| `{room}` | {about} | {what} | {uses} |")
     return "\n".join(["| room | lines | what it is | imports |", "|---|---:|---|---|", *rows])
 
 

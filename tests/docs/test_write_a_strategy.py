@@ -1,10 +1,12 @@
 """docs/write-a-strategy.md shows the files that `geartrain new strategy mine` writes, and names what core has for strategies."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 
 from geartrain import hookspecs, parallel
+from geartrain_spawn import handover
 from geartrain_testing.new import _TEMPLATES
 
 from . import blocks
@@ -20,10 +22,17 @@ def test_shows_what_the_command_writes(file):
     assert shown.partition("\n")[2] + "\n" == template, "Fix: copy the template's text to the page"
 
 
-@pytest.mark.parametrize("function", ["launch", "reserve", "join", "outcome", "take_back", "variables", "threads", "hear_signals"])
+@pytest.mark.parametrize("function", ["launch", "reserve", "join", "variables", "threads", "raise_on_signals"])
 def test_parallel_has_what_the_page_names(function):
     assert f"`{function}(" in TEXT
     assert function in parallel.__all__
+
+
+@pytest.mark.parametrize("function", ["outcome", "apply_result"])
+def test_spawn_has_what_the_page_names(function):
+    parameters = ", ".join(inspect.signature(getattr(handover, function)).parameters)
+    assert f"`{function}({parameters})`" in TEXT
+    assert f"`{handover.__name__}`" in TEXT
 
 
 @pytest.mark.parametrize(

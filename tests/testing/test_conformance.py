@@ -1,7 +1,5 @@
 """``geartrain conformance NAME``."""
 
-import importlib.util
-
 import pytest
 
 from geartrain_testing import command as conformance
@@ -29,12 +27,6 @@ def test_what_cannot_be_meant(chip, refused, line, words):
     message = refused(f"conformance {line}")
     for word in words:
         assert word in message
-
-
-def test_without_pytest_it_names_the_extra(refused, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pytest" else real(name, *rest))
-    assert "pip install geartrain[testing]" in refused("conformance single")
 
 
 COMMAND = ("-c", "import sys; from geartrain.commands import main; sys.exit(main())", "conformance", "single")

@@ -1,0 +1,41 @@
+"""README.md and docs/how-a-run-flows.md show the distributions and the rooms that exist."""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = {
+    project["name"]: project
+    for path in [ROOT / "core" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
+    for project in [tomllib.loads(path.read_text(encoding="utf-8"))["project"]]
+}
+#: The rows of README's table: distribution -> its other cells.
+ROWS = dict(re.findall(r"^\| `(geartrain[a-z-]*)` \| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_the_rooms_are_those_of_the_import_rules():
+    page = (ROOT / "docs" / "how-a-run-flows.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- layout -->\n(.*)\n<!-- end of layout -->", page, re.DOTALL)
+    table = runpy.run_path(str(ROOT / "tests" / "import_rules.py"))["picture"]()
+    assert shown[1] == table, "Fix: copy what `python tests/import_rules.py --picture` prints to docs/how-a-run-flows.md"
+
+
+def test_every_distribution_has_a_row():
+    assert ROWS.keys() == PROJECTS.keys()
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_row_names_what_the_distribution_brings(name):
+    groups = PROJECTS[name].get("entry-points", {})
+    kinds = ("accelerators", "strategies", "plugins", "precisions", "commands")
+    for entry in (entry for kind in kinds for entry in groups.get(f"geartrain.{kind}", {})):
+        assert re.search(rf"`(geartrain )?{re.escape(entry)}`", ROWS[name]), f"README's row of {name} does not name {entry}"
+
+
+def test_the_standard_distributions_are_marked():
+    standard = {re.match(r"[a-z-]+", line)[0] for line in PROJECTS["geartrain"]["optional-dependencies"]["standard"]}
+    assert {name for name, row in ROWS.items() if row.endswith("| yes")} == standard
