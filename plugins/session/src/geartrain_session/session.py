@@ -92,23 +92,12 @@ class Session(RankProperties):
         refuse_unknown(unknown, [name for name in inspect.signature(Session).parameters if name != "unknown"])
         options = Options(
             max_epochs=-1,
-            max_steps=-1,
-            limit_train_batches=None,
-            limit_val_batches=None,
-            limit_test_batches=None,
-            limit_predict_batches=None,
-            val_check_interval=1.0,
-            check_val_every_n_epoch=1,
             num_sanity_val_steps=0,
-            accumulate_grad_batches=1,
+            enable_progress_bar=False,
             gradient_clip_val=gradient_clip_val,
             gradient_clip_algorithm=gradient_clip_algorithm,
             log_every_n_steps=log_every_n_steps,
-            enable_progress_bar=False,
-            use_distributed_sampler=True,
-            fast_dev_run=0,
             seed=seed,
-            deterministic=False,
         )
         if seed is not None:
             seed_everything(seed)
@@ -126,7 +115,6 @@ class Session(RankProperties):
             precision=precision,
             plugins=plugins,
             callbacks=own,
-            max_time=None,
             output=output,
             accelerator_options=accelerator_options,
             strategy_options=strategy_options,
