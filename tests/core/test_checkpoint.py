@@ -1,6 +1,7 @@
 """Which checkpoint ckpt_path= means, and evaluation of the model that was fitted."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -148,6 +149,21 @@ def test_best_of_several(tmp_path):
     one = fit(EvalNet(), val=loader(), plugins=two)
     refused(r"'best' may be .*a/.*\.ckpt or .*b/.*\.ckpt\. Fix: give one of these files", one, "best")
     one.test(EvalNet(), loader(), ckpt_path=two[1].best_model_path)
+
+
+def test_a_plugin_may_know_the_best_and_the_last(tmp_path, fitted):
+    class Knows:
+        @hookimpl
+        def find_checkpoint(self, which, output):
+            return [] if which == "any" else [tmp_path / f"{which}.ckpt"]
+
+    first, *_ = fitted
+    for which in ("best", "last"):
+        shutil.copy(first.checkpoint_callback.best_model_path, tmp_path / f"{which}.ckpt")
+        one = trainer(plugins=[Knows()])
+        one.test(EvalNet(), loader(), ckpt_path=which)
+    (tmp_path / "best.ckpt").unlink()
+    refused(r"the best checkpoint, .*best\.ckpt, no longer exists", trainer(plugins=[Knows()]), "best")
 
 
 def test_last_where_none_was_saved(tmp_path):
