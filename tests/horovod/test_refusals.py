@@ -37,7 +37,7 @@ def add(layer, make):
     """Let Horovod's optimizer reduce a module's gradients."""
     module = nn.ModuleDict({"layer": layer})
     collectives = SimpleNamespace(hvd=launching.horovod(), name=lambda what: what)
-    run = SimpleNamespace(module=module, automatic=True, own_loop=False)
+    run = SimpleNamespace(module=module, mode="automatic")
     Wrapped(collectives, Reduction(), 1).add(run, make(module.parameters()))
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from geartrain.builtin.progress.progress import ProgressBar as ProgressBar
     from geartrain.checkpoint.checkpoints import checkpoint_state as checkpoint_state, is_last as is_last, save as save
     from geartrain.checkpoint.files import peek as peek, progress as progress
-    from geartrain.checkpoint.resume import load_optimizer as load_optimizer
+    from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
     from geartrain.commands import main as main
     from geartrain.commands.arguments import Request as Request, option_names as option_names, read as read
     from geartrain.commands.target import Target as Target
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         write as write,
     )
     from geartrain.files.paths import is_url as is_url, user_path as user_path
-    from geartrain.hooks.manager import Hooks as Hooks, fire as fire
+    from geartrain.hooks.manager import Hooks as Hooks
     from geartrain.hooks.plugin_info import LoadedPlugin as LoadedPlugin, PluginInfo as PluginInfo, state_of as state_of
     from geartrain.hooks.spelling import (
         OF_PLUGINS as OF_PLUGINS,
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
         read_optimizers as read_optimizers,
     )
     from geartrain.loop.step_forwarder import (
-        IN_STEP as IN_STEP,
         NOT_CALLED as NOT_CALLED,
         NOT_CALLED_OF_DATA as NOT_CALLED_OF_DATA,
         STEPS as STEPS,
@@ -109,7 +108,7 @@ _NAMES = {
     "geartrain.builtin.progress.progress": "ProgressBar",
     "geartrain.checkpoint.checkpoints": "checkpoint_state is_last save",
     "geartrain.checkpoint.files": "peek progress",
-    "geartrain.checkpoint.resume": "load_optimizer",
+    "geartrain.checkpoint.training_state": "load_optimizer",
     "geartrain.commands": "main",
     "geartrain.commands.arguments": "Request option_names read",
     "geartrain.commands.target": "Target",
@@ -120,7 +119,7 @@ _NAMES = {
     "geartrain.errors.known": "KNOWN",
     "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
     "geartrain.files.paths": "is_url user_path",
-    "geartrain.hooks.manager": "Hooks fire",
+    "geartrain.hooks.manager": "Hooks",
     "geartrain.hooks.plugin_info": "LoadedPlugin PluginInfo state_of",
     "geartrain.hooks.spelling": "OF_PLUGINS STATE refuse_half_a_state refuse_misspelt",
     "geartrain.launch": "bootstrap rendezvous sockets",
@@ -134,9 +133,7 @@ _NAMES = {
     "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
-    "geartrain.loop.step_forwarder": (
-        "IN_STEP ModuleHooks NOT_CALLED NOT_CALLED_OF_DATA STEPS StepForwarder check_data check_module refuse_unrun"
-    ),
+    "geartrain.loop.step_forwarder": ("ModuleHooks NOT_CALLED NOT_CALLED_OF_DATA STEPS StepForwarder check_data check_module refuse_unrun"),
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
     "geartrain.metrics": "reductions",
     "geartrain.metrics.store": "MetricStore check_name scalar",

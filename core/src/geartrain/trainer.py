@@ -312,6 +312,7 @@ class Trainer(RankProperties):
             module=model,
             trainer=self,
             command=command,
+            mode="automatic" if model.automatic_optimization else "manual",
             cluster=self.cluster,
             output=self.output,
             step=steps,

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from geartrain import parallel
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.data.loaders import Through, moves_nothing
-from geartrain.hooks.manager import does_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.launch.reports import disconnect_if_failed
 from geartrain.loop.fit import train_step
@@ -79,7 +78,6 @@ class Defaults:
     step = staticmethod(hookimpl(train_step))  # itself, not a method that calls it: a call saved in every step
 
     @hookimpl
-    @does_nothing
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING
 
@@ -92,12 +90,10 @@ class Defaults:
         loss.backward()  # type: ignore[no-untyped-call]
 
     @hookimpl
-    @does_nothing
     def reduce_gradients(self, run: Run) -> None:
         pass
 
     @hookimpl
-    @does_nothing
     def clip_gradients(self, run: Run) -> torch.Tensor | None:
         return None
 

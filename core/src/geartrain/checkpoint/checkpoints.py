@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from geartrain._version import __version__
 from geartrain.checkpoint import files as checkpoint_file
-from geartrain.checkpoint.resume import load_fit, refuse
-from geartrain.checkpoint.training_state import training_state
+from geartrain.checkpoint.training_state import load_training_state, refuse, training_state
 from geartrain.errors import TrainingError, UsageError
 from geartrain.files.atomic import make_folder, reason
 from geartrain.files.paths import user_path
-from geartrain.hooks.manager import fire
 from geartrain.launch.cluster import detect
 from geartrain.module.module import overridden
 
@@ -38,7 +36,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     """
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
     # First: a strategy whose thread changes weights lets them be when it is asked for its state.
-    fit = training_state(run, epochs) if run.command == "fit" and not run.own_loop else None
+    fit = training_state(run, epochs) if run.command == "fit" and run.mode != "session" else None
     state["model"] = run.module.state_dict()
     if fit is not None:
         state["fit"] = fit
@@ -66,8 +64,7 @@ def save(run: Run, state: dict[str, Any], path: Path) -> None:
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
         run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
-    if run.hooks.on_checkpoint_saved is not None:
-        run.hooks.on_checkpoint_saved(run=run, path=path)
+    run.hooks.on_checkpoint_saved(run=run, path=path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ def load(run: Run, start: Start) -> None:
     except (RuntimeError, TypeError) as error:
         raise TrainingError(f"{path} does not fit {type(run.module).__name__}: {error}") from error
     if start.resumes:
-        load_fit(run, state["fit"], path)
+        load_training_state(run, state["fit"], path)
     if overridden(run.module, "on_load_checkpoint"):
         run.module.on_load_checkpoint(state)
 
@@ -157,7 +154,7 @@ def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: b
 
 def best_checkpoints(hooks: Hooks, output: Path | None) -> list[Path]:
     """Return the best checkpoints that plugins have saved: one for each plugin that has saved any."""
-    return list(chain.from_iterable(fire(hooks.find_checkpoint, which="best", output=output)))
+    return list(chain.from_iterable(hooks.find_checkpoint(which="best", output=output)))
 
 
 def _best(hooks: Hooks, output: Path | None) -> Path:
@@ -200,12 +197,12 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
         TrainingError: something was saved, and all of it is damaged.
     """
     # The folder's first, which comes last: of two in one tick of the clock, an epoch's end is the later.
-    lasts = list(chain.from_iterable(reversed(fire(hooks.find_checkpoint, which="last", output=output))))
+    lasts = list(chain.from_iterable(reversed(hooks.find_checkpoint(which="last", output=output))))
     owner = hooks.owner("load_checkpoint")
     if owner is not None and owner.kind != "default":  # only it knows whether a file is whole
         return next(iter(_newest_first(lasts)), None)
     damaged: list[Path] = []
-    others = dict.fromkeys(chain.from_iterable(fire(hooks.find_checkpoint, which="any", output=output)))
+    others = dict.fromkeys(chain.from_iterable(hooks.find_checkpoint(which="any", output=output)))
     for path in chain(_newest_first(lasts), _furthest_first(others)):
         if _is_whole(path):
             if damaged or path not in lasts:

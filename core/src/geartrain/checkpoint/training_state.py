@@ -1,6 +1,6 @@
-"""What a checkpoint holds under ``"fit"``: all that a ``fit`` needs, beside the weights, to go on as if it had not stopped.
+"""What a checkpoint holds under ``"fit"``: all that a ``fit`` needs, beside the weights, to resume as if it had not stopped.
 
-Rank 0 writes one file. Weights, optimizers and schedulers in it are rank 0's: a strategy whose ranks differ in them keeps its own in
+:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and :meth:`Resumed.skip` put it back. Rank 0 writes one file. Weights, optimizers and schedulers in it are rank 0's: a strategy whose ranks differ in them keeps its own in
 ``state_dict()``, which is loaded last, on each rank its own. What else differs from rank to rank (state of parts, random generators,
 metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that every strategy has.
 """
@@ -8,16 +8,21 @@ metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that eve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from geartrain.data.loaders import describe
 from geartrain.data.seeding import random_state, set_random_state
-from geartrain.data.sharding import generators, order_seeds
+from geartrain.data.sharding import generators, order_seeds, set_order_seeds
+from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
 from geartrain.metrics import torchmetrics as metric_objects
 from geartrain.module.nested import map_tensors, not_plain
@@ -29,25 +34,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class EpochStart:
-    """How an epoch began, from where its batches can be replayed."""
-
-    #: Batches done in earlier epochs.
-    batches_seen: int
-    random: dict[str, Any]
-
-
-def begin_epoch(run: Run) -> EpochStart:
-    """Note how the epoch that begins now does so: before its loader is asked for batches, which draws from the generators."""
-    return EpochStart(run.batches_seen, random_now(run))
-
-
-# --- what a checkpoint holds ---------------------------------------------------------------------------------------------
+# --- saving --------------------------------------------------------------------------------------------------------------
 
 
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
-    """What a ``fit`` needs to go on from here. Every rank calls it.
+    """Return what a ``fit`` needs to resume from here. Every rank calls it.
 
     It costs ``world_size - 1`` broadcasts of what one rank keeps: about 10 KB of random state and its parts' ``state_dict()``, which
     travels to all ranks although only rank 0 keeps it, because no hook sends to one rank alone. A part that says ``same_on_all_ranks``
@@ -56,13 +47,12 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
     Args:
         epochs: epochs done; ``run.epoch`` within an epoch.
     """
-    within = epochs == run.epoch and run.batch_idx > 0 and run.epoch_start is not None
+    within = epochs == run.epoch and run.batch_idx > 0
     shared, own = _states_of_parts(run)
-    random, began = random_now(run), run.epoch_start if within else None
     mine = {
         "parts": own,
-        "random": random,
-        "began": None if began is None else began.random,
+        "random": random_now(run),
+        "began": run.epoch_start if within else None,
         "metrics": dict(run.reported),
         "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar), "when": dict(run.logs.when)},
         "logs": run.logs.state_dict() if within else None,
@@ -74,7 +64,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "epoch": epochs,
         "batch_idx": run.batch_idx if within else 0,
         "validated": within and run.stage == "validate",
-        "batches_seen": run.batches_seen if began is None else began.batches_seen,
+        "batches_seen": run.batches_seen,
         "optimizers": [{**_named(optimizer), "parameters": parameter_names(run, optimizer)} for optimizer in run.optimizers],
         "schedulers": [{**_named(schedule.scheduler), "progress": schedule.progress()} for schedule in run.schedulers],
         "parts": shared,
@@ -84,9 +74,9 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of each part that keeps state, by name: that which is the same on all ranks, and this rank's own.
+    """Return the states of parts by name: those that are the same on all ranks, and this rank's own.
 
-    Where ranks' weights differ, what follows from them does too (an average of them, a scaler's skipped steps): then each rank keeps all of
+    If ranks' weights differ, what follows from them does too (an average of them, a scaler's skipped steps): then each rank keeps all of
     its own, and rank 0's is for a world of another size.
     """
     shared: dict[str, Any] = {}
@@ -102,7 +92,7 @@ def _states_of_parts(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def named_parts(parts: tuple[LoadedPlugin, ...]) -> dict[str, LoadedPlugin]:
-    """The parts that keep state, by name; the second of a name gets ``#2``, and so on."""
+    """Return the parts that keep state, by name; the second of a name gets ``#2``, and so on."""
     found: dict[str, LoadedPlugin] = {}
     for part in parts:
         if keeps_state(part.plugin):
@@ -119,13 +109,13 @@ def _same_on_all_ranks(part: LoadedPlugin) -> bool:
 
 
 def _same_weights(parts: tuple[LoadedPlugin, ...]) -> bool:
-    """Whether all ranks have the same weights: so it is unless the strategy declares that it is not."""
+    """True if all ranks have the same weights: unless the strategy declares otherwise."""
     declared = [getattr(part.plugin, "capabilities", None) for part in parts if part.info.kind == "strategy"]
     return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
 
 
 def _portable(state: Any, whose: str) -> Any:
-    """A state on the CPU; ``None``, with a warning, where it could not be read again as data alone."""
+    """Return a state on the CPU; ``None``, with a warning, if it could not be read again as data alone."""
     odd = not_plain(state)
     if odd is None:
         return map_tensors(state, _to_cpu)
@@ -142,7 +132,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(thing: Any) -> dict[str, Any]:
-    """An optimizer's or scheduler's state, with its class for a check."""
+    """Return an optimizer's or scheduler's state, with its class for a check."""
     state = thing.state_dict() if callable(getattr(thing, "state_dict", None)) else None
     if not isinstance(thing, Optimizer):
         state = _portable(state, type(thing).__name__)
@@ -150,13 +140,13 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters, in its order, by which its state knows them; ``""`` for one that is not the module's."""
+    """Return the names of an optimizer's parameters, in its order, by which its state knows them; ``""`` for one that is not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
     return [named.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _from_all_ranks(run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's, in order, on rank 0; the others keep none but their own. One rank at a time: so many are in memory at once."""
+    """Return every rank's, in order, on rank 0; the others keep their own. One rank at a time: so few are in memory at once."""
     ranks = [mine]
     for rank in range(1, run.world.size):
         theirs = run.hooks.broadcast(run=run, obj=mine if run.world.rank == rank else None, src=rank)
@@ -165,12 +155,229 @@ def _from_all_ranks(run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
+# --- loading -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run resumes, in the first epoch after a checkpoint."""
+
+    #: The checkpoint's file; ``None`` if it was in memory.
+    path: Path | None
+    #: Batches of that epoch that were done.
+    batch_idx: int
+    #: True if the checkpoint was saved at the end of the validation that was due there.
+    validated: bool
+    #: What the file has of this rank; little if the world has another size.
+    rank: dict[str, Any]
+
+    def skip(self, run: Run, batches: Iterator[Any]) -> None:
+        """Take the batches that were done and leave everything as it was after them.
+
+        Raises:
+            TrainingError: the loader has fewer.
+        """
+        run.batch_idx = sum(1 for _ in islice(batches, self.batch_idx))
+        if run.batch_idx < self.batch_idx:
+            raise TrainingError(
+                f"the checkpoint was saved after {self.batch_idx} batches of an epoch, and the loader has only {run.batch_idx}. "
+                "Fix: the same data and batch size"
+            )
+        if self.rank.get("random") is not None:
+            set_random(run, self.rank["random"])
+        if self.rank.get("logs") is not None:
+            run.logs.load_state_dict(self.rank["logs"])
+        metric_objects.set_states(run.module, self.rank.get("metric_objects", {}))
+        if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
+            warnings.warn(
+                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on: those before are gone", stacklevel=2
+            )
+
+
+def begin_epoch(run: Run) -> None:
+    """Note where the generators stand as an epoch begins, from where its batches can be replayed.
+
+    In the first epoch of a run that resumes they are first put where they stood then.
+    """
+    if run.resumed is not None:
+        began = run.resumed.rank.get("began" if run.resumed.batch_idx else "random")
+        if began is not None:
+            set_random(run, began)
+    run.epoch_start = random_now(run)
+
+
+def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
+    """Refuse a checkpoint from which this ``fit`` cannot resume, before anything is loaded: on every rank alike.
+
+    Raises:
+        TrainingError: it has weights only, is of a newer version, or of other optimizers or schedulers.
+        UsageError: there is nothing left to do.
+    """
+    fit = state.get("fit")
+    if not isinstance(fit, dict) or "format" not in fit:
+        raise TrainingError(
+            f"{path} holds weights, and not what a fit needs to resume. Fix: checkpoint={str(path)!r} (on the command line --checkpoint), "
+            "which starts from the weights"
+        )
+    if fit["format"] != FORMAT:
+        raise TrainingError(
+            f"{path} was saved by geartrain {state.get('geartrain')}, whose format {fit['format']} this version does not know. "
+            "Fix: that version, or start from the weights alone with checkpoint="
+        )
+    options = run.plan.options
+    for name, done, end in (("max_steps", fit["step"], options.max_steps), ("max_epochs", fit["epoch"], options.max_epochs)):
+        if end != -1 and done >= end:
+            unit = name.removeprefix("max_")
+            raise UsageError(f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}")
+    _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
+    _refuse_others("scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path)
+
+
+def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
+    theirs, ours = [one["class"] for one in saved], [type(one).__name__ for one in now]
+    if theirs != ours:
+        raise TrainingError(
+            f"{path} has the {what}s {', '.join(theirs) or 'none'}, and configure_optimizers made {', '.join(ours) or 'none'}. "
+            "Fix: the same ones, or start from the weights alone with checkpoint="
+        )
+
+
+def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
+    """Give optimizers, schedulers, parts and counters their state; the weights are loaded.
+
+    Raises:
+        TrainingError: a state does not fit.
+    """
+    for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
+        _refuse_other_parameters(optimizer, saved["parameters"], parameter_names(run, optimizer), path)
+        with _named_in_errors(path, type(optimizer).__name__):
+            load_optimizer(optimizer, saved["state"])
+    for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
+        schedule.set_progress(saved["progress"])
+        if saved["state"] is not None:
+            with _named_in_errors(path, type(schedule.scheduler).__name__):
+                schedule.scheduler.load_state_dict(saved["state"])
+    for stage, seeds in fit["seeds"].items():
+        for loader, seed in zip(run.loaders.get(stage, ()), seeds, strict=False):
+            set_order_seeds(loader, seed)
+    run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
+    mine = _of_this_rank(run, fit)
+    run.reported.update(mine["metrics"])
+    run.logs.logged.update(mine["reported"]["logged"])
+    run.logs.prog_bar.update(mine["reported"]["prog_bar"])
+    run.logs.when.update(mine["reported"]["when"])
+    batch_idx = _batches_in_this_world(run, fit)
+    run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
+    _load_parts(run, fit, mine["parts"], path)
+    loader = run.loaders["train"][0]
+    if (
+        run.world.rank == 0
+        and batch_idx
+        and (isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset))
+    ):
+        warnings.warn(
+            f"{describe(loader)} cannot be told where to resume: {batch_idx} batches are taken from it and thrown away. They are those that "
+            "were trained on only if it gives the same again",
+            stacklevel=2,
+        )
+
+
+def _refuse_other_parameters(optimizer: Optimizer, saved: list[str], now: list[str], path: Path) -> None:
+    """torch pairs state and parameters by their order, and looks at nothing else: not even at shapes."""
+    if saved == now:
+        return
+    index, was, here = next((i, a, b) for i, (a, b) in enumerate(zip_longest(saved, now, fillvalue="none")) if a != b)
+    raise TrainingError(
+        f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, and is {here or 'one of no name'} now. "
+        "Fix: the same parameters in the same order, or start from the weights alone with checkpoint="
+    )
+
+
+@contextmanager
+def _named_in_errors(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TrainingError(f"{path}: the state of {what} does not fit: {error}") from error
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """``load_state_dict``, with groups and state in the same dicts as before: a scheduler was made with them, and so was an optimizer that
+    a strategy has put another in front of. torch puts new ones in their place, and the old ones would hear of no step."""
+    groups, slots = list(optimizer.param_groups), optimizer.state
+    optimizer.load_state_dict(state)
+    for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        if old is not new:
+            old.clear()
+            old.update(new)
+            optimizer.param_groups[index] = old
+    if optimizer.state is not slots:
+        new_slots = dict(optimizer.state)
+        slots.clear()
+        slots.update(new_slots)
+        optimizer.state = slots
+
+
+def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
+    """Return what the file has of this rank; in a world of another size its random state, if the rank existed, and rank 0's metrics."""
+    ranks, rank = fit["ranks"], run.world.rank
+    if len(ranks) == run.world.size:
+        return dict(ranks[rank])
+    kept = ranks[rank] if rank < len(ranks) else {}
+    first = ranks[0]
+    return {
+        "random": kept.get("random"),
+        "began": kept.get("began"),
+        "metrics": first["metrics"],
+        "reported": first["reported"],
+        "parts": {},
+    }
+
+
+def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
+    """Return after how many batches of this rank the epoch resumes, which a world of another size may have begun."""
+    before, now, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
+    if before == now:
+        return done
+    total = run.batches["train"][0]
+    batches = done * before // now
+    batches = batches if total is None else min(batches, total)  # shards are padded: the smaller world's epoch may be shorter
+    if done and run.world.rank == 0:
+        warnings.warn(
+            f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks resume after {batches}: "
+            "some of its samples may come twice or not at all, and its metrics are of what is left",
+            stacklevel=2,
+        )
+    return batches
+
+
+def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) -> None:
+    """Give each part its state, this rank's own or the shared one, and warn of states and parts that have no counterpart."""
+    shared, here = fit["parts"], named_parts(run.hooks.parts)
+    known = {*shared, *(name for rank in fit["ranks"] for name in rank["parts"])}
+    stateless = []
+    for name, part in here.items():
+        if name in shared or name in own:
+            with _named_in_errors(path, part.info.label):
+                part.plugin.load_state_dict(own[name] if name in own else shared[name])
+        else:
+            ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})" if name in known else ""
+            stateless.append(f"no saved state for {part.info.label}{ranks}, which starts from scratch")
+    absent = sorted(known - here.keys())
+    told = stateless + ([f"it has state of {', '.join(absent)}, which this run does not have"] if absent else [])
+    if told and run.world.rank == 0:
+        warnings.warn(f"{path}: {'; '.join(told)}", stacklevel=2)
+
+
+# --- random generators ---------------------------------------------------------------------------------------------------
+
+
 def _loaders(run: Run) -> list[Any]:
     return [loader for stage in ("train", "validate") for loader in run.loaders.get(stage, ())]
 
 
 def random_now(run: Run) -> dict[str, Any]:
-    """Where this rank's random generators stand: the global ones and those of loaders; and whose persistent workers have started."""
+    """Return where this rank's generators stand, the global ones and those of loaders, and which loaders' persistent workers run."""
     loaders = _loaders(run)
     own = [generator.get_state() for loader in loaders for generator in generators(loader)]
     started = [isinstance(loader, DataLoader) and loader._iterator is not None for loader in loaders]
@@ -178,18 +385,12 @@ def random_now(run: Run) -> dict[str, Any]:
 
 
 def set_random(run: Run, state: dict[str, Any]) -> None:
-    """Let all generators go on from what :func:`random_now` gave."""
+    """Put all generators where :func:`random_now` found them."""
     loaders = _loaders(run)
     for loader, started in zip(loaders, state.get("workers", ()), strict=False):
         if started and isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             iter(loader)  # starts them, for which torch draws a seed: now, and not after the generators have been set
     set_random_state(run.device, state)
     own = [generator for loader in loaders for generator in generators(loader)]
-    if len(own) != len(state["loaders"]):
-        warnings.warn(
-            f"the loaders have {len(own)} generators of their own, and had {len(state['loaders'])}: their order does not go on as it was",
-            stacklevel=2,
-        )
-        return
-    for generator, numbers in zip(own, state["loaders"], strict=True):
+    for generator, numbers in zip(own, state["loaders"], strict=False):
         generator.set_state(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 from pluggy import HookCaller, HookImpl
@@ -17,16 +17,9 @@ from geartrain.hooks.isolation import guarded
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 _PROJECT = "geartrain"
 #: The kinds that may own a single hook, first claim first. A plugin owns one only if it says ``replaces``.
 _OWNERS = ("strategy", "accelerator", "precision", "core", "default")
-
-
-def fire(caller: Callable[..., Any] | None, **arguments: Any) -> list[Any]:
-    """Call an all-hook that may be frozen to ``None``. For events; the loop writes its ``None`` check out."""
-    return [] if caller is None else list(caller(**arguments) or ())  # a wrapper of an event may return nothing
 
 
 class _Manager(pluggy.PluginManager):
@@ -173,6 +166,11 @@ class Hooks:
         part = self._owner_of.get(hook)
         return part.info if part else None
 
+    def is_default(self, hook: str) -> bool:
+        """True if core's default owns a single hook and nothing wraps it."""
+        owner = self.owner(hook)
+        return owner is not None and owner.kind == "default" and not self.wrappers(hook)
+
     def wrappers(self, hook: str) -> list[PluginInfo]:
         """Who wraps a hook, outermost first."""
         return [self._choice_of[id(impl.plugin)] for impl in reversed(self._specs[hook].get_hookimpls()) if impl.wrapper]
@@ -192,10 +190,9 @@ class Hooks:
     def freeze(self) -> None:
         """Make every caller as cheap as its meaning allows; refuse any change from now on.
 
-        pluggy's own caller costs 1 to 2 µs a call, ten calls make a step, and a step may be 150 µs. An all-hook that nobody
-        implements becomes ``None``, and so does a single hook whose default does nothing; a single hook with no wrapper becomes
-        its owner's bare function, and such an all-hook a loop over its bare functions. Everything else stays pluggy's caller, and so does
-        everything while monitoring is on.
+        pluggy's own caller costs 1 to 2 µs a call, ten calls make a step, and a step may be 150 µs. A hook that nothing implements
+        becomes a function that does nothing, a single hook without a wrapper its owner's bare function, and such an all-hook a loop
+        over its bare functions. Everything else stays pluggy's caller, and so does everything while monitoring is on.
         """
         if not self._manager.is_watched:
             for name, caller in self._specs.items():
@@ -228,23 +225,24 @@ class Hooks:
             return
 
 
-def does_nothing(function: _F) -> _F:
-    """Mark a default that does nothing: where it owns a hook and nothing wraps it, the loop need not call it."""
-    function.does_nothing = True  # type: ignore[attr-defined]
-    return function
+def _no_owner(**_: Any) -> None:
+    """Do nothing: a frozen single hook that nothing implements."""
 
 
-def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any] | None:
+def _no_implementation(**_: Any) -> list[Any]:
+    """Do nothing: a frozen all-hook that nothing implements."""
+    return []
+
+
+def _frozen(caller: HookCaller, single: bool) -> Callable[..., Any]:
     impls = caller.get_hookimpls()
     if not impls:
-        return None
+        return _no_owner if single else _no_implementation
     assert caller.spec is not None
     if not single and not any(impl.wrapper for impl in impls):
         return _each([_bare(impl, caller.spec.argnames) for impl in reversed(impls)])
     if not single or len(impls) > 1 or impls[0].wrapper:
         return caller
-    if getattr(impls[0].function, "does_nothing", False):
-        return None
     return _bare(impls[0], caller.spec.argnames)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from geartrain.data.loaders import close_batches
 from geartrain.data.uneven_inputs import repeated, until_all_ranks_are_done
-from geartrain.hooks.manager import fire
 from geartrain.loop.predictions import from_all_ranks
 from geartrain.metrics.torchmetrics import temporary_copies
 from geartrain.module.nested import map_tensors
@@ -36,25 +35,25 @@ def evaluate(run: Run, stage: str) -> Any:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if there are several loaders); otherwise
         the metrics by name.
     """
-    method, prefix, loaders = _STAGES[stage]
+    (method, prefix, loaders), on = _STAGES[stage], run.module_hooks
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
             broadcast_buffers(run)
-            fire(run.hooks.on_validation_start, run=run)
-            _call_module_hook(run, f"on_{prefix}_start")
-            _call_module_hook(run, f"on_{prefix}_epoch_start")
+            run.hooks.on_validation_start(run=run)
+            getattr(on, f"on_{prefix}_start")()
+            getattr(on, f"on_{prefix}_epoch_start")()
             outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
             if stage == "predict" and run.world.size > 1:
                 outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
-            if any(getattr(run.module_hooks, name, None) is not None for name in (f"{prefix}_epoch_end", f"on_{prefix}_epoch_end")):
+            if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
                 run.logs.refresh_epoch()
-            _call_module_hook(run, f"{prefix}_epoch_end", collected)
-            _call_module_hook(run, f"on_{prefix}_epoch_end")
+            getattr(on, f"{prefix}_epoch_end")(collected)
+            getattr(on, f"on_{prefix}_epoch_end")()
             metrics = run.logs.end_epoch()
-            _call_module_hook(run, f"on_{prefix}_end")
-            fire(run.hooks.on_validation_end, run=run)
+            getattr(on, f"on_{prefix}_end")()
+            run.hooks.on_validation_end(run=run)
     finally:
         run.stage, run.dataloader_idx = before
     return collected if stage == "predict" else metrics
@@ -78,7 +77,7 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
         limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
         rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
-    keeps = run.stage == "predict" or getattr(on, f"{prefix}_epoch_end", None) is not None
+    keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(run.loaders[loaders]) > 1 else ()
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
@@ -87,11 +86,9 @@ def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) ->
         for batch_idx, (batch, again) in enumerate(turns):
             run.batch, run.repeating = batch, again
             with _thrown_away(run) if run.repeating else nullcontext():
-                if starts is not None:
-                    starts(batch, batch_idx, *more)
+                starts(batch, batch_idx, *more)
                 output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
-                if ends is not None:
-                    ends(output, batch, batch_idx, *more)
+                ends(output, batch, batch_idx, *more)
             if keeps and not run.repeating:
                 outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
             if (batch_idx + 1) % options.log_every_n_steps == 0:
@@ -107,13 +104,6 @@ def _thrown_away(run: Run) -> Iterator[None]:
     """What is logged, and what torchmetrics objects see, leaves no trace."""
     with run.logs.scope(keep=False), temporary_copies(run.module):
         yield
-
-
-def _call_module_hook(run: Run, name: str, *arguments: Any) -> None:
-    """Call one of the module's own hooks where it is overridden."""
-    hook = getattr(run.module_hooks, name, None)
-    if hook is not None:
-        hook(*arguments)
 
 
 @contextmanager

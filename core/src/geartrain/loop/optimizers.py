@@ -145,7 +145,7 @@ def about_to_step(run: Run) -> dict[str, nn.Parameter]:
     """The module's parameters by name whose gradients a step is about to use: all of them, and in manual optimisation and in a Session
     those of the optimizer that is stepped. The others' may be scaled still, or left over from another loss."""
     named = dict(run.module.named_parameters())
-    if run.manual is None and not run.own_loop:
+    if run.mode == "automatic":
         return named
     stepped = set(parameters_of(run.optimizers))
     return {name: parameter for name, parameter in named.items() if parameter in stepped}

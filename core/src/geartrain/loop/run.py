@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.optim import Optimizer
 
-    from geartrain.checkpoint.resume import Resumed
-    from geartrain.checkpoint.training_state import EpochStart
+    from geartrain.checkpoint.training_state import Resumed
     from geartrain.hooks.manager import Hooks
     from geartrain.launch.cluster import ClusterEnvironment
-    from geartrain.loop.manual.optimisation import Manual
+    from geartrain.loop.manual import ManualOptimisation
     from geartrain.loop.optimizers import Schedule
     from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
     from geartrain.metrics.store import MetricStore
@@ -44,13 +43,16 @@ class Run:
 
     #: What was decided before anything started; frozen.
     plan: Plan
-    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a frozen all-hook without implementation is ``None``.
+    #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a hook without implementation does nothing.
     hooks: Hooks
     #: The user's module, never wrapped.
     module: Module
     trainer: Trainer
     #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: what was asked for.
     command: str
+    #: What does backward and steps: ``"automatic"``, the loop; ``"manual"``, the module's ``training_step``; ``"session"``, the user's own
+    #: loop, without epochs and stages.
+    mode: str = "automatic"
     #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
     stage: str = "train"
     #: This process among the others, as whoever started them says; ``None`` where it is alone.
@@ -85,12 +87,10 @@ class Run:
     batch: Any = None
     #: What the newest ``training_step`` returned; ``None`` between epochs.
     step_output: Any = None
-    #: What this epoch's training steps returned, where ``training_epoch_end`` wants it.
-    outputs: list[Any] = field(default_factory=list)
     #: Whether the optimizer computes the loss itself, as LBFGS does.
     closure: bool = False
-    #: Manual optimisation, from ``on_run_start`` of a ``fit`` on; ``None`` where optimisation is automatic.
-    manual: Manual | None = None
+    #: What the module's ``manual_backward`` and the like call: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on.
+    manual: ManualOptimisation | None = None
     #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
     reported: dict[str, float] = field(default_factory=dict)
     logs: MetricStore = field(init=False)
@@ -106,11 +106,9 @@ class Run:
     lengths_unknown: dict[str, bool] = field(default_factory=dict)
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
-    #: Whether the loop is somebody's own, a Session's: each optimizer is stepped by itself, and there are neither epochs nor stages.
-    own_loop: bool = False
-    #: How the running epoch began; ``None`` before the first one.
-    epoch_start: EpochStart | None = None
-    #: Where a run that resumes goes on, in its first epoch; ``None`` after it, and in other runs.
+    #: Where the random generators stood as the running epoch began.
+    epoch_start: dict[str, Any] | None = None
+    #: Where a run resumes, in its first epoch; ``None`` after it, and in other runs.
     resumed: Resumed | None = None
     #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
     #: ranks come and go; all ranks have the same.
@@ -127,7 +125,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
-        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "own_loop")}
+        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "mode")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         trainer = state["trainer"]
@@ -153,11 +151,6 @@ class Run:
         if hasattr(self, "logs"):  # before set-up nothing can be logged
             self.logs.read()
         return self.reported
-
-    @property
-    def automatic(self) -> bool:
-        """Whether what is trained is called through ``model``: by the loop or in a Session; ``False`` in manual optimisation."""
-        return self.own_loop or self.module.automatic_optimization  # in a Session any nn.Module stands there
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a value from a hook; the options are those of :meth:`geartrain.Module.log`."""

@@ -7,28 +7,19 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.spelling import DATA, MODULE, on_methods, refuse_misspelt
 from geartrain.module.module import DataModule, Module, overridden
+from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
     from geartrain.options import Options
 
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-#: The module's own hooks that are called inside a training step.
-IN_STEP = (
-    "on_before_zero_grad",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_train_batch_end",
-    "on_before_optimizer_step",
-    "training_epoch_end",
-)
 
 #: Methods of Lightning's module that geartrain would never call -> what to do instead.
 NOT_CALLED = {
@@ -138,21 +129,51 @@ def _arity(module: Module, method: str) -> int:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
+def nothing(*_: Any) -> None:
+    """Do nothing, in place of a hook that the module does not override."""
+
+
 class ModuleHooks:
-    """The module's own hooks: a bound method where the subclass overrides one, else ``None``, which costs nothing to ask."""
+    """The module's own hooks as attributes: each a bound method if the subclass overrides it, else :func:`nothing`."""
 
     def __init__(self, module: Module) -> None:
+        #: What this epoch's training steps returned, without their graphs, if ``training_epoch_end`` wants it.
+        self.outputs: list[Any] = []
         for name in dir(Module):
             if name.startswith("on_"):
-                setattr(self, name, getattr(module, name) if overridden(module, name) else None)
-        for name in ("training_epoch_end", "validation_epoch_end", "test_epoch_end"):
-            setattr(self, name, getattr(module, name, None))
-        #: Whether any is called inside a training step; where none is, the step asks this one alone.
-        self.in_step = any(getattr(self, name) is not None for name in IN_STEP)
+                self._set(name, getattr(module, name) if overridden(module, name) else nothing)
+        for stage in ("training", "validation", "test", "predict"):
+            self._set(f"{stage}_epoch_end", getattr(module, f"{stage}_epoch_end", nothing))
+        if self.has("training_epoch_end"):
+            self.put_before("on_train_batch_end", lambda output, *_: self.outputs.append(output))
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def has(self, *names: str) -> bool:
+        """True if the module, or a callback, has one of these hooks."""
+        return any(getattr(self, name) is not nothing for name in names)
+
+    def put_before(self, name: str, hook: Callable[..., Any]) -> None:
+        """Call ``hook`` before what is called by this name now, whose result counts."""
+        then = getattr(self, name)
+
+        def both(*arguments: Any) -> Any:
+            hook(*arguments)
+            return then(*arguments)
+
+        self._set(name, both)
+
+    def _set(self, name: str, hook: Callable[..., Any]) -> None:
+        if name == "on_train_batch_end" and hook is not nothing:
+            hook = partial(_without_graph, hook)
+        setattr(self, name, hook)
+
+
+def _without_graph(hook: Callable[..., Any], output: Any, *arguments: Any) -> None:
+    """Call ``on_train_batch_end`` with a step's output that may be kept: its graph would hold the memory of the whole step."""
+    hook(map_tensors(output, torch.Tensor.detach), *arguments)
 
 
 def check_module(module: Any, command: str) -> None:

@@ -21,12 +21,10 @@ from geartrain.data.sharding import batches_in_turn, has_no_own_samples
 from geartrain.data.uneven_inputs import is_sure
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
-from geartrain.hooks.manager import fire
 from geartrain.launch.forks import share_temporary_folder
 from geartrain.launch.reports import leave, report
 from geartrain.loop import fit as loop
 from geartrain.loop.evaluate import evaluate
-from geartrain.loop.manual import is_manual
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, World
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
@@ -64,13 +62,13 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         if options.seed is not None and run.world.rank:
             seed_everything(options.seed + run.world.rank)  # the same weights on every rank, but not the same dropout
         run.hooks.freeze()
-        fire(run.hooks.on_run_start, run=run)
+        run.hooks.on_run_start(run=run)
         result = None
         if run.command == "fit":
             loop.fit(run)
         else:
             result = evaluate(run, run.command)
-        fire(run.hooks.on_run_end, run=run)
+        run.hooks.on_run_end(run=run)
         if run.world.size > 1:
             run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
     return result
@@ -208,11 +206,12 @@ def _set_up_model(run: Run, start: Start) -> None:
     run.step_functions = run.unwrapped.calls(run.model)
     if run.command == "fit":
         optimizers, run.schedulers = read_optimizers(run.module.configure_optimizers())
-        if run.automatic == is_manual(run.hooks):
+        automatic = run.module.automatic_optimization
+        if automatic != (run.mode == "automatic"):
             raise UsageError(
-                f"{type(run.module).__name__}.automatic_optimization became {run.automatic} after fit had begun. Fix: set it in __init__"
+                f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
             )
-        run.closure = needs_closure(optimizers, run.automatic)
+        run.closure = needs_closure(optimizers, automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
@@ -236,7 +235,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
         if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := write_instead("Module", str(error.name))):
             error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
         report(error)
-        _guard(failures, partial(fire, run.hooks.on_exception, run=run, error=error))
+        _guard(failures, partial(run.hooks.on_exception, run=run, error=error))
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))

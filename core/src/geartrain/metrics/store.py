@@ -19,7 +19,6 @@ from torch import nn
 
 from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
-from geartrain.hooks.manager import fire
 from geartrain.metrics import reductions, torchmetrics as metric_objects
 from geartrain.metrics.sync import LocalMetric, MetricOptions, sync
 
@@ -224,7 +223,7 @@ class MetricStore:
         run, index = self._run, self._run.dataloader_idx
         stage = "validate" if run.stage == "sanity_check" else run.stage
         if (stage, index) not in self._sizers:
-            loader = None if run.own_loop else run.loaders[stage][index]  # in a Session what is logged belongs to no batch
+            loader = None if run.mode == "session" else run.loaders[stage][index]  # in a Session what is logged belongs to no batch
             self._sizers[stage, index] = BatchSizer(loader, run.world.rank == 0)
         self._sizer = (self._sizers[stage, index], index)
         return self._sizers[stage, index]
@@ -322,7 +321,7 @@ class MetricStore:
                 logged[key] = value
         self.logged.update(logged)
         if logged and run.world.rank == 0 and run.stage != "sanity_check":
-            fire(run.hooks.log_metrics, run=run, metrics=logged, step=run.step)
+            run.hooks.log_metrics(run=run, metrics=logged, step=run.step)
         return shown
 
     # --- between flushes -------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class Module(MadeWith, nn.Module):
         Raises:
             TrainingError: optimisation is automatic, the loss has no backward, or the backward of a strategy takes no options.
         """
-        self._manual("manual_backward").backward(loss, options)
+        self._manual("manual_backward").manual_backward(loss, options)
 
     def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> torch.Tensor | None:
         """Clip the gradients of one optimizer, averaged and unscaled; called after the last ``manual_backward`` before its ``step()``.
@@ -250,7 +250,7 @@ class Module(MadeWith, nn.Module):
 
     def _manual(self, method: str) -> Any:
         run, name = self._run, type(self).__name__
-        if run is not None and run.manual is not None:
+        if run is not None and run.manual is not None:  # from on_fit_start on
             return run.manual
         self._refuse_in_own_loop(method)
         if self.automatic_optimization:
@@ -261,7 +261,7 @@ class Module(MadeWith, nn.Module):
         raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
 
     def _refuse_in_own_loop(self, method: str) -> None:
-        if self._run is not None and self._run.own_loop:
+        if self._run is not None and self._run.mode == "session":
             raise TrainingError(
                 f"{type(self).__name__} calls self.{method}, and in a Session backward and steps are your loop's. "
                 "Fix: session.backward(loss) and optimizer.step() in the loop, or geartrain.Trainer"

@@ -22,7 +22,6 @@ from geartrain.hooks.manager import Hooks
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo, state_of
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
-from geartrain.loop.manual import MANUAL
 from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
@@ -154,12 +153,12 @@ def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple
     if command != "fit" or module.automatic_optimization:
         return tuple(parts)
     from geartrain.builtin.precision.manual import ManuallyScaledPrecision
-    from geartrain.loop.manual.plugin import ManualOptimisation  # imported here: automatic optimisation need not pay for them
+    from geartrain.loop.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
 
     same = [LoadedPlugin(part.info, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
     return (
         *same,
-        _core_part(MANUAL, ManualOptimisation(), "automatic_optimization = False"),
+        _core_part("manual_optimisation", ManualOptimisation(), "automatic_optimization = False"),
     )  # last, so that ``run.manual`` exists in every on_run_start
 
 

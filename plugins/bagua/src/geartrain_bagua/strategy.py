@@ -111,9 +111,9 @@ class BaguaStrategy(DDPStrategy):
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
-        if run.own_loop and not self._chosen.averages_gradients:
+        if run.mode == "session" and not self._chosen.averages_gradients:
             raise UsageError(f"{label} cannot follow a Session's own loop. Fix: algorithm='gradient_allreduce', or geartrain.Trainer")
-        if run.command == "fit" and not run.automatic and not self._chosen.averages_gradients:
+        if run.command == "fit" and run.mode == "manual" and not self._chosen.averages_gradients:
             raise UsageError(
                 f"{label} and manual optimisation do not go together: there manual_backward averages gradients over all ranks. "
                 "Fix: algorithm='gradient_allreduce', or automatic_optimization = True"
@@ -137,7 +137,7 @@ class BaguaStrategy(DDPStrategy):
     @hookimpl(wrapper=True)
     def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
         # In manual optimisation core averages in manual_backward, and a Session has begun before this: see reduce_gradients.
-        if run.command == "fit" and run.automatic and not run.own_loop:
+        if run.command == "fit" and run.mode == "automatic":
             self._begin(run)
         return (yield)  # plugins find the weights that this rank trains
 
@@ -216,7 +216,7 @@ class BaguaStrategy(DDPStrategy):
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
         if self._channel is None:
-            if run.own_loop:
+            if run.mode == "session":
                 parameters = list(dict.fromkeys(p for o in run.optimizers for group in o.param_groups for p in group["params"]))
                 average_gradients(run, parameters, [parameter.grad is not None for parameter in parameters])
             return

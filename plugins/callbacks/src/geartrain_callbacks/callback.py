@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, UsageError, World, hookimpl
-from geartrain.plugin_api import IN_STEP, OF_PLUGINS, STATE, nearest, refuse_half_a_state, refuse_misspelt, refuse_unrun
+from geartrain.plugin_api import OF_PLUGINS, STATE, nearest, refuse_half_a_state, refuse_misspelt, refuse_unrun
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -210,8 +210,7 @@ class Adapter:
         """Put the callback's methods in front of the module's own hooks."""
         for name, method in self._methods.items():
             if hasattr(run.module_hooks, name):
-                setattr(run.module_hooks, name, _before(run, name, method, getattr(run.module_hooks, name)))
-        run.module_hooks.in_step |= any(name in self._methods for name in IN_STEP)
+                run.module_hooks.put_before(name, _as_module_hook(run, name, method))
 
     @hookimpl
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -236,18 +235,17 @@ def _overrides(callback: Any, name: str) -> bool:
     return callable(method) and getattr(method, "__func__", method) is not getattr(Callback, name)
 
 
-def _before(run: Run, name: str, method: Callable[..., Any], own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The callback's method, and then what was there: the next callback's, or the module's own."""
+def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a callback's method as a function of what the module's own hook gets."""
     trainer, module, parameters = run.trainer, run.module, inspect.signature(method).parameters.values()
     evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
     full = 6 if name.endswith("_end") else 5
     takes_all = len(parameters) >= full or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any) -> None:
         given = (trainer, module, *arguments)
         if evaluates and takes_all and len(given) < full:
             given = (*given, 0)  # Lightning gives dataloader_idx even where there is one loader
         method(*given)
-        return None if own is None else own(*arguments)
 
     return call

@@ -92,7 +92,7 @@ class DDPStrategy:
         Raises:
             UsageError: a ``fit`` in manual optimisation.
         """
-        if run.command == "fit" and not run.automatic and (by := run.hooks.implementers("reduce_bucket")):
+        if run.command == "fit" and run.mode == "manual" and (by := run.hooks.implementers("reduce_bucket")):
             raise UsageError(
                 f"{by[0].label}: its reduce_bucket would never be called: {type(run.module).__name__}.automatic_optimization is False, "
                 "and manual_backward averages without DDP's buckets. Fix: one without the other"
@@ -128,7 +128,7 @@ class DDPStrategy:
         model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
         # Manual optimisation calls the bare module, and core averages its gradients: DDP would only keep buckets of their size.
-        trains = run.command == "fit" and run.automatic and any(parameter.requires_grad for parameter in model.parameters())
+        trains = run.command == "fit" and run.mode != "manual" and any(parameter.requires_grad for parameter in model.parameters())
         if trains:
             return self.configure_ddp(run, model)
         if run.world.size > 1:

@@ -47,7 +47,7 @@ class DeviceStats:
         self._stop()
         world, nodes = run.world, run.plan.num_nodes
         if world.rank == 0:
-            if run.hooks.log_metrics is None and not run.plan.options.fast_dev_run:
+            if not run.hooks.implementers("log_metrics") and not run.plan.options.fast_dev_run:
                 _warn("device_stats: there is no logger, so nobody will see its figures. Fix: --output DIR, or a logger's plugin")
             if nodes > 1 and run.store is None:
                 _warn(f"device_stats: {run.plan.strategy.label} has no store that every rank reaches, so only node 0's figures are logged")
@@ -109,8 +109,7 @@ def _tell(run: Run, monitor: Monitor) -> None:
         _warn(monitor.notes.popleft())
     if monitor.figures and run.stage != "sanity_check":
         figures = monitor.figures.pop()
-        if run.hooks.log_metrics is not None:
-            run.hooks.log_metrics(run=run, metrics=figures, step=run.step)
+        run.hooks.log_metrics(run=run, metrics=figures, step=run.step)
 
 
 def _warn(text: str) -> None:

@@ -202,7 +202,7 @@ class Gradients:
     def _about_to_step(self, run: Run) -> set[nn.Parameter]:
         """Those whose gradients the step uses: all, and in manual optimisation and in a Session those of the optimizer that steps."""
         own = {parameter for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]}
-        return own if run.manual is not None or run.own_loop else own | set(run.module.parameters())
+        return own if run.mode != "automatic" else own | set(run.module.parameters())
 
     def watch(self, run: Run) -> None:
         """Make units of parameters that are new, and hook those that became trainable."""

@@ -138,7 +138,7 @@ class HorovodStrategy:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        if self._elastic is not None and run.own_loop:
+        if self._elastic is not None and run.mode == "session":
             raise UsageError(f"{run.plan.strategy.label}: elastic=True needs a Trainer, which calls the loop again. Fix: elastic=False")
         return start(run, worker, self.stall_timeout or _TO_MEET, self._elastic)
 
@@ -213,7 +213,7 @@ class HorovodStrategy:
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
         # Gradients stay on this rank until the window's last micro-batch. In manual optimisation and in a Session nobody can tell which
         # backward is the last before a step: there they are sent when the step comes.
-        if not self._reduces or not run.automatic or run.own_loop:
+        if not self._reduces or run.mode != "automatic":
             return _NOTHING
         if self.distributed_optimizer:
             return self.wrapped.early()

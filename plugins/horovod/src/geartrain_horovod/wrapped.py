@@ -57,7 +57,7 @@ class Wrapped:
                 optimizer,
                 named_parameters=[(self._collectives.name(f"optimizer.{name}"), parameter) for name, parameter in named],
                 compression=hvd.Compression.fp16 if how.half else hvd.Compression.none,
-                backward_passes_per_step=self._passes if run.automatic and not run.own_loop else _LATE,
+                backward_passes_per_step=self._passes if run.mode == "automatic" else _LATE,
                 op=hvd.Sum if how.op == "sum" else hvd.Average,
                 gradient_predivide_factor=how.predivide,
                 groups=how.groups,

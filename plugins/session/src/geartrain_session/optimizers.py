@@ -37,7 +37,7 @@ class Stepper:
         #: True if the newest step was taken; a gradient scaler skips those that overflowed.
         self.stepped = True
         #: True if nothing comes before a step.
-        self._plain = run.world.size == 1 and run.hooks.reduce_gradients is None and run.hooks.clip_gradients is None
+        self._plain = run.world.size == 1 and run.hooks.is_default("reduce_gradients") and run.hooks.is_default("clip_gradients")
 
     def reduce(self) -> None:
         """Reduce gradients over ranks and unscale them, as the step will use them. Once a step.
@@ -62,8 +62,7 @@ class Stepper:
                     "model.mark_forward_method(NAME)"
                 )
             self._seen = self._model._calls.reducing
-        if self._hooks.reduce_gradients is not None:
-            self._hooks.reduce_gradients(run=run)
+        self._hooks.reduce_gradients(run=run)
         self._reduced = self._backwards = session_run.backwards
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,8 +90,7 @@ class Stepper:
 
     def _gradients(self) -> None:
         self.reduce()
-        if self._hooks.clip_gradients is not None:
-            self._hooks.clip_gradients(run=self._run)
+        self._hooks.clip_gradients(run=self._run)
 
     def _closure_step(self, closure: Callable[[], Any] | None) -> Any:
         """Step an optimizer that computes the loss itself, several times, as LBFGS does."""

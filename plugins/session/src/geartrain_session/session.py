@@ -182,7 +182,7 @@ class Session(RankProperties):
             command="fit",
             cluster=self.cluster,
             output=self.plan.output,
-            own_loop=True,
+            mode="session",
         )
         try:
             with ExitStack() as around:
@@ -341,10 +341,9 @@ class Session(RankProperties):
             yield
             return
         calls, run = module._calls, module._run
-        micro_step = run.hooks.micro_step
         before, calls.held = calls.held, True
         try:
-            with nullcontext() if micro_step is None else micro_step(run=run, first=False, last=False):
+            with run.hooks.micro_step(run=run, first=False, last=False):
                 yield
         finally:
             calls.held = before

@@ -18,7 +18,6 @@ from geartrain.plugin_api import (
     check_ranks_agree,
     complete,
     count_batches,
-    fire,
     needs_closure,
     scalar,
     share_temporary_folder,
@@ -63,14 +62,14 @@ class SessionRun:
         seed = plan.options.seed
         if seed is not None and run.world.rank:
             seed_everything(seed + run.world.rank)  # the same weights on every rank, but not the same dropout
-        fire(run.hooks.on_run_start, run=run)
+        run.hooks.on_run_start(run=run)
 
     def finish(self) -> None:
         """Report what plugins logged, after a run without an error."""
         self.begin()
         run = self.run
         run.logs.end_epoch()
-        fire(run.hooks.on_run_end, run=run)
+        run.hooks.on_run_end(run=run)
         run.hooks.barrier(run=run)
 
     def release_models(self, run: Run) -> None:
@@ -153,8 +152,7 @@ class SessionRun:
         main.step = done = main.step + 1
         for each in self._runs:
             each.step = done
-        if run.hooks.on_step_end is not None:
-            run.hooks.on_step_end(run=run)
+        run.hooks.on_step_end(run=run)
         if run.should_stop:
             main.should_stop = True
         if done % self._flush_every == 0:
@@ -179,4 +177,4 @@ class SessionRun:
         run.reported.update(values)
         run.logs.logged.update(values)
         if run.world.rank == 0:
-            fire(run.hooks.log_metrics, run=run, metrics=values, step=run.step if step is None else step)
+            run.hooks.log_metrics(run=run, metrics=values, step=run.step if step is None else step)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from geartrain.builtin.precision.precision import SKIPPED, ScaledPrecision
 from geartrain.errors import TrainingError
 from geartrain.hookspecs import hookimpl
-from geartrain.loop.manual.optimisation import changed_since, gradients_now
+from geartrain.loop.manual import changed_since, gradients_now
 from geartrain.loop.optimizers import parameters_of
 from geartrain.loop.run import Run
 

@@ -229,7 +229,7 @@ class ScaledPrecision(MixedPrecision):
         """After a step's last optimizer: count what was skipped, adjust the scale."""
         if self._skipped:
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
-        if self._unscaled and run.own_loop:
+        if self._unscaled and run.mode == "session":
             self._due = True  # with the next backward: other optimizers may step on gradients of this one's
         elif self._unscaled:
             self._scaler.update()

@@ -1,8 +1,7 @@
-"""Manual optimisation: the module's ``training_step`` does backward and steps itself.
+"""Manual optimisation: ``automatic_optimization = False``, and the module's ``training_step`` does backward and steps itself.
 
-Anything but one loss, one backward and a step of every optimizer is manual: the module says ``automatic_optimization = False``. Its
-``training_step`` is then called without the strategy's wrapper, whose backward would wait for parameters that a loss does not use;
-``self.manual_backward`` averages gradients over ranks instead.
+Anything but one loss, one backward and a step of every optimizer is manual. ``training_step`` is then called without the strategy's
+wrapper, whose backward would wait for parameters that a loss does not use; ``self.manual_backward`` averages gradients over ranks instead.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,35 +19,31 @@ from torch.optim import Optimizer
 
 from geartrain import parallel
 from geartrain.errors import TrainingError
-from geartrain.loop.fit import explain_backward
-from geartrain.loop.optimizers import mean_over_ranks, parameters_of
+from geartrain.hookspecs import hookimpl
+from geartrain.loop.fit import backward, end_epoch_early
+from geartrain.loop.optimizers import clip, mean_over_ranks, parameters_of
+from geartrain.loop.run import Run
 
-if TYPE_CHECKING:
-    from geartrain.loop.run import Run
 
+class ManualOptimisation:
+    """The part of a run that owns what differs from automatic optimisation, and what the module's ``manual_backward`` and the like call.
 
-class Manual:
-    """What the module's ``manual_backward``, ``toggle_optimizer`` and the like, and its optimizers' ``step`` and ``zero_grad``, come to
-    in one run.
-
-    The optimizers stay torch's own: their ``step`` and ``zero_grad`` are replaced for the time of the run, so that one that the module
+    The optimizers stay torch's own. During the run their ``step`` and ``zero_grad`` are replaced, so that an optimizer that the module
     keeps under a name of its own goes through the hooks too.
-
-    Raises:
-        TrainingError: several ranks, and nobody who would average their gradients.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    #: A forward of the strategy's would go through its wrapper, and a step of another's would do backward itself.
+    must_own = frozenset({"step", "forward", "clip_gradients"})
+
+    def __init__(self) -> None:
         #: What ``manual_backward`` was given for ``loss.backward``.
         self.options: dict[str, Any] = {}
-        #: The limit and the algorithm of the ``clip_gradients`` that is going on.
-        self.limit: tuple[float, str] | None = None
-        #: How often an optimizer was stepped.
-        self.steps = 0
         #: Called with an optimizer whose gradients were cleared.
         self.on_cleared: Callable[[Optimizer], Any] | None = None
-        self._averages = _core_averages(run)
+        #: The limit and the algorithm of the ``clip_gradients`` that is running.
+        self._limit: tuple[float, str] | None = None
+        #: How often an optimizer was stepped.
+        self._steps = 0
         #: Parameters whose gradients were averaged at some time, and optimizers that were looked at for it.
         self._averaged: set[torch.nn.Parameter] = set()
         self._looked_at: set[Optimizer] = set()
@@ -57,28 +52,72 @@ class Manual:
         #: The optimizer whose own ``step`` is to be called now.
         self._stepping: Optimizer | None = None
         self._toggled: tuple[Optimizer, dict[torch.nn.Parameter, bool]] | None = None
+        self._taken: list[Callable[[], None]] = []
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_run_start(self, run: Run) -> None:
+        run.step_functions, run.manual, self._run = run.unwrapped.calls(run.unwrapped), self, run
+        self._averages = _core_averages(run)
         self._taken = [self._take_over(optimizer) for optimizer in run.optimizers]
+
+    @hookimpl
+    def step(self, run: Run, micro_batches: Sequence[Any]) -> None:
+        hooks, on = run.hooks, run.module_hooks
+        (run.batch,) = micro_batches  # one: accumulate_grad_batches was refused
+        if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
+            end_epoch_early(run)
+        with hooks.micro_step(run=run, first=True, last=True):
+            run.step_output = hooks.forward(run=run, method="training_step", args=(run.batch, run.batch_idx))
+        on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)
+
+    @hookimpl
+    def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
+        return run.step_functions[method](*args)
+
+    @hookimpl
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward(**self.options)  # type: ignore[no-untyped-call]
+
+    @hookimpl
+    def clip_gradients(self, run: Run) -> torch.Tensor | None:
+        return None if self._limit is None else clip(parameters_of(run.optimizers), *self._limit)
+
+    @hookimpl
+    def on_epoch_end(self, run: Run) -> None:
+        if not self._steps and run.world.rank == 0:
+            warnings.warn(
+                f"{type(run.module).__name__}.automatic_optimization is False, and no optimizer was stepped in the first epoch. "
+                "Fix: self.optimizers().step() in training_step, or automatic_optimization = True",
+                stacklevel=2,
+            )
+        self._steps += 1  # to warn once
+
+    @hookimpl
+    def on_run_end(self) -> None:
+        self._release()
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self._release()
 
     # --- backward --------------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+    def manual_backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         run, on = self._run, self._run.module_hooks
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
         owner = run.hooks.owner("backward")
         if options and owner is not None and owner.distribution != "geartrain":
             raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
-        if on.on_before_backward is not None:
-            on.on_before_backward(loss)
+        on.on_before_backward(loss)
         parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._averages else []
         before = gradients_now(parameters)
         self.options = options
         try:
             with self._without_autocast():
-                run.hooks.backward(run=run, loss=loss)
-        except RuntimeError:
-            explain_backward(run, loss)
-            raise
+                backward(run, loss)
         finally:
             self.options = {}
             torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
@@ -87,27 +126,25 @@ class Manual:
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
             self._averaged.update(parallel.average_gradients(run, parameters, changed_since(parameters, before)))
         self._seen.clear()
-        if on.on_after_backward is not None:
-            on.on_after_backward()
+        on.on_after_backward()
 
     # --- clipping and stepping -------------------------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> torch.Tensor | None:
         if algorithm not in ("norm", "value") or isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0:
             raise TrainingError(f"self.clip_gradients: {limit!r}, {algorithm!r}. Fix: a number above 0, and 'norm' or 'value'")
-        self.limit = (float(limit), algorithm)
+        self._limit = (float(limit), algorithm)
         try:
             return self._show(self._known(optimizer))
         finally:
-            self.limit = None
+            self._limit = None
 
     def _show(self, optimizer: Optimizer) -> torch.Tensor | None:
         """Fire the hooks that see gradients before a step, with this optimizer as the run's only one; the norm, if one was clipped."""
         run = self._run
         every, run.optimizers = run.optimizers, [optimizer]
         try:
-            if run.hooks.reduce_gradients is not None:
-                run.hooks.reduce_gradients(run=run)
+            run.hooks.reduce_gradients(run=run)
             norm: torch.Tensor | None = run.hooks.clip_gradients(run=run)
         finally:
             run.optimizers = every
@@ -122,8 +159,7 @@ class Manual:
             if optimizer not in self._seen:
                 self._show(optimizer)
             self._look_for_own_backward(optimizer)
-            if run.module_hooks.on_before_optimizer_step is not None:
-                run.module_hooks.on_before_optimizer_step(optimizer)
+            run.module_hooks.on_before_optimizer_step(optimizer)
 
         def evaluate() -> Any:
             assert closure is not None
@@ -143,7 +179,7 @@ class Manual:
                 self._stepping = before
                 torch.clear_autocast_cache()  # or the next forward in this training_step would use the weights as they were
         self._seen.discard(optimizer)
-        self.steps += 1
+        self._steps += 1
         return losses[0] if losses else None
 
     def _look_for_own_backward(self, optimizer: Optimizer) -> None:
@@ -202,8 +238,7 @@ class Manual:
 
         @wraps(own_zero_grad)
         def zero_grad(self_: Optimizer, *arguments: Any, **more: Any) -> None:
-            if self._run.module_hooks.on_before_zero_grad is not None:
-                self._run.module_hooks.on_before_zero_grad(optimizer)
+            self._run.module_hooks.on_before_zero_grad(optimizer)
             own_zero_grad(*arguments, **more)
             if self.on_cleared is not None:
                 self.on_cleared(optimizer)
@@ -217,7 +252,7 @@ class Manual:
         optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
         return put_back
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Give the optimizers their own methods back, and parameters their ``requires_grad``."""
         while self._taken:
             self._taken.pop()()
