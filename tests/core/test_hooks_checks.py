@@ -7,7 +7,6 @@ import types
 import pytest
 
 from geartrain import UsageError, hookimpl
-from geartrain.hooks.manager import fire
 
 from .contract_fixtures import Doubles, dists as dists, gather, hooks_of, owns, part, strategy
 
@@ -112,7 +111,7 @@ def test_default_of_an_argument_that_the_hook_does_not_have_is_let_be():
         def on_step_end(self, prefix="mine"):
             return prefix
 
-    assert fire(hooks_of(Plugin()).on_step_end, run=None) == ["mine"]
+    assert hooks_of(Plugin()).on_step_end(run=None) == ["mine"]
 
 
 @pytest.mark.parametrize("order", ["tryfirst", "trylast"])

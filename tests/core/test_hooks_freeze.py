@@ -5,7 +5,7 @@ from pluggy import HookCaller
 
 from geartrain import Module, UsageError, hookimpl
 from geartrain.builtin.defaults import Defaults
-from geartrain.hooks.manager import Hooks, fire
+from geartrain.hooks.manager import Hooks
 
 from .contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, strategy
 
@@ -41,15 +41,15 @@ def test_an_all_hook_without_a_wrapper_needs_no_pluggy():
     assert hooks.on_epoch_end(run=None) == before == [3, 1]
 
 
-def test_nothing_to_call_freezes_to_none():
+def test_what_nothing_implements_freezes_to_a_call_that_does_nothing():
     hooks = hooks_of()
     hooks.freeze()
-    assert hooks.on_step_end is None
-    assert hooks.micro_step is hooks.reduce_gradients is hooks.clip_gradients is None
-    assert hooks.barrier is not None
+    assert not isinstance(hooks.on_step_end, HookCaller)
+    assert hooks.on_step_end is hooks.on_epoch_end  # shared
+    assert hooks.on_step_end(run=None) == []
 
 
-def test_does_nothing_counts_only_while_nobody_owns_or_wraps_the_hook():
+def test_is_default_only_while_no_plugin_owns_or_wraps_the_hook():
     class Wraps:
         @hookimpl(wrapper=True)
         def clip_gradients(self):
@@ -57,6 +57,7 @@ def test_does_nothing_counts_only_while_nobody_owns_or_wraps_the_hook():
 
     hooks = hooks_of(strategy(owns("reduced", "reduce_gradients")), Wraps())
     hooks.freeze()
+    assert [hooks.is_default(name) for name in ("micro_step", "reduce_gradients", "clip_gradients")] == [True, False, False]
     assert hooks.reduce_gradients(run=None) == "reduced"
     assert hooks.clip_gradients(run=None) is None
 
@@ -81,7 +82,7 @@ def test_monitor_set_before_the_freeze_hears_every_call_after_it():
     assert all(isinstance(getattr(hooks, name), HookCaller) for name in hooks.names)
     hooks.barrier(run=ALONE)
     hooks.reduce_gradients(run=None)
-    fire(hooks.on_step_end, run=None)
+    hooks.on_step_end(run=None)
     assert seen == ["barrier", "reduce_gradients", "on_step_end"]
 
 
@@ -90,7 +91,7 @@ def test_monitor_taken_off_before_the_freeze_costs_nothing():
     _, stop = watch(hooks)
     stop()
     hooks.freeze()
-    assert hooks.on_step_end is None
+    assert not isinstance(hooks.on_step_end, HookCaller)
 
 
 # --- blame ---------------------------------------------------------------------------------------------------------------

@@ -118,34 +118,10 @@ def test_the_rest_is_what_it_would_have_been(tmp_path, case):
     for path in ("last", files[0], files[-1]):  # after the first epoch, within it, and within or at the end of the last
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(99)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*settings stand")
-            rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
+        rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
         assert_same_end(rest, whole)
         assert_rest(more, lines)
         assert torch.equal(torch.get_rng_state(), after)
-
-
-Cosine = torch.optim.lr_scheduler.CosineAnnealingLR
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "other", "words"),
-    [
-        (None, None, "Adam's lr 0.02 and not 0.5"),
-        (StepLR, StepLR, "Adam's lr 0.02 and not 0.5"),
-        (partial(Cosine, T_max=7), partial(Cosine, T_max=21), "CosineAnnealingLR's T_max 7 and not 21"),
-    ],
-)
-def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, other, words):
-    class Changed(Random):
-        def configure_optimizers(self):
-            optimizer = torch.optim.Adam(self.parameters(), lr=0.5 if scheduler is other else 0.02)
-            return [optimizer], [] if other is None else [{"scheduler": other(optimizer), "interval": "step"}]
-
-    train(tmp_path, epochs=1, module=partial(Random, scheduler), steps=False)
-    with pytest.warns(UserWarning, match=f"last.ckpt has {words}: the checkpoint's settings stand"):
-        train(tmp_path, epochs=2, module=partial(Changed, other), path="last", steps=False)
 
 
 def test_without_a_seed(tmp_path):
@@ -352,7 +328,7 @@ def test_parts_that_came_and_went(tmp_path):
         train(tmp_path, epochs=2, path="last", plugins=[EarlyStopping("val_loss")])
     (text,) = [str(one.message) for one in caught if "state" in str(one.message)]
     assert "it has state of Counts, which this run does not have" in text
-    assert "it has no state of geartrain-callbacks[early_stopping]: begun anew" in text
+    assert "no saved state for geartrain-callbacks[early_stopping], which starts from scratch" in text
 
 
 def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
@@ -362,7 +338,7 @@ def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
 
     with pytest.warns(UserWarning, match=r"Odd: its state_dict\(\) holds pathlib\.\w+Path.*Fix"):
         train(tmp_path, epochs=1, plugins=[Odd()])
-    with pytest.warns(UserWarning, match="it has no state of Odd: begun anew"):
+    with pytest.warns(UserWarning, match="no saved state for Odd, which starts from scratch"):
         train(tmp_path, epochs=2, path="last", plugins=[Odd()])
 
 
@@ -468,7 +444,6 @@ def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
     ("change", "words"),
     [
         (lambda fit: fit.update(format=99), "whose format 99 this version does not know"),
-        (lambda fit: fit.pop("optimizers"), "is not whole: it has no 'optimizers'"),
         (lambda fit: fit["optimizers"][0].update({"class": "SGD"}), "has the optimizers SGD, and configure_optimizers made Adam.*Fix"),
         (lambda fit: fit["optimizers"].append(fit["optimizers"][0]), "has the optimizers Adam, Adam, and configure_optimizers made Adam"),
         (lambda fit: fit["optimizers"][0]["state"]["param_groups"].append({"params": []}), "the state of Adam does not fit"),
@@ -509,10 +484,6 @@ def test_parameters_in_another_order(tmp_path, change, words):
     train(tmp_path, epochs=1, module=Reordered)
     last = tmp_path / "run" / "last.ckpt"
     refused(tmp_path, last, words, TrainingError, module=partial(Reordered, **change))
-    state = torch.load(last, weights_only=True)
-    del state["fit"]["optimizers"][0]["parameters"]  # as in files that were saved before
-    checkpoint_file.write(state, last)
-    train(tmp_path, epochs=2, path="last", module=Reordered)
 
 
 @pytest.mark.parametrize("kind", ["empty", "half", "text", "code"])
@@ -544,8 +515,8 @@ def test_nothing_left_to_do(tmp_path, saved, options, words):
 
 
 def test_an_epoch_that_is_now_shorter(tmp_path, saved):
-    words = "saved after 6 batches of an epoch, which now has 4"
-    refused(tmp_path, step_file(saved, 6), words, UsageError, limit_train_batches=4)
+    words = "saved after 6 batches of an epoch, and the loader has only 4"
+    refused(tmp_path, step_file(saved, 6), words, TrainingError, limit_train_batches=4)
 
 
 def test_ckpt_path_and_checkpoint_contradict_each_other():
@@ -647,16 +618,9 @@ class Lines(IterableDataset):
 
 def test_a_stream_is_read_over_and_says_so(tmp_path):
     whole, _ = train(tmp_path / "whole", train=DataLoader(Lines(), batch_size=4))
-    with pytest.warns(UserWarning, match="DataLoader of Lines cannot be told where to go on: 3 batches are taken"):
+    with pytest.warns(UserWarning, match="DataLoader of Lines cannot be told where to resume: 3 batches are taken"):
         rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 3), train=DataLoader(Lines(), batch_size=4))
     assert_same_end(rest, whole)
-
-
-def test_an_iterator_says_so(tmp_path):
-    batches = [batch for _ in range(3) for batch in loader(28)]
-    train(tmp_path, epochs=1, train=iter(batches), limit_train_batches=7)
-    with pytest.warns(UserWarning, match="is an iterator, which goes on from where it stands"):
-        train(tmp_path, epochs=2, path="last", train=iter(batches), limit_train_batches=7)
 
 
 def test_batches_without_a_length(tmp_path):

@@ -151,7 +151,7 @@ def test_what_is_refused_is_refused_on_every_rank_alike(kept):
 def test_one_became_two(kept):
     _, ranks = kept
     (told,) = ranks[0]["one became two"]["told"]
-    assert "it has no state of Keeps, geartrain-callbacks[model_checkpoint]: begun anew" in told
+    assert "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]" in told
     assert not ranks[1]["one became two"]["told"]
     assert equal(ranks[0]["one became two"]["weights"], ranks[1]["one became two"]["weights"])
     for rank, of in enumerate(ranks):  # 11 steps of the one, then twice 3 of the two
@@ -172,7 +172,7 @@ def test_two_became_one(kept):
             assert all(equal(state, file["fit"]["optimizers"][0]["state"]["state"][index]) for index, state in optimizer.items())
 
     one = one_trainer(max_epochs=4, plugins=[keeps])
-    with pytest.warns(UserWarning, match=r"Keeps keeps a state a rank, of 2 ranks and not 1: begun anew"):
+    with pytest.warns(UserWarning, match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch"):
         one.fit(Looks(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "run" / "last.ckpt")
     assert keeps.seen == list(range(10, 21))  # no rank's
     assert seen.pop("step") == 9
@@ -183,7 +183,7 @@ def test_two_became_one(kept):
 def test_two_became_one_within_an_epoch(kept):
     folder, _ = kept
     one = one_trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks go on with after 4") as caught:
+    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks resume after 4") as caught:
         one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
     assert any("state of Keeps, model_checkpoint, which this run does not have" in str(one.message) for one in caught)
     assert one.global_step == 4 + 7
@@ -193,6 +193,6 @@ def test_two_became_one_at_an_epochs_last_batch(kept):
     """Two ranks have 6 batches each, the last of them padded; one has 11, and no 12."""
     folder, _ = kept
     one = one_trainer(max_epochs=3)
-    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks go on with after 11"):
+    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks resume after 11"):
         one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=6.ckpt")
     assert one.global_step == 6 + 11

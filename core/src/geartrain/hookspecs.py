@@ -354,7 +354,7 @@ def on_epoch_start(run: Run) -> None:
 def on_step_end(run: Run) -> None:
     """An optimizer step is done; ``run.step`` counts it. In manual optimisation it counts batches.
 
-    Fired: once a step. This is the hot path: with no implementation it costs a ``None`` check.
+    Fired: once a step. This is the hot path: without an implementation it is one call of a function that does nothing.
     """
 
 

@@ -1,6 +1,8 @@
 """What a checkpoint holds under ``"fit"``: all that a ``fit`` needs, beside the weights, to resume as if it had not stopped.
 
-:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and :meth:`Resumed.skip` put it back. Rank 0 writes one file. Weights, optimizers and schedulers in it are rank 0's: a strategy whose ranks differ in them keeps its own in
+:func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and :meth:`Resumed.skip` put it back.
+
+Rank 0 writes one file. Weights, optimizers and schedulers in it are rank 0's: a strategy whose ranks differ in them keeps its own in
 ``state_dict()``, which is loaded last, on each rank its own. What else differs from rank to rank (state of parts, random generators,
 metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that every strategy has.
 """
@@ -140,7 +142,7 @@ def _named(thing: Any) -> dict[str, Any]:
 
 
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order, by which its state knows them; ``""`` for one that is not the module's."""
+    """Return the names of an optimizer's parameters, by whose order its state knows them; ``""`` for one that is not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
     return [named.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -270,14 +272,11 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
     loader = run.loaders["train"][0]
-    if (
-        run.world.rank == 0
-        and batch_idx
-        and (isinstance(loader, Iterator) or isinstance(getattr(loader, "dataset", None), IterableDataset))
-    ):
+    replays = not isinstance(loader, Iterator) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if batch_idx and not replays and run.world.rank == 0:
         warnings.warn(
-            f"{describe(loader)} cannot be told where to resume: {batch_idx} batches are taken from it and thrown away. They are those that "
-            "were trained on only if it gives the same again",
+            f"{describe(loader)} cannot be told where to resume: {batch_idx} batches are taken from it and thrown away. "
+            "They are those that were trained on only if it gives the same again",
             stacklevel=2,
         )
 

@@ -180,8 +180,11 @@ def _wants_closure(optimizer: Optimizer) -> bool:
 
 
 def step_schedules(run: Run, interval: str, count: int) -> None:
-    """Step the schedulers of one interval; ``count`` steps or epochs are done. Those that judge a metric wait for :func:`step_plateaus`."""
-    for schedule in run.schedulers:
+    """Step the schedulers of one interval; ``count`` steps or epochs are done. Those that judge a metric wait for :func:`step_plateaus`.
+
+    In manual optimisation the module steps them.
+    """
+    for schedule in run.schedulers if run.mode == "automatic" else ():
         if schedule.interval != interval or count % schedule.frequency or schedule.count == count:  # of an epoch it is called twice
             continue
         schedule.count = count
@@ -200,7 +203,7 @@ def step_plateaus(run: Run, ends: str = "") -> None:
     Raises:
         UsageError: the monitored metric of a strict one was never logged.
     """
-    for schedule in run.schedulers:
+    for schedule in run.schedulers if run.mode == "automatic" else ():
         if not schedule.due or (schedule.interval == "epoch" and ends != "epoch") or (not ends and schedule.due != run.step):
             continue
         value, when, known = run.logs.newest(str(schedule.monitor))
