@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import DataModule, Module, Trainer, hookspecs
-from geartrain.plugin_api import NOT_CALLED
-from geartrain_port.names import OF_TRAINER_CALL
+from geartrain_port.names import NOT_CALLED, OF_TRAINER_CALL
 
 DOCS = Path(__file__).parent
 

@@ -68,8 +68,6 @@ if TYPE_CHECKING:
         read_optimizers as read_optimizers,
     )
     from geartrain.loop.step_forwarder import (
-        NOT_CALLED as NOT_CALLED,
-        NOT_CALLED_OF_DATA as NOT_CALLED_OF_DATA,
         STEPS as STEPS,
         ModuleHooks as ModuleHooks,
         StepForwarder as StepForwarder,
@@ -133,7 +131,7 @@ _NAMES = {
     "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
-    "geartrain.loop.step_forwarder": ("ModuleHooks NOT_CALLED NOT_CALLED_OF_DATA STEPS StepForwarder check_data check_module refuse_unrun"),
+    "geartrain.loop.step_forwarder": ("ModuleHooks STEPS StepForwarder check_data check_module refuse_unrun"),
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
     "geartrain.metrics": "reductions",
     "geartrain.metrics.store": "MetricStore check_name scalar",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from geartrain.errors import TrainingError, UsageError
+from geartrain.errors.hints import hint
 from geartrain.hooks.spelling import DATA, MODULE, on_methods, refuse_misspelt
 from geartrain.module.module import DataModule, Module, overridden
 from geartrain.module.nested import map_tensors
@@ -21,52 +22,19 @@ if TYPE_CHECKING:
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-#: Methods of Lightning's module that geartrain would never call -> what to do instead.
-NOT_CALLED = {
-    "optimizer_step": "a plugin's optimizer_step hook",
-    "optimizer_zero_grad": "on_before_zero_grad",
-    "lr_scheduler_step": "a plugin's on_step_end hook",
-    "backward": "a plugin's backward hook",
-    "configure_gradient_clipping": "a plugin's clip_gradients hook",
-    "clip_gradients": "a plugin's clip_gradients hook",
-    "configure_callbacks": "Trainer(plugins=[...])",
-    "configure_sharded_model": "__init__",
-    "configure_model": "__init__",
-    "on_train_dataloader": "train_dataloader",
-    "on_val_dataloader": "val_dataloader",
-    "on_test_dataloader": "test_dataloader",
-    "on_predict_dataloader": "predict_dataloader",
-    "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "on_post_move_to_device": "on_fit_start, or tensors that share one Parameter from __init__ on",
-    "on_validation_model_zero_grad": "on_validation_start",
-    "on_validation_model_eval": "on_validation_start",
-    "on_validation_model_train": "on_validation_end",
-    "on_test_model_eval": "on_test_start",
-    "on_test_model_train": "on_test_end",
-    "on_predict_model_eval": "on_predict_start",
-    "log_grad_norm": "Trainer(plugins=['norms'])",
-    "tbptt_split_batch": "splitting the sequence in training_step",
-    "predict_step_end": "predict_step",
-    "predict_epoch_end": "what Trainer.predict returns",
+_ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
+#: Methods of other frameworks' modules that geartrain would never call; the vocabularies of ``geartrain.hints`` say what to write instead.
+NOT_CALLED = _ON_LOADERS | {
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping", "clip_gradients"),
+    *("configure_callbacks", "configure_sharded_model", "configure_model", "on_post_move_to_device", "log_grad_norm"),
+    *("on_epoch_start", "on_epoch_end", "on_pretrain_routine_start", "on_pretrain_routine_end", "on_validation_model_zero_grad"),
+    *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *("tbptt_split_batch", "predict_step_end", "predict_epoch_end"),
 }
-
-#: Methods of Lightning's data module that geartrain would never call -> what to do instead.
-NOT_CALLED_OF_DATA = {
-    "transfer_batch_to_device": "the same method of the module",
-    "on_before_batch_transfer": "the same method of the module",
-    "on_after_batch_transfer": "the same method of the module",
-    "state_dict": "on_save_checkpoint of the module, or state_dict of a callback",
-    "load_state_dict": "on_load_checkpoint of the module, or load_state_dict of a callback",
-    "on_save_checkpoint": "on_save_checkpoint of the module",
-    "on_load_checkpoint": "on_load_checkpoint of the module",
-    "on_exception": "on_exception of a callback",
-    "on_train_dataloader": "train_dataloader",
-    "on_val_dataloader": "val_dataloader",
-    "on_test_dataloader": "test_dataloader",
-    "on_predict_dataloader": "predict_dataloader",
+#: The same of their data modules.
+NOT_CALLED_OF_DATA = _ON_LOADERS | {
+    *("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+    *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_exception"),
 }
 
 
@@ -185,7 +153,7 @@ def check_module(module: Any, command: str) -> None:
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
         raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
-    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - NOT_CALLED.keys(), ["automatic_optimization"], Module)
+    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - NOT_CALLED, ["automatic_optimization"], Module)
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
@@ -194,10 +162,9 @@ def check_module(module: Any, command: str) -> None:
     for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
-    for method, instead in NOT_CALLED.items():
-        # What Module has itself is for manual optimisation: there a subclass may change what it calls.
-        if hasattr(cls, method) and not (hasattr(Module, method) and (not module.automatic_optimization or not overridden(module, method))):
-            raise UsageError(f"{cls.__name__}.{method} would never be called. Use instead: {instead}")
+    # What Module has itself is for manual optimisation: there a subclass may change what it calls.
+    own = {method for method in vars(Module) if not module.automatic_optimization or not overridden(module, method)}
+    _refuse_not_called(cls, "Module", NOT_CALLED - own)
 
 
 #: Arguments that Lightning gives a step, or gave it once -> what to do instead.
@@ -315,6 +282,13 @@ def check_data(data: Any) -> None:
         if not callable(getattr(data, name)):
             raise UsageError(f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out")
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
-    for method, instead in NOT_CALLED_OF_DATA.items():
-        if hasattr(type(data), method):
-            raise UsageError(f"{type(data).__name__}.{method} would never be called. Use instead: {instead}")
+    _refuse_not_called(type(data), "DataModule", NOT_CALLED_OF_DATA)
+
+
+def _refuse_not_called(cls: type, base: str, methods: Iterable[str]) -> None:
+    for method in sorted(methods):
+        if hasattr(cls, method):
+            instead = hint(f"method of {base}", method)
+            raise UsageError(
+                f"{cls.__name__}.{method} would never be called. " + (f"Use instead: {instead}" if instead else "Fix: take it out")
+            )

@@ -306,9 +306,60 @@ OF_OTHERS = {
     ),
 }
 
+#: Methods of Lightning's module that geartrain would never call -> what to do instead.
+NOT_CALLED = {
+    "optimizer_step": "a plugin's optimizer_step hook",
+    "optimizer_zero_grad": "on_before_zero_grad",
+    "lr_scheduler_step": "a plugin's on_step_end hook",
+    "backward": "a plugin's backward hook",
+    "configure_gradient_clipping": "a plugin's clip_gradients hook",
+    "clip_gradients": "a plugin's clip_gradients hook",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_sharded_model": "__init__",
+    "configure_model": "__init__",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_post_move_to_device": "on_fit_start, or tensors that share one Parameter from __init__ on",
+    "on_validation_model_zero_grad": "on_validation_start",
+    "on_validation_model_eval": "on_validation_start",
+    "on_validation_model_train": "on_validation_end",
+    "on_test_model_eval": "on_test_start",
+    "on_test_model_train": "on_test_end",
+    "on_predict_model_eval": "on_predict_start",
+    "on_predict_model_train": "on_predict_end",
+    "log_grad_norm": "Trainer(plugins=['norms'])",
+    "tbptt_split_batch": "splitting the sequence in training_step",
+    "predict_step_end": "predict_step",
+    "predict_epoch_end": "what Trainer.predict returns",
+}
+
+#: Methods of Lightning's data module that geartrain would never call -> what to do instead.
+NOT_CALLED_OF_DATA = {
+    "transfer_batch_to_device": "the same method of the module",
+    "on_before_batch_transfer": "the same method of the module",
+    "on_after_batch_transfer": "the same method of the module",
+    "state_dict": "on_save_checkpoint of the module, or state_dict of a callback",
+    "load_state_dict": "on_load_checkpoint of the module, or load_state_dict of a callback",
+    "on_save_checkpoint": "on_save_checkpoint of the module",
+    "on_load_checkpoint": "on_load_checkpoint of the module",
+    "on_exception": "on_exception of a callback",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+}
+
 _BY_OWNER = {
     "method": OF_OTHERS,
     "Module": MEMBERS,
+    "method of Module": NOT_CALLED,
+    "method of DataModule": NOT_CALLED_OF_DATA,
     "Trainer": OF_TRAINER,
     "Session": OF_FABRIC,
     "Trainer()": OF_TRAINER_CALL,

@@ -9,12 +9,11 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
-from geartrain.plugin_api import NOT_CALLED, NOT_CALLED_OF_DATA
 from geartrain_port import names
 from geartrain_port.result import Todo
 
 #: Base class here -> its methods that would never be called.
-_METHODS = {"Module": NOT_CALLED, "DataModule": NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}
+_METHODS = {"Module": names.NOT_CALLED, "DataModule": names.NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}
 
 
 class Survey(cst.CSTVisitor):
