@@ -97,7 +97,7 @@ def test_set_up_goes_in_the_order_of_the_contract_and_teardown_backwards():
 def test_what_the_owners_return_is_what_trains():
     one = trainer(strategy=Strategy())
     one.fit(EvalNet(), loader(), loader())
-    assert one.global_step == one.run.optimizers[0].steps == len(one.run.loaders["train"][0]) == 2
+    assert one.global_step == one.run.optimizers[0].steps == len(one.run.stages["train"].loaders[0]) == 2
     # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have unequal numbers of batches.
     assert one.run.model.calls == ["training_step"] * 2
 
@@ -111,7 +111,7 @@ def test_by_default_model_optimizer_and_loader_are_the_users_own():
     net, batches, one = Keeps(), loader(), trainer()
     one.fit(net, batches)
     assert one.run.optimizers == [net.optimizer]
-    assert one.run.loaders["train"] == [batches]
+    assert one.run.stages["train"].loaders == [batches]
     assert one.run.model.module is net
     assert one.run.world == World(rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import Layout, Plan, TrainingError, UsageError, hookimpl
+from geartrain.loop.run import Stage
 from geartrain.module.nested import map_tensors
 from geartrain_cuda import CUDAAccelerator
 from geartrain_cuda.batches import Prefetcher
@@ -381,7 +382,7 @@ def test_batches_are_pinned_however_far_ahead(monkeypatch, cuda, pin_memory, pre
     GPU(monkeypatch)
     accelerator, run = CUDAAccelerator(pin_memory=pin_memory, prefetch=prefetch), run_of((1,))
     accelerator.setup_device(run, 0)
-    run.module, run.batches, run.step = Net(), {"train": [None]}, 0
+    run.module, run.stages, run.step = Net(), {"train": Stage(batches=[None])}, 0
     run.plan.options.max_steps, run.stage = -1, "train"
     batches = [Batch(), Batch()]
     assert list(accelerator.device_batches(run, iter(batches), "train")) == ["moved", "moved"]

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import geartrain as gt
+from geartrain.loop.run import Stage
 from geartrain_cuda.batches import Prefetcher, most, pinned, stays
 
 from .fake_streams import GPU, CPUBatch, Race
@@ -32,7 +33,7 @@ class Plain(gt.Module):
 def make_run(module=None, batches=None, *, stage="train", run_stage=None, index=0, max_steps=-1, accumulate=1, sanity=2, step=0):
     options = SimpleNamespace(max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity)
     run = SimpleNamespace(plan=SimpleNamespace(options=options), module=module or Plain(), stage=run_stage or stage, device=DEVICE)
-    run.batches, run.dataloader_idx, run.step = {stage: batches or [None]}, index, step
+    run.stages, run.dataloader_idx, run.step = {stage: Stage(batches=batches or [None])}, index, step
     run.to_device = lambda batch: run.module.transfer_batch_to_device(batch, DEVICE, index)
     return run
 

@@ -111,7 +111,7 @@ def test_what_stands_for_a_property_can_be_evaluated():
     texts = [text[1:-1] for _, kind, text, _ in section("Trainer's properties") if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)]
     texts = [text for text in texts if text.startswith(("trainer.", "len(", "batch_idx"))]
     assert len(texts) > 15
-    evaluates = [text for text in texts if "run.batches" not in text]
+    evaluates = [text for text in texts if "run.stages" not in text]
     trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, callbacks=[Watch(evaluates)])
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
 

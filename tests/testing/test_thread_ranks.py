@@ -140,7 +140,9 @@ def test_loader_workers_may_be_forked_by_each_rank():
     same.fit(Net(), DataLoader(samples(16), batch_size=2))
     assert trainer.callback_metrics == same.callback_metrics
     assert all(
-        loader._iterator is None or not loader._iterator._workers[0].is_alive() for run in strategy.runs for loader in run.loaders["train"]
+        loader._iterator is None or not loader._iterator._workers[0].is_alive()
+        for run in strategy.runs
+        for loader in run.stages["train"].loaders
     )
 
 

@@ -345,7 +345,7 @@ class Trainer(RankProperties):
         return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
-        count = len(self.run.batches[stage])
+        count = len(self.run.stages[stage].batches)
         if count == 1:
             return [metrics]
         suffix = "/dataloader_idx_"
@@ -424,7 +424,7 @@ class Trainer(RankProperties):
     @property
     def num_training_batches(self) -> int | float:
         """Batches in one epoch; infinity if the loader has no length."""
-        total = self.run.batches["train"][0]
+        total = self.run.stages["train"].batches[0]
         return float("inf") if total is None else total
 
     @property

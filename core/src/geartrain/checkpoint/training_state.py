@@ -70,7 +70,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "optimizers": [{**_named(optimizer), "parameters": parameter_names(run, optimizer)} for optimizer in run.optimizers],
         "schedulers": [{**_named(schedule.scheduler), "progress": schedule.progress()} for schedule in run.schedulers],
         "parts": shared,
-        "seeds": {stage: [order_seeds(loader) for loader in loaders] for stage, loaders in run.loaders.items()},
+        "seeds": {name: [order_seeds(loader) for loader in stage.loaders] for name, stage in run.stages.items()},
         "ranks": _from_all_ranks(run, mine),
     }
 
@@ -182,8 +182,7 @@ class Resumed:
         run.batch_idx = sum(1 for _ in islice(batches, self.batch_idx))
         if run.batch_idx < self.batch_idx:
             raise TrainingError(
-                f"the checkpoint was saved after {self.batch_idx} batches of an epoch, and the loader has only {run.batch_idx}. "
-                "Fix: the same data and batch size"
+                f"the checkpoint was saved after {self.batch_idx} batches of an epoch, and the loader has only {run.batch_idx}"
             )
         if self.rank.get("random") is not None:
             set_random(run, self.rank["random"])
@@ -231,6 +230,11 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
         if end != -1 and done >= end:
             unit = name.removeprefix("max_")
             raise UsageError(f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}")
+    total = run.stages["train"].batches[0]
+    if len(fit["ranks"]) == run.world.size and total is not None and fit["batch_idx"] > total:
+        raise UsageError(
+            f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has {total}. Fix: the same data and batch size"
+        )
     _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
     _refuse_others("scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path)
 
@@ -259,8 +263,8 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
         if saved["state"] is not None:
             with _named_in_errors(path, type(schedule.scheduler).__name__):
                 schedule.scheduler.load_state_dict(saved["state"])
-    for stage, seeds in fit["seeds"].items():
-        for loader, seed in zip(run.loaders.get(stage, ()), seeds, strict=False):
+    for name, stage in run.stages.items():
+        for loader, seed in zip(stage.loaders, fit["seeds"].get(name, ()), strict=False):
             set_order_seeds(loader, seed)
     run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
     mine = _of_this_rank(run, fit)
@@ -271,7 +275,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     batch_idx = _batches_in_this_world(run, fit)
     run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
-    loader = run.loaders["train"][0]
+    loader = run.stages["train"].loaders[0]
     replays = not isinstance(loader, Iterator) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
     if batch_idx and not replays and run.world.rank == 0:
         warnings.warn(
@@ -338,7 +342,7 @@ def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
     before, now, done = len(fit["ranks"]), run.world.size, int(fit["batch_idx"])
     if before == now:
         return done
-    total = run.batches["train"][0]
+    total = run.stages["train"].batches[0]
     batches = done * before // now
     batches = batches if total is None else min(batches, total)  # shards are padded: the smaller world's epoch may be shorter
     if done and run.world.rank == 0:
@@ -372,7 +376,7 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) 
 
 
 def _loaders(run: Run) -> list[Any]:
-    return [loader for stage in ("train", "validate") for loader in run.loaders.get(stage, ())]
+    return [loader for name in ("train", "validate") for loader in run.stages[name].loaders]
 
 
 def random_now(run: Run) -> dict[str, Any]:

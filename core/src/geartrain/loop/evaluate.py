@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
     from geartrain.loop.run import Run
 
-#: stage -> (the step method, the prefix of the module's own hooks, where the loaders are).
-_STAGES = {
-    "validate": ("validation_step", "validation", "validate"),
-    "sanity_check": ("validation_step", "validation", "validate"),
-    "test": ("test_step", "test", "test"),
-    "predict": ("predict_step", "predict", "predict"),
-}
+#: Stage -> how its step and its hooks of the module begin.
+_PREFIX = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
 
 
 def evaluate(run: Run, stage: str) -> Any:
@@ -35,7 +30,7 @@ def evaluate(run: Run, stage: str) -> Any:
         For ``"predict"`` each batch's output on the CPU, of all ranks (a list of such lists if there are several loaders); otherwise
         the metrics by name.
     """
-    (method, prefix, loaders), on = _STAGES[stage], run.module_hooks
+    prefix, on = _PREFIX[stage], run.module_hooks
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
@@ -43,9 +38,9 @@ def evaluate(run: Run, stage: str) -> Any:
             run.hooks.on_validation_start(run=run)
             getattr(on, f"on_{prefix}_start")()
             getattr(on, f"on_{prefix}_epoch_start")()
-            outputs = [_one_loader(run, index, method, prefix, loaders) for index in range(len(run.loaders[loaders]))]
+            outputs = [_one_loader(run, index, prefix) for index in range(len(run.current_stage.loaders))]
             if stage == "predict" and run.world.size > 1:
-                outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.loaders[loaders], strict=True)]
+                outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
             if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
                 run.logs.refresh_epoch()
@@ -69,25 +64,26 @@ def broadcast_buffers(run: Run) -> None:
         buffer.copy_(first)
 
 
-def _one_loader(run: Run, index: int, method: str, prefix: str, loaders: str) -> list[Any]:
-    options, hooks, on = run.plan.options, run.hooks, run.module_hooks
-    run.dataloader_idx, loader = index, run.loaders[loaders][index]
-    limit, rounds = run.batches[loaders][index], run.max_batches[loaders][index]
+def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
+    """Make one pass over a loader. Return the outputs of its steps, if anything wants them."""
+    options, hooks, on, stage = run.plan.options, run.hooks, run.module_hooks, run.current_stage
+    run.dataloader_idx, loader = index, stage.loaders[index]
+    limit, rounds = stage.batches[index], stage.max_batches[index]
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
         limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
         rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
-    more = (index,) if len(run.loaders[loaders]) > 1 else ()
+    more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
-    batches = hooks.device_batches(run=run, loader=loader, stage=loaders)
-    turns = until_all_ranks_are_done(run, batches, limit) if run.lengths_unknown[loaders] else repeated(batches, limit, rounds)
+    batches = hooks.device_batches(run=run, loader=loader, stage="validate" if run.stage == "sanity_check" else run.stage)
+    turns = until_all_ranks_are_done(run, batches, limit) if stage.lengths_unknown else repeated(batches, limit, rounds)
     try:
         for batch_idx, (batch, again) in enumerate(turns):
             run.batch, run.repeating = batch, again
             with _thrown_away(run) if run.repeating else nullcontext():
                 starts(batch, batch_idx, *more)
-                output = hooks.forward(run=run, method=method, args=(batch, batch_idx, *more))
+                output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
                 ends(output, batch, batch_idx, *more)
             if keeps and not run.repeating:
                 outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)

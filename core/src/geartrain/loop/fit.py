@@ -146,7 +146,7 @@ def fit(run: Run) -> None:
     """Train until ``max_epochs``, ``max_steps`` or ``should_stop``."""
     on, options = run.module_hooks, run.plan.options
     on.on_fit_start()
-    if run.resumed is None and run.loaders.get("validate") and options.num_sanity_val_steps:
+    if run.resumed is None and run.stages["validate"].loaders and options.num_sanity_val_steps:
         on.on_sanity_check_start()
         evaluate(run, "sanity_check")
         on.on_sanity_check_end()
@@ -166,7 +166,7 @@ def epoch(run: Run) -> None:
     hooks, on = run.hooks, run.module_hooks
     run.batch_idx, on.outputs, run.logs.open = 0, [], True
     begin_epoch(run)
-    set_epoch(run.loaders["train"][0], run.epoch)
+    set_epoch(run.stages["train"].loaders[0], run.epoch)
     hooks.on_epoch_start(run=run)
     on.on_train_epoch_start()
     _train_batches(run)
@@ -188,11 +188,11 @@ def epoch(run: Run) -> None:
 
 def _train_batches(run: Run) -> None:
     """Make one pass over the training loader, with the validations that are due inside it."""
-    hooks, loader, limit, ended = run.hooks, run.loaders["train"][0], run.batches["train"][0], False
+    hooks, loader, limit, ended = run.hooks, run.stages["train"].loaders[0], run.stages["train"].batches[0], False
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches: Iterator[Any] = islice(device_batches, limit)
-    if run.lengths_unknown["train"]:
+    if run.stages["train"].lengths_unknown:
         batches = until_first_rank_is_done(run, batches)
     try:
         if run.resumed is not None and run.resumed.batch_idx:  # the run resumes within this epoch
@@ -237,7 +237,7 @@ def _ends_after(run: Run, taken: int, every: int | None) -> bool:
     done = run.batch_idx + (run.batches_seen if options.check_val_every_n_epoch is None else 0)
     validates = every is not None and done // every > (done - taken) // every
     if validates:
-        if run.batch_idx == run.batches["train"][0]:
+        if run.batch_idx == run.stages["train"].batches[0]:
             _step_epoch_schedules(run)
         _validate(run)
     step_plateaus(run, "validation" if validates else "")
@@ -289,7 +289,7 @@ def _validates_after_epoch(run: Run) -> bool:
 
 def _epoch_is_due(run: Run) -> bool:
     every = run.plan.options.check_val_every_n_epoch
-    return bool(run.loaders.get("validate")) and (every is None or (run.epoch + 1) % every == 0)
+    return bool(run.stages["validate"].loaders) and (every is None or (run.epoch + 1) % every == 0)
 
 
 def _validation_interval(run: Run) -> int | None:
@@ -298,7 +298,7 @@ def _validation_interval(run: Run) -> int | None:
     Raises:
         UsageError: an interval that no epoch reaches, or a fraction of a loader without length.
     """
-    interval, total = run.plan.options.val_check_interval, run.batches["train"][0]
+    interval, total = run.plan.options.val_check_interval, run.stages["train"].batches[0]
     if not _epoch_is_due(run) or _validates_after_epoch(run):
         return None
     if isinstance(interval, float):

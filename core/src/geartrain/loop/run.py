@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,23 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     node_rank: int = 0
+
+
+@dataclass(slots=True)
+class Stage:
+    """The loaders of one stage, and for each of them how many batches are used."""
+
+    #: After ``shard_dataloader``.
+    loaders: list[Iterable[Any]] = field(default_factory=list)
+    #: Batches of one pass on this rank, after limits; ``None`` if a loader has no length.
+    batches: list[int | None] = field(default_factory=list)
+    #: The most batches that any rank has: so many times every rank calls the step in evaluation.
+    max_batches: list[int | None] = field(default_factory=list)
+    #: True if ranks must agree at each batch whether another follows: some rank's loader cannot tell its length.
+    lengths_unknown: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)  # loaders stay in their process
 
 
 @dataclass(slots=True, eq=False)
@@ -96,14 +114,8 @@ class Run:
     logs: MetricStore = field(init=False)
     #: The module's own hooks that are overridden, each a bound method or ``None``.
     module_hooks: ModuleHooks = field(init=False)
-    #: Loaders by stage, after ``shard_dataloader``.
-    loaders: dict[str, list[Iterable[Any]]] = field(default_factory=dict)
-    #: Batches of one pass over each loader by stage, after limits; ``None`` where a loader has no length.
-    batches: dict[str, list[int | None]] = field(default_factory=dict)
-    #: The most batches that any rank has, by stage: so many times every rank calls the step in evaluation.
-    max_batches: dict[str, list[int | None]] = field(default_factory=dict)
-    #: Whether ranks must agree at each batch whether there is another, by stage: some rank's loader cannot tell its length.
-    lengths_unknown: dict[str, bool] = field(default_factory=dict)
+    #: By name, ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; empty if the command does not need its loaders.
+    stages: dict[str, Stage] = field(default_factory=lambda: defaultdict(Stage))
     #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
     #: Where the random generators stood as the running epoch began.
@@ -140,6 +152,11 @@ class Run:
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
         self.cluster = cluster
+
+    @property
+    def current_stage(self) -> Stage:
+        """The loaders of what runs now; a sanity check reads those to validate."""
+        return self.stages["validate" if self.stage == "sanity_check" else self.stage]
 
     @property
     def metrics(self) -> dict[str, float]:

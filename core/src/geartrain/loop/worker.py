@@ -26,7 +26,7 @@ from geartrain.launch.reports import leave, report
 from geartrain.loop import fit as loop
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.optimizers import needs_closure, read_optimizers
-from geartrain.loop.run import Run, World
+from geartrain.loop.run import Run, Stage, World
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
@@ -156,11 +156,10 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
             )
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
-        run.loaders[stage] = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
-        share_temporary_folder(run.loaders[stage])
-        run.batches[stage] = [_count(loader, limit, stage) for loader in run.loaders[stage]]
-        _agree_on_rounds(run, stage)
-    size = loader_batch_size(run.loaders["train"][0]) if run.command == "fit" else None
+        loaders = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
+        share_temporary_folder(loaders)
+        run.stages[stage] = _count_batches(run, stage, loaders, [_count(loader, limit, stage) for loader in loaders])
+    size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
     if size is not None:  # the plan had what the user's loader or data module said before it started
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
@@ -174,26 +173,24 @@ def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int 
     return None if total is None else len(range(dealer.rank, total, dealer.size))
 
 
-def _agree_on_rounds(run: Run, stage: str) -> None:
-    """Every rank must know how many batches the longest has; in training all must have equally many.
+def _count_batches(run: Run, name: str, loaders: list[Iterable[Any]], mine: list[int | None]) -> Stage:
+    """Learn how many batches the longest rank has in each loader; in training all must have equally many.
 
     Raises:
         TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
     """
-    mine = run.batches[stage]
-    run.max_batches[stage], run.lengths_unknown[stage] = mine, False
     if run.world.size == 1 or not mine:
-        return
-    sure = all(map(is_sure, run.loaders[stage]))
-    numbers = [sure, *(-1 if n is None else n for n in mine)]
+        return Stage(loaders, mine, mine)
+    numbers = [all(map(is_sure, loaders)), *(-1 if n is None else n for n in mine)]
     table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
-    run.lengths_unknown[stage] = not table[:, 0].all()
-    if stage == "train" and not run.lengths_unknown[stage] and bool((table != table[0]).any()):
+    lengths_unknown = not table[:, 0].all()
+    if name == "train" and not lengths_unknown and bool((table != table[0]).any()):
         raise TrainingError(
             f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
             "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
         )
-    run.max_batches[stage] = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
+    most = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
+    return Stage(loaders, mine, most, lengths_unknown)
 
 
 def _set_up_model(run: Run, start: Start) -> None:
@@ -239,7 +236,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     for owner in owners:
         if run.module._run is run:
             _guard(failures, partial(owner.teardown, run.command))
-    for loader in chain.from_iterable(run.loaders.values()):
+    for loader in chain.from_iterable(stage.loaders for stage in run.stages.values()):
         _guard(failures, partial(end_workers, loader))
     if run.world.size > 1:
         # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while

@@ -78,9 +78,8 @@ class MetricStore:
         self._run = run
         self._metrics: dict[str, _Metric] = {}
         self._sized: tuple[Any, int] = (None, 1)
-        #: By stage and loader; and the one that was asked last, with its loader's number.
+        #: By stage and loader.
         self._sizers: dict[tuple[str, int], BatchSizer] = {}
-        self._sizer: tuple[BatchSizer | None, int] = (None, 0)
         #: Newest values of the metrics marked ``prog_bar``.
         self.prog_bar: dict[str, float] = {}
         #: Newest values of the metrics handed to loggers.
@@ -151,8 +150,7 @@ class MetricStore:
         run = self._run
         if run.batch is None or run.stage == "train":
             return name
-        loaders = run.loaders.get("validate" if run.stage == "sanity_check" else run.stage, ())
-        return f"{name}/dataloader_idx_{run.dataloader_idx}" if len(loaders) > 1 else name
+        return f"{name}/dataloader_idx_{run.dataloader_idx}" if len(run.current_stage.loaders) > 1 else name
 
     def _check(self, name: str, asked: tuple[Any, ...]) -> _Metric:
         """The metric of this name, which is made where there is none, after a look at everything that was asked for."""
@@ -211,22 +209,16 @@ class MetricStore:
         metric.source = value
 
     def _size(self, batch: Any) -> int:
-        """A batch's weight in a mean. It is found once, however many metrics are logged of it."""
-        sizer, index = self._sizer
-        if sizer is None or index != self._run.dataloader_idx:
-            sizer = self._find_sizer()
+        """Return a batch's weight in a mean. It is found once, however many metrics are logged of the batch."""
+        run = self._run
+        sizer = self._sizers.get((run.stage, run.dataloader_idx))
+        if sizer is None:
+            # In a Session what is logged belongs to no batch.
+            loader = None if run.mode == "session" else run.current_stage.loaders[run.dataloader_idx]
+            sizer = self._sizers[run.stage, run.dataloader_idx] = BatchSizer(loader, run.world.rank == 0)
         size = 1 if batch is None else sizer.size(batch) or 1
         self._sized = (batch, size)
         return size
-
-    def _find_sizer(self) -> BatchSizer:
-        run, index = self._run, self._run.dataloader_idx
-        stage = "validate" if run.stage == "sanity_check" else run.stage
-        if (stage, index) not in self._sizers:
-            loader = None if run.mode == "session" else run.loaders[stage][index]  # in a Session what is logged belongs to no batch
-            self._sizers[stage, index] = BatchSizer(loader, run.world.rank == 0)
-        self._sizer = (self._sizers[stage, index], index)
-        return self._sizers[stage, index]
 
     # --- flushes ---------------------------------------------------------------------------------------------------------
 
@@ -277,7 +269,8 @@ class MetricStore:
     def _epoch_values(self) -> tuple[dict[str, float], list[Any]]:
         """Reduce what is logged ``on_epoch``; the values by name, and the torchmetrics objects to reset."""
         self.flush()
-        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and _can_reduce(m)]
+        # A metric that was loaded has no function of the user's own until it is logged again: without it, it is left out.
+        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and (m.function or m.spec.reduce_fx in reductions.NAMED)]
         values = self._reduce({m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         logged = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
         computed, objects = metric_objects.end_epoch(self._run, logged)
@@ -393,13 +386,13 @@ class MetricStore:
         """An evaluation's own metrics, apart from those of the epoch around it; with ``keep=False`` nothing of them stays."""
         run, outer, was_open = self._run, self._metrics, self.open
         before = dict(run.reported), dict(self.prog_bar), dict(self.logged), dict(self.when)
-        self._metrics, self.open, self._sizer = {}, True, (None, 0)
+        self._metrics, self.open = {}, True
         self._around.append(outer)
         try:
             yield
         finally:
             self._around.pop()
-            self._metrics, self.open, self._sizer = outer, was_open, (None, 0)
+            self._metrics, self.open = outer, was_open
             if not keep:
                 run.reported, self.prog_bar, self.logged, self.when = before
 
@@ -423,17 +416,6 @@ class MetricStore:
             name: _Metric(name, MetricOptions(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values))
             for name, (spec, last, total, weight, values) in state["metrics"].items()
         }
-
-
-def _can_reduce(metric: _Metric) -> bool:
-    """Whether the function is there that reduces a metric: one that was loaded gets it when it is logged again."""
-    if metric.function is not None or metric.spec.reduce_fx in reductions.NAMED:
-        return True
-    warnings.warn(
-        f"{metric.name!r} was logged before the checkpoint and not after it in this epoch, so its reduce_fx is not known: it is left out",
-        stacklevel=2,
-    )
-    return False
 
 
 def _with_suffix(name: str, suffix: str) -> str:

@@ -112,6 +112,4 @@ def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]
 
 def is_idle(run: Run) -> bool:
     """True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
-    stage = "validate" if run.stage == "sanity_check" else run.stage
-    batches = run.batches.get(stage, [])
-    return stage != "train" and any(count == 0 for count in batches)
+    return run.stage != "train" and 0 in run.current_stage.batches

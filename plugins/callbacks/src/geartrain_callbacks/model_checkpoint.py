@@ -214,7 +214,7 @@ class ModelCheckpoint:
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
         if self._on:
-            self._expected |= self._validated or not run.loaders.get("validate")
+            self._expected |= self._validated or not run.stages["validate"].loaders
             due = self._steps is None and self._at_epoch_end and self._is_due(run)
             if due or self._owed:
                 self._look(run, run.epoch + 1, due)

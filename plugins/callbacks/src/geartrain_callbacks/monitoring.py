@@ -32,7 +32,7 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
     Raises:
         UsageError: after each validation, and there is none.
     """
-    options, validates = run.plan.options, bool(run.loaders.get("validate"))
+    options, validates = run.plan.options, bool(run.stages["validate"].loaders)
     if asked is False and not validates:
         raise UsageError(
             f"geartrain-callbacks[{name}] is to look after each validation, and there is none. "

@@ -55,7 +55,7 @@ class Throughput:
     def on_run_start(self, run: Run) -> None:
         #: Batches, samples and tokens since the last flush, and floating-point operations of one sample.
         self._done = [0, 0, 0]
-        self._sizer = BatchSizer(run.loaders["train"][0], run.world.rank == 0) if "train" in run.loaders else BatchSizer(None)
+        self._sizer = BatchSizer(run.stages["train"].loaders[0], run.world.rank == 0) if run.stages["train"].loaders else BatchSizer(None)
         self._per_sample: float | None = None
         self._since: float | None = None
         self._paused = 0.0

@@ -232,7 +232,7 @@ def _gather(item: Any, found: list[Any]) -> Any:
 
 def most(run: Run, stage: str, index: int) -> int | None:
     """How many batches of a loader the loop will ask for, at most; ``None`` if it cannot be known."""
-    options, count = run.plan.options, run.batches[stage][index]
+    options, count = run.plan.options, run.stages[stage].batches[index]
     if stage == "train":
         left = None if options.max_steps == -1 else (options.max_steps - run.step) * options.accumulate_grad_batches
         return min((number for number in (count, left) if number is not None), default=None)

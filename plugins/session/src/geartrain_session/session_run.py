@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from geartrain import Module, Run, UsageError, seed_everything
 from geartrain.plugin_api import (
     STEPS,
+    Stage,
     check_name,
     check_ranks_agree,
     complete,
@@ -124,8 +125,8 @@ class SessionRun:
         run.stage = stage
         mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if shard else loader
         share_temporary_folder([mine])
-        run.loaders, run.batches = {stage: [mine]}, {stage: [count_batches(mine, None, stage)]}
-        self.run.loaders.setdefault(stage, []).append(mine)  # their workers end with the session
+        run.stages = {stage: Stage([mine], [count_batches(mine, None, stage)])}
+        self.run.stages[stage].loaders.append(mine)  # their workers end with the session
         return SessionLoader(self, run, mine, move)
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
@@ -162,7 +163,7 @@ class SessionRun:
         """Return a batch on the device, in the precision's type."""
         if self._mover is None:
             self._mover = self._run_of(self.run, Models())
-            self._mover.batches = {"train": [1]}
+            self._mover.stages = {"train": Stage(batches=[1])}
         return next(iter(self.run.hooks.device_batches(run=self._mover, loader=[batch], stage="train")))
 
     def log(self, metrics: Mapping[str, Any], step: int | None, sync_dist: bool) -> None:

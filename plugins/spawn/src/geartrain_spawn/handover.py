@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 #: Fields of a run and of its logs that its caller sees afterwards.
-_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "batches", "max_batches", "world")
+_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "stages", "world")
 _LOGS = ("logged", "prog_bar", "stop")
 
 

@@ -102,7 +102,7 @@ class StepTimer:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        loader = run.loaders["train"][0]
+        loader = run.stages["train"].loaders[0]
         self._sizer = BatchSizer(loader)
         self._compare(loader_batch_size(loader))
         for thing in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):

@@ -178,13 +178,13 @@ def _epoch(run: Run) -> str:
 
 def _evaluation(run: Run) -> str:
     """Return the name of the evaluation, with the number of the loader if there are several."""
-    loaders = len(run.loaders["validate" if run.stage == "sanity_check" else run.stage])
+    loaders = len(run.current_stage.loaders)
     return run.stage.replace("_", " ") + (f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else "")
 
 
 def _batches_in_epoch(run: Run) -> int | None:
     """Return the batches until the epoch or the training ends."""
-    options, total = run.plan.options, run.batches["train"][0]
+    options, total = run.plan.options, run.stages["train"].batches[0]
     if options.max_steps == -1:
         return total
     last = (options.max_steps - run.step) * options.accumulate_grad_batches
@@ -192,7 +192,5 @@ def _batches_in_epoch(run: Run) -> int | None:
 
 
 def _batches_to_evaluate(run: Run) -> int | None:
-    if run.stage != "sanity_check":
-        return run.batches[run.stage][run.dataloader_idx]
-    total, limit = run.batches["validate"][run.dataloader_idx], run.plan.options.num_sanity_val_steps
-    return total if limit == -1 else limit if total is None else min(total, limit)
+    total, limit = run.current_stage.batches[run.dataloader_idx], run.plan.options.num_sanity_val_steps
+    return total if run.stage != "sanity_check" or limit == -1 else limit if total is None else min(total, limit)
