@@ -74,8 +74,8 @@ MUTATIONS = [
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "loss = loss / window",
-        "loss = loss",
+        "loss = loss if window == 1 else loss / window",
+        "loss = loss + 0",
         "accumulated gradients are a sum",
     ),
     Mutation(
@@ -95,15 +95,15 @@ MUTATIONS = [
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "        run.resumed = None\n",
-        "        resumed = None\n",
+        "    run.resumed = None\n",
+        "    resumed = None\n",
         "the second epoch after a resume skips batches again",
     ),
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "return done // every > (done - taken) // every",
-        "return done % every == 0",
+        "done // every > (done - taken) // every",
+        "done % every == 0",
         "accumulation steps over a validation",
     ),
     # --- sharding ---
@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "checkpoint",
-        f"{CORE}/checkpoint/resume.py",
+        f"{CORE}/checkpoint/training_state.py",
         'run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]',
         'run.step, run.epoch = fit["step"], fit["epoch"]',
         "a validation interval across epochs begins again",
