@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.launch import stopped_rank as stopped
+from geartrain.launch import supervisor as supervisors
 from geartrain.launch.failures import Failure, judge
 from geartrain.launch.patience import Patience
 from geartrain.launch.reports import ERROR_FILE, begin, report
-from geartrain.launch.stopped_rank import StoppedRankMonitor
 from geartrain.launch.supervisor import Supervisor
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
@@ -103,9 +102,8 @@ def clock():
 def supervised(clock, monkeypatch, rows):
     """The supervisor of ranks that do what the rows say, once it ends them."""
     ranks = [Rank(clock, number, **row) for number, row in rows.items()]
-    monkeypatch.setattr(stopped, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
-    stopped_ranks = StoppedRankMonitor(15.0, lambda: clock[0])
-    supervisor = Supervisor(ranks, Path(), Patience(), stopped_ranks, lambda: clock[0])
+    monkeypatch.setattr(supervisors, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
+    supervisor = Supervisor(ranks, Path(), Patience(), lambda: clock[0])
     for second in range(21):
         clock[0] = second
         supervisor.look()

@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from geartrain.launch import stopped_rank as stopped
-from geartrain.launch.stopped_rank import StoppedRankMonitor
+from geartrain.launch.patience import Patience
+from geartrain.launch.supervisor import Supervisor, is_stopped
 from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0
@@ -22,12 +24,13 @@ def clock():
 
 
 @pytest.fixture
-def watch(clock):
-    return StoppedRankMonitor(PATIENCE, lambda: clock[0])
+def watch(clock, child):
+    rank = SimpleNamespace(number=1, pid=child.pid, poll=child.poll, error=lambda: None)
+    return Supervisor([rank], Path(), Patience(stopped=PATIENCE), lambda: clock[0])
 
 
 def test_looks_are_often_enough():
-    assert (StoppedRankMonitor(PATIENCE).period, StoppedRankMonitor(1.0).period) == (PERIOD, 0.25)
+    assert [Supervisor([], Path(), Patience(stopped=seconds)).period for seconds in (PATIENCE, 1.0)] == [PERIOD, 0.25]
 
 
 @pytest.fixture
@@ -40,44 +43,46 @@ def child():
 
 def send(child, number, state):
     child.send_signal(number)
-    until(lambda: stopped.is_stopped(child.pid) is state, 20, f"{number.name} is heard")
+    until(lambda: is_stopped(child.pid) is state, 20, f"{number.name} is heard")
 
 
-def looks(watch, child, clock, seconds):
+def looks(watch, clock, seconds):
     """What is seen by looks every ``PERIOD``, for so long."""
     found = []
     for _ in range(int(seconds / PERIOD)):
         clock[0] += PERIOD
-        found.append(bool(watch.too_long([child.pid])))
+        watch.look()
+        found.append(bool(watch.failures))
     return found
 
 
 def test_one_that_is_stopped_for_long(watch, clock, child):
-    assert not any(looks(watch, child, clock, 100))
+    assert not any(looks(watch, clock, 100))
     send(child, signal.SIGSTOP, True)
-    assert looks(watch, child, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
+    assert looks(watch, clock, PATIENCE + 3 * PERIOD)[-2:] == [True, True]
 
 
 def test_it_is_given_time(watch, clock, child):
     send(child, signal.SIGSTOP, True)
-    assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
+    assert not any(looks(watch, clock, PATIENCE - PERIOD))
 
 
 def test_one_that_goes_on_begins_anew(watch, clock, child):
     for _ in range(3):
         send(child, signal.SIGSTOP, True)
-        assert not any(looks(watch, child, clock, PATIENCE - PERIOD))
+        assert not any(looks(watch, clock, PATIENCE - PERIOD))
         send(child, signal.SIGCONT, False)
-        assert not any(looks(watch, child, clock, PERIOD))
+        assert not any(looks(watch, clock, PERIOD))
 
 
 def test_time_in_which_this_process_was_suspended_too_does_not_count(watch, clock, child):
     send(child, signal.SIGSTOP, True)
-    looks(watch, child, clock, PERIOD)
+    looks(watch, clock, PERIOD)
     clock[0] += 3600
-    assert watch.too_long([child.pid]) == []
+    watch.look()
+    assert watch.failures == []
 
 
 def test_one_that_has_ended_is_not_stopped(watch, clock, child):
     child.communicate(b"\n")
-    assert not any(looks(watch, child, clock, 2 * PATIENCE))
+    assert not any(looks(watch, clock, 2 * PATIENCE))

@@ -14,7 +14,7 @@ import geartrain as gt
 from geartrain.launch import rerun_command as relaunch, workers
 from geartrain.launch.reports import begin, leave, report
 from geartrain.launch.signals import Interrupted
-from geartrain.launch.stopped_rank import is_stopped
+from geartrain.launch.supervisor import is_stopped
 from geartrain.launch.workers import Workers
 from geartrain_testing.launching import HAS_PROC, until
 

@@ -70,13 +70,10 @@ def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPSto
     assert place.master_port is not None
     # A restart by torchrun is another program to the store that its agents keep.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.getpid() not in _program:
-        hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        _program[os.getpid()] = (
-            serve(bind(place.master_addr, place.master_port), timeout)
-            if hosts
-            else connect(place.master_addr, place.master_port, timeout, place.rank)
-        )
+    if place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        serve_program(place.master_addr, place.master_port, timeout)
+    elif os.getpid() not in _program:
+        _program[os.getpid()] = connect(place.master_addr, place.master_port, timeout, place.rank)
     program = PrefixStore(f"geartrain/{attempt}", _program[os.getpid()])
     store = serve(bind(own_address(place), None), timeout) if place.rank == 0 else None
     try:

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from geartrain.launch.failures import Failure, Verdict, judge
 from geartrain.launch.patience import Patience
-from geartrain.launch.stopped_rank import StoppedRankMonitor, is_stopped
 
 #: Seconds after which a rank that has not reported an error is asked to end again.
 _AGAIN = 1.0
@@ -52,20 +51,16 @@ class Supervisor:
         ranks: those that were started; the list may grow until the first call of a method.
         logs: the folder of ``rank-N.log``.
         patience: how long ranks may take.
-        stopped: counts how long ranks have been stopped; the default counts ``patience.stopped`` seconds.
         clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[RankHandle],
-        logs: Path,
-        patience: Patience,
-        stopped: StoppedRankMonitor | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankHandle], logs: Path, patience: Patience, clock: Callable[[], float] = time.time) -> None:
         self._ranks, self._logs, self._patience, self._clock = ranks, logs, patience, clock
-        self._stopped = stopped or StoppedRankMonitor(patience.stopped)
+        #: Seconds between two looks, at most.
+        self.period = min(2.0, patience.stopped / 4)
+        self._looked = clock()
+        #: For how many seconds ranks have been stopped.
+        self._stopped: dict[int, float] = {}
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         #: Failures of ranks that failed by themselves.
@@ -88,7 +83,7 @@ class Supervisor:
             self.look()
             if self.failures or not set(wake).isdisjoint(ready) or not (wake or self.running):
                 return bool(self.failures)
-            ready = self.wait(self._stopped.period, *wake)
+            ready = self.wait(self.period, *wake)
 
     def wait(self, seconds: float, *wake: int) -> list[int]:
         """Wait until a rank ends or a descriptor of ``wake`` can be read; return the descriptors that can be read."""
@@ -98,7 +93,7 @@ class Supervisor:
         """Note which ranks have ended, and which have failed or have been stopped for too long."""
         with self._lock:
             if not self.is_ending:
-                self.failures += self._find_stopped()
+                self._find_stopped()
             for rank in self._running():
                 code = rank.poll()
                 if code is not None:
@@ -126,10 +121,18 @@ class Supervisor:
         # A rank that a signal ends during teardown has failed by the error that it reported.
         return rank.error() or Failure(rank.number, self._clock(), f"exit code {code}", signal=-code if code < 0 else None)
 
-    def _find_stopped(self) -> list[Failure]:
-        numbers = {rank.pid: rank.number for rank in self._running() if not self._has_failed(rank)}
-        since = self._clock() - self._stopped.patience
-        return [Failure(numbers[pid], since, self._stopped.describe()) for pid in self._stopped.too_long(numbers)]
+    def _find_stopped(self) -> None:
+        """Note ranks that were stopped (SIGSTOP) and do not continue: the others wait for them until their collectives time out.
+
+        Only time in which this process runs counts, so a job that is suspended and resumed as a whole was not stopped.
+        """
+        limit, now = self._patience.stopped, self._clock()
+        passed, self._looked = min(now - self._looked, 2 * self.period), now
+        stopped = [rank for rank in self._running() if is_stopped(rank.pid)]
+        self._stopped = {rank.number: self._stopped.get(rank.number, -passed) + passed for rank in stopped}
+        message = f"it has been stopped (SIGSTOP) for {limit:g} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
+        late = [rank for rank in stopped if self._stopped[rank.number] >= limit and not self._has_failed(rank)]
+        self.failures += [Failure(rank.number, now - limit, message) for rank in late]
 
     # --- ending ----------------------------------------------------------------------------------------------------------
 
@@ -194,3 +197,11 @@ class Supervisor:
         if lines := path.read_text(errors="replace").splitlines()[-_LINES:]:
             print(f"--- the end of rank {rank}'s output ---", *lines, f"--- {path} ---", sep="\n", file=sys.stderr)
         return f"\n(its output: {path})"
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a process is stopped, but not by a debugger: until it continues it handles no signal but SIGKILL."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # a debugger's is a small t
+    except OSError:
+        return False  # it has ended; or this system has no /proc, and a stopped rank is a late one

@@ -173,11 +173,10 @@ class Workers:
                 return
             if failed:
                 self.supervisor.unwind()
-            elif set(os.read(wake, 64)).isdisjoint(SIGNALS):
-                continue
-            self.supervisor.end()
-            self._kill_if_stuck(over)
-            return
+                return self._kill_if_stuck(over)
+            if not set(os.read(wake, 64)).isdisjoint(SIGNALS):
+                self.supervisor.end()
+                return self._kill_if_stuck(over)
 
     def _kill_if_stuck(self, over: threading.Event) -> None:
         """End this process if it does not end by itself: its peers are dead, so any collective on rank 0 has failed. If rank 0 still
