@@ -1,1 +1,1 @@
-"""Ranks: who started this process, starting and watching the others, meeting them, and how failures are told."""
+"""Ranks: the launcher of this process, starting and watching other ranks, how they meet, and how they report failures."""

@@ -1,4 +1,4 @@
-"""What runs first in a started process: tie its life to its starter's, send its output to its log, become the command.
+"""Run first in a started process: tie its life to its starter's, send its output to its log, become the command.
 
 Run by path with ``python -I -S``; nothing but the standard library, so that it costs 13 ms.
 
@@ -43,7 +43,7 @@ def main() -> None:
     if os.getppid() != int(starter):
         sys.exit(f"rank not started: its starter, process {starter}, is gone")
     write_output_to(log)
-    os.environ["GEARTRAIN_STARTED_BY"] = str(os.getpid())  # exec keeps the id; what this rank runs has another
+    os.environ["GEARTRAIN_STARTED_BY"] = str(os.getpid())  # exec keeps the id; a program that this rank runs has another
     os.execv(program[0], program)
 
 

@@ -91,7 +91,7 @@ def is_connection(message: str) -> bool:
 
 
 def is_timeout(message: str) -> bool:
-    """True if an error's message says that a rank waited for others in vain: gloo's and the store's do, a loader's own does not."""
+    """True if an error's message says that a rank waited for others until a timeout: gloo's and the store's do, a loader's own does not."""
     return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
 
 

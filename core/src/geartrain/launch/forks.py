@@ -1,4 +1,4 @@
-"""Forks: what a forked child, such as a DataLoader worker, must not keep of its rank, and how it ends with it."""
+"""Forks: a forked child, such as a DataLoader worker, must not keep its rank's signal handlers and pipes, and must end with it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from geartrain.launch.workers import Workers, at_exit
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
-#: What this process has started; a second run of the same program works with the same ranks.
+#: The ranks that this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
 _runs = 0
 _excepthook = sys.excepthook
@@ -47,7 +47,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         place = environment.detect()
         if place is None:
             before, place = dict(os.environ), start(run, timeout)
-            if place.size == 1:  # what this program starts later is no rank of this run
+            if place.size == 1:  # a program that is started later is no rank of this run
                 around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
         check(run, place)
         _runs += 1

@@ -1,7 +1,7 @@
 """The stores through which ranks meet: one for the program, and a fresh one for every run.
 
 ``TCPStore("127.0.0.1")`` listens on every interface, so rank 0 binds the socket itself and hands it over. A fresh store a run, because
-a process group that is made anew in an old store, by a second ``fit`` or a torchrun restart, may read the first one's keys.
+a process group that is made again in an old store, by a second ``fit`` or a torchrun restart, may read the first one's keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from geartrain.errors import TrainingError
 from geartrain.launch.cluster import ClusterEnvironment
 from geartrain.launch.sockets import bind, own_address
 
-#: The program's store by the process that made it: a forked rank must connect anew, and must not destroy its starter's server.
+#: The program's store by the process that made it: a forked rank must connect again, and must not destroy its starter's server.
 _program: dict[int, TCPStore] = {}
 
 

@@ -18,7 +18,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @dataclass(slots=True)
 class _OwnRun:
-    """What this process knows of its run."""
+    """The state of this process's run."""
 
     #: Shuts down the connections to other ranks that the run has opened.
     disconnect: Callable[[], None] | None = None

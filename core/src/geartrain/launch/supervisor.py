@@ -148,7 +148,7 @@ class Supervisor:
         self._signal(signal.SIGKILL, [rank for rank in self._running() if is_stopped(rank.pid)])  # it hears no other signal
         self._wait_until_ended(self._patience.grace, self._ask_to_end)
         self._signal(signal.SIGKILL, self._running())
-        self._wait_until_ended(self._patience.grace)  # not for ever: a process may be stuck in a device's driver
+        self._wait_until_ended(self._patience.grace)  # with a limit: a process may be stuck in a device's driver
 
     def begin_end(self) -> None:
         """Note that this supervisor now ends the ranks. A rank that has reported its error, and is slow to tear down, has failed too."""

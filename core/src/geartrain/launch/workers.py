@@ -87,7 +87,7 @@ class Workers:
         command, self._patience = rerun_command.command(), Patience.from_environment()  # first: they may refuse, and nothing is left
         ranks = [int(environment["RANK"]) for environment in environments]
         self._own_rank = min(ranks) - 1
-        #: Whether every rank of the program is on this node.
+        #: True if every rank of the program is on this node.
         self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
         self._temporary = logs is None
         self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()  # ranks start in another folder
@@ -196,11 +196,8 @@ class Workers:
                 return
         cause = "; ".join(failure.describe() for failure in self.supervisor.failures) or "interrupted"
         took = time.monotonic() - began
-        print(f"geartrain: {cause}. This rank did not come to an end within {took:.0f} s and is stopped.", file=sys.stderr)
         self.show_logs()
-        sys.stderr.flush()
-        remove_temporary_folder()
-        _exit(1)
+        _fail(f"{cause}. This rank did not come to an end within {took:.0f} s and is stopped.")
 
     # --- afterwards ------------------------------------------------------------------------------------------------------
 
@@ -259,11 +256,16 @@ def at_exit(workers: Workers) -> None:
         try:
             workers.finish(failed=getattr(sys, "last_value", None) is not None)
         except TrainingError as error:
-            if str(error):
-                print(f"geartrain: {error}", file=sys.stderr)
             sys.stdout.flush()
-            sys.stderr.flush()
-            remove_temporary_folder()
-            _exit(1)
+            _fail(str(error))
 
     atexit.register(wait)
+
+
+def _fail(message: str) -> None:
+    """End this process with exit code 1, without Python's own cleanup."""
+    if message:
+        print(f"geartrain: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    remove_temporary_folder()
+    _exit(1)

@@ -1,7 +1,7 @@
-"""What a run brings back from the process that worked to the one that called ``fit``, where these are not the same.
+"""Bring the results of a run from the process that worked back to the one that called ``fit``.
 
-A run travels there by pickling (run, worker): see ``Run.__getstate__`` and ``assembly.recipes``. Back comes what a caller sees after a
-run in its own process: the module's tensors and plain attributes, optimizer state, plugins' state, counters, metrics, the result.
+A run travels to a rank by pickling (run, worker). Back comes everything that a caller sees after a run in its own process:
+the module's tensors and plain attributes, optimizer state, plugins' state, counters, metrics, the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOGS = ("logged", "prog_bar", "stop")
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank that worked elsewhere brings back; everything is on the CPU."""
+    """The results of a rank in another process; everything is on the CPU."""
 
     result: Any
     fields: dict[str, Any]
@@ -47,7 +47,7 @@ class RankResult:
     #: Of each optimizer and of each scheduler, its ``state_dict()``.
     optimizers: list[Any]
     schedulers: list[Any]
-    #: Of each plugin its ``state_dict()``, or its plain attributes where it has none.
+    #: Of each plugin its ``state_dict()``, or its plain attributes if it has none.
     plugins: list[Any]
 
 
@@ -58,7 +58,7 @@ def registered_names(module: nn.Module) -> frozenset[str]:
 
 
 def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
-    """What this rank brings back, once its run is over; the module is moved to the CPU.
+    """Return what this rank brings back after its run; the module is moved to the CPU.
 
     Args:
         result: what the worker returned.
@@ -159,7 +159,7 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """What the run has added to one module, by nn.Module's own name for where it is kept."""
+    """Return what the run has added to one module, by the name of nn.Module's dictionary that holds it."""
     prefix = f"{path}." if path else ""
     found = {
         kind: {name: value for name, value in vars(part)[kind].items() if value is not None and prefix + name not in known}

@@ -48,7 +48,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory and shape say all of it; torch pickles any other itself."""
+    """True if memory and shape are all of a tensor; torch pickles any other itself."""
     strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
     return bool(
         strided and tensor.is_leaf and not (tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks) and len(tensor.__dict__) == 0

@@ -1,4 +1,4 @@
-"""What a started process does: become its rank, work, and leave the outcome where its starter looks."""
+"""The main function of a started process: become its rank, work, and leave the result for its starter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from geartrain_spawn.pickles import pickle_by_value_for_workers
 
 @dataclass(slots=True)
 class Surroundings:
-    """What a rank takes over from its starter, which a fresh process has otherwise: code that the user ran may have set it."""
+    """Settings that a rank takes over from its starter, where code that the user ran may have changed them."""
 
     environment: dict[str, str]
     directory: str
@@ -73,19 +73,19 @@ class Surroundings:
 
 @dataclass(slots=True)
 class Job:
-    """What one rank is told."""
+    """The task of one rank."""
 
     place: ClusterEnvironment
-    #: Which run of the program this is.
+    #: The number of the run in the program.
     number: int
     timeout: timedelta
     #: The pickled run, or the run itself in a fork.
     payload: AnonymousFile | tuple[Run, Callable[[int], Any]]
-    #: Where the outcome or the exception goes.
+    #: The file for the result or the exception.
     answer: AnonymousFile
-    #: Where its output goes; ``None`` for the starter's own.
+    #: The file for its output; ``None`` for the starter's own output.
     log: Path | None
-    #: Where its error is reported; see ``geartrain.parallel.Failure.read``.
+    #: The file for the report of its error; see ``geartrain.parallel.Failure.read``.
     error_file: Path
     #: ``None`` in a fork, which has them.
     surroundings: Surroundings | None
@@ -101,7 +101,7 @@ def main(job: Job) -> None:
     _direct_output(job.log)
     try:
         if job.surroundings is None:
-            gc.freeze()  # what the starter left to its collector belongs to threads that a fork does not have: it would abort
+            gc.freeze()  # garbage of the starter belongs to threads that a fork does not have: collecting it would abort
         else:
             job.surroundings.take_over()
             pickle_by_value_for_workers()
@@ -142,7 +142,7 @@ def _die_with_starter() -> None:
 
 
 def _direct_output(log: Path | None) -> None:
-    """Let what this rank and its libraries print go to its log."""
+    """Send the output of this rank and its libraries to its log."""
     if log is None:
         return
     write_output_to(log)

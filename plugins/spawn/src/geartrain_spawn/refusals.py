@@ -27,11 +27,11 @@ class Refusal:
 
     #: How its user reaches it: ``"model.transform.lock"``.
     path: str
-    #: What it is: ``"_thread.lock"``, or a function's name, file and line.
+    #: Its type: ``"_thread.lock"``, or a function's name, file and line.
     what: str
     #: What pickling it raised.
     why: str
-    #: Whether it is a function or a class, which plain pickle writes as a name that other processes must be able to import.
+    #: True if it is a function or a class, which plain pickle writes as a name that other processes must be able to import.
     is_name: bool
 
 
@@ -66,7 +66,7 @@ class _Plain(pickle.Pickler):
 
 
 class _Nowhere:
-    """A file that forgets what is written."""
+    """A file that keeps nothing."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -84,7 +84,7 @@ def _why_not(thing: Any, dump: Dump) -> str | None:
 class _Search:
     dump: Dump
     by_value: bool
-    #: Whether to report a thing of whose parts only those do not pickle that hold it: they may be refused for another part.
+    #: If True, report a thing if the only parts of it that do not pickle hold it: these may be refused for another part.
     blame_cycles: bool = False
 
     def of(self, path: str, thing: Any, why: str, above: tuple[int, ...] = ()) -> Iterator[Refusal]:

@@ -1,4 +1,4 @@
-"""The process that called ``fit``: hand the run over, start the ranks, watch them, take the outcome back."""
+"""The process that called ``fit``: hand the run over, start the ranks, watch them, apply the result."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Ranks:
         """Wait for all of them.
 
         Returns:
-            What the first brought.
+            The result of the first.
 
         Raises:
             TrainingError: one was killed, stopped, hung or left.
@@ -173,7 +173,7 @@ class Ranks:
         raise _again(verdict.failure, next(each for each in self._ranks if each.number == verdict.failure.rank).exception())
 
     def close(self) -> None:
-        """End every rank, and close what it has left."""
+        """End every rank, and close its files."""
         self._supervisor.end()
         for each in self._ranks:
             each.answer.close()
@@ -214,8 +214,8 @@ def _context(start_method: str) -> Any:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Let no rank run the caller's script again: what is defined there has travelled by value, and a script that starts to train
-    without asking for ``__name__ == "__main__"`` would do so in every rank."""
+    """Keep ranks from running the caller's script again. Its classes and functions have travelled by value, and a script that starts to
+    train without asking for ``__name__ == "__main__"`` would train in every rank."""
     own = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
