@@ -321,10 +321,10 @@ class Trainer(RankProperties):
         source = DataSource(given, datamodule)
         result = hooks.launch(run=run, worker=partial(work, run, source, start))
         owner = hooks.owner("launch")
-        if not hasattr(run, "logs"):  # set by the worker, and by take_back if rank 0 is another process
+        if not hasattr(run, "logs"):  # set by the worker, or with the result of a rank 0 that is another process
             raise TrainingError(
                 f"launch of {owner.label if owner else 'geartrain'} returned, and {command} has not run in this process. "
-                "Fix: call worker(local_rank), or take_back the outcome of rank 0 (docs/write-a-strategy.md)"
+                "Fix: call worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
             )
         if result is None and command in ("validate", "test"):
             raise TrainingError(
