@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from geartrain.planning.lazy_exports import names, resolve
 
 _HOMES = {"CUDAAccelerator": "cuda", "MPSAccelerator": "mps", "find_usable_cuda_devices": "cuda"}
 
-
-def __getattr__(name: str) -> Any:
-    return resolve("accelerator", __name__, name, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return names("accelerator")
+__getattr__ = partial(resolve, "accelerator", __name__, homes=_HOMES)
+__dir__ = partial(names, "accelerator")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from geartrain.planning.lazy_exports import names, resolve
 
 _HOMES = {"CSVLogger": "csv", "MLflow": "mlflow", "TensorBoard": "tensorboard", "WandB": "wandb"}
 
-
-def __getattr__(name: str) -> Any:
-    return resolve("plugin", __name__, name, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return names("plugin")
+__getattr__ = partial(resolve, "plugin", __name__, homes=_HOMES)
+__dir__ = partial(names, "plugin")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from geartrain.planning.lazy_exports import names, resolve
 
@@ -16,10 +16,5 @@ _HOMES = {
     "QAdamOptimizer": "bagua",
 }
 
-
-def __getattr__(name: str) -> Any:
-    return resolve("strategy", __name__, name, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return names("strategy")
+__getattr__ = partial(resolve, "strategy", __name__, homes=_HOMES)
+__dir__ = partial(names, "strategy")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from geartrain.planning.lazy_exports import forward
 
 if TYPE_CHECKING:
     from geartrain_testing import *  # noqa: F403 (for type checkers and editors)
 
-
-def __getattr__(name: str) -> Any:
-    return forward(__name__, "geartrain_testing", name)
+__getattr__ = partial(forward, __name__, "geartrain_testing")

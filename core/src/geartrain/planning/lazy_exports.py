@@ -40,7 +40,7 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
         also = f". Another distribution has one: {theirs}" if theirs else ""
         raise ImportError(f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home)
     if ours and theirs:
-        warnings.warn(f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}", stacklevel=3)
+        warnings.warn(f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}", stacklevel=2)
     if len(ours or found) > 1:
         raise ImportError(
             f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module", name=module
