@@ -440,6 +440,21 @@ def test_a_harmless_plugin_is_warned_of():
         make(plugins=[Monitor()])
 
 
+def test_a_plugin_whose_missing_events_are_optional_is_warned_of():
+    with pytest.warns(UserWarning, match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_validation_end"):
+        make(plugins=["device_stats"])
+
+    class Monitor:
+        @hookimpl(optionalhook=True)
+        def on_epoch_end(self): ...
+
+        @hookimpl
+        def on_validation_end(self): ...
+
+    with pytest.raises(UsageError, match="Monitor: a Session never calls"):
+        make(plugins=[Monitor()])
+
+
 def test_a_strategy_that_owns_the_step_is_refused():
     class Graphs:
         @hookimpl
