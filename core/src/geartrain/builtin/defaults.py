@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from geartrain import parallel
 from geartrain.checkpoint import files as checkpoint_file
+from geartrain.checkpoint.checkpoints import read
 from geartrain.data.loaders import Through, moves_nothing
 from geartrain.hookspecs import hookimpl
 from geartrain.launch.reports import disconnect_if_failed
@@ -68,8 +69,8 @@ class Defaults:
         return optimizer
 
     @hookimpl
-    def load_checkpoint(self, path: Path) -> dict[str, Any]:
-        return checkpoint_file.read(path)
+    def load_checkpoint(self, run: Run, path: Path) -> dict[str, Any]:
+        return read(run, path)
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:

@@ -67,6 +67,21 @@ def save(run: Run, state: dict[str, Any], path: Path) -> None:
     run.hooks.on_checkpoint_saved(run=run, path=path)
 
 
+def read(run: Run, path: Path) -> dict[str, Any]:
+    """Read a checkpoint that core can read: its own, or one of a plugin that leaves reading to core.
+
+    Raises:
+        UsageError: there is no such file.
+        TrainingError: it is damaged, is no checkpoint, or a plugin wrote it that this run does not have.
+    """
+    state = checkpoint_file.read(path)
+    writer = state.get("saved_by") if isinstance(state, dict) else None
+    if isinstance(writer, dict) and all(part.info.name != writer["name"] for part in run.hooks.parts):
+        label = f"{writer['distribution']}[{writer['name']}]" if writer["distribution"] else writer["name"]
+        raise TrainingError(f"{path} was written by the plugin {label}, which this run does not have. Fix: select {label} again")
+    return state
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """What a run starts from."""
@@ -92,8 +107,6 @@ def load(run: Run, start: Start) -> None:
     if path is None:
         return
     state = run.hooks.load_checkpoint(run=run, path=path) if run.memory_checkpoint is None else run.memory_checkpoint
-    if isinstance(state, dict):
-        _refuse_without_writer(run, state.get("saved_by"), path)
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
@@ -109,14 +122,6 @@ def load(run: Run, start: Start) -> None:
         load_training_state(run, state["fit"], path)
     if overridden(run.module, "on_load_checkpoint"):
         run.module.on_load_checkpoint(state)
-
-
-def _refuse_without_writer(run: Run, writer: Any, path: Path) -> None:
-    """Refuse a checkpoint that a plugin wrote which this run does not have."""
-    if not isinstance(writer, dict) or any(part.info.name == writer.get("name") for part in run.hooks.parts):
-        return
-    label = f"{writer['distribution']}[{writer['name']}]" if writer.get("distribution") else str(writer.get("name"))
-    raise TrainingError(f"{path} was written by the plugin {label}, which this run does not have. Fix: select {label} again")
 
 
 # --- which one -----------------------------------------------------------------------------------------------------------

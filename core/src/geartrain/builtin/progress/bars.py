@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -71,32 +71,10 @@ def metrics_text(metrics: dict[str, float]) -> str:
     return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
 
 
-class Display(Protocol):
-    """A way to show counts."""
-
-    #: Seconds until it should show again.
-    pause: float
-
-    def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
-        """Show the running epoch, and below it the validation inside it."""
-
-    def stop(self) -> None:
-        """Show nothing from now on, and leave the terminal as it was before."""
-
-
-def display(console: Console) -> Display:
-    """Return the display that fits the file to which ``console`` writes."""
-    if console.is_jupyter:
-        return Notebook()
-    # rich takes FORCE_COLOR for a terminal. A log file with colours is one thing, thousands of redrawn bars in it are another.
-    if console.is_interactive and console.file.isatty():
-        return Terminal(console)
-    return Lines(console)
-
-
 class Lines:
     """A plain line now and then, so that a log file shows life."""
 
+    #: Seconds until it should show again.
     pause = SECONDS_A_LINE
 
     def __init__(self, console: Console) -> None:
@@ -193,3 +171,16 @@ class Notebook(_Bars):
 
     def stop(self) -> None:
         pass
+
+
+Display = Lines | Terminal | Notebook
+
+
+def display(console: Console) -> Display:
+    """Return the display that fits the file to which ``console`` writes."""
+    if console.is_jupyter:
+        return Notebook()
+    # rich takes FORCE_COLOR for a terminal. A log file with colours is one thing, thousands of redrawn bars in it are another.
+    if console.is_interactive and console.file.isatty():
+        return Terminal(console)
+    return Lines(console)
