@@ -5,7 +5,7 @@ import copy
 import pytest
 from command_line import command, folder, install, installed, python, refused, write
 
-from geartrain_doctor import exchange
+from geartrain_doctor import all_reduce_check
 
 __all__ = ["command", "folder", "install", "installed", "python", "refused", "write"]
 
@@ -16,12 +16,12 @@ def _a_folder_with_a_target(folder, installed):
 
 
 @pytest.fixture(scope="session")
-def exchanged():
+def all_reduced():
     """What the doctor's all-reduce between two processes found on this machine."""
-    return exchange.all_reduce("gloo", "cpu")
+    return all_reduce_check.all_reduce("gloo", "cpu")
 
 
 @pytest.fixture
-def known_exchange(exchanged, monkeypatch):
+def known_all_reduce(all_reduced, monkeypatch):
     """The doctor finds what it found before and starts no process: for tests of its other checks."""
-    monkeypatch.setattr(exchange, "all_reduce", lambda backend, device: copy.deepcopy(exchanged))
+    monkeypatch.setattr(all_reduce_check, "all_reduce", lambda backend, device: copy.deepcopy(all_reduced))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from geartrain_doctor import exchange, processes as doctor_processes
+from geartrain_doctor import all_reduce_check, processes as doctor_processes
 from geartrain_doctor.findings import examine
 from geartrain_doctor.network import LAUNCHER
 from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
@@ -68,7 +68,7 @@ def test_nothing_to_fix(command):
     assert not torch.cuda.is_initialized()
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_json_has_everything_and_nothing_else_is_on_stdout(doctor, install):
     source = "print('printed at import')\nclass A:\n    pass\n"
     install("geartrain-loud", source, plugins={"loud": "A"})
@@ -164,14 +164,14 @@ def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypa
 def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, said):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5")
     torch_in_children(source)
-    facts = exchange.all_reduce("gloo", "cpu")
+    facts = all_reduce_check.all_reduce("gloo", "cpu")
     assert facts["error"] == said
     assert facts["all_reduce_ms"] is None
     assert [rank["rank"] for rank in facts["ranks"] if rank["blamed"]] == [int(said.split()[1])]
 
 
 def test_processes_that_hang_are_ended_and_say_where(torch_in_children, monkeypatch, doctor, command):
-    monkeypatch.setattr(exchange, "DEADLINE", 6.0)
+    monkeypatch.setattr(all_reduce_check, "DEADLINE", 6.0)
     torch_in_children("def where_it_hangs():\n    time.sleep(600)\nwhere_it_hangs()")
     done = command("doctor")
     assert done.code == 1
@@ -191,13 +191,13 @@ def test_a_wrong_sum_is_an_error(folder, monkeypatch):
         "    real(tensor)\n"
         "    tensor[5] = before\n"
         "dist.all_reduce = forgets\n"
-        "from geartrain.commands import exchange\n"
-        "exchange.main(sys.argv[1:])\n"
+        "from geartrain_doctor import all_reduce_check\n"
+        "all_reduce_check.main(sys.argv[1:])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
-    monkeypatch.setattr(exchange, "__name__", "geartrain_wrong_sum")
-    facts = exchange.all_reduce("gloo", "cpu")
-    assert facts["error"].endswith(f"the all-reduce gave 1 wrong numbers of {exchange.NUMBERS}")
+    monkeypatch.setattr(all_reduce_check, "__name__", "geartrain_wrong_sum")
+    facts = all_reduce_check.all_reduce("gloo", "cpu")
+    assert facts["error"].endswith(f"the all-reduce gave 1 wrong numbers of {all_reduce_check.NUMBERS}")
 
 
 @pytest.mark.parametrize(("options", "words"), [("--backend nope", "Fix: gloo"), ("--backend fake", "Fix: gloo")])
@@ -205,7 +205,7 @@ def test_a_backend_that_torch_does_not_have_is_wrong_usage(refused, options, wor
     assert words in refused(f"doctor {options}")
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_backend_by_name(doctor):
     _, facts = doctor("--backend gloo")
     assert facts["all_reduce"]["why"] == "--backend gloo"
@@ -228,7 +228,7 @@ def test_a_file_of_the_current_folder_is_not_imported_by_the_two(doctor, write):
 # --- checks stand alone --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatch, command):
     def broken(path):
         raise PermissionError("no disk for you")

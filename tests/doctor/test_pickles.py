@@ -166,7 +166,7 @@ def test_a_blocked_geartrain_spawn_is_as_none(spawn, pickles, monkeypatch):
     assert pickles().facts["pickler"] == "pickle"
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "geartrain_spawn.refusals", None)
     monkeypatch.delitem(sys.modules, "geartrain_doctor.pickles", raising=False)
@@ -254,7 +254,7 @@ def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):
     assert "model.transform.lock" in paths(section)  # what was found before stays
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(command, install, monkeypatch):
     source = "class A:\n    priority = 9\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 0)\n"
     install("geartrain-empty", source, accelerators={"empty": "A"})
@@ -263,7 +263,7 @@ def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(command, 
     assert len(json.loads(done.out)["pickle"]["refused"]) == 2
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_the_whole_command(command):
     done = command("doctor --pickle target.py --model.locked true --json")
     assert done.code == 1

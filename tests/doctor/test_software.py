@@ -82,7 +82,7 @@ def found(section, must=True):
 # --- accelerators --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_what_an_accelerator_says_is_shown(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor")
@@ -99,7 +99,7 @@ def test_what_an_accelerator_says_is_shown(install, command):
     assert "nothing to fix" not in ending
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_it_is_all_in_the_json(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor --json")
@@ -200,7 +200,7 @@ def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
     assert section.facts["chosen"]["name"] == "cpu"
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_what_two_checks_find_is_listed_once(install, command):
     install("geartrain-a", "import no_such_module_here\n", accelerators={"broken": "Gpu"})
     facts = json.loads(command("doctor --json --accelerator broken").out)
@@ -208,7 +208,7 @@ def test_what_two_checks_find_is_listed_once(install, command):
     assert what.startswith("geartrain-a[broken] could not be imported")
 
 
-@pytest.mark.usefixtures("known_exchange")
+@pytest.mark.usefixtures("known_all_reduce")
 def test_one_gpu_is_not_enough_for_nccl(install, command, refused):
     install("geartrain-fake", gpus("return {}", count="1"), accelerators={"cuda": "Gpu"})
     facts = json.loads(command("doctor --json").out)

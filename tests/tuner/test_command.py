@@ -53,7 +53,7 @@ def test_a_doubtful_suggestion_is_called_so(command):
     done = command("tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 4")
     assert done.code == 0
     assert "do not trust it: the loss is noisy" in done.out
-    assert "\nto use it all the same: --model.lr " in done.out
+    assert "\nto use it nevertheless: --model.lr " in done.out
 
 
 def test_lr_output_holds_the_curve(command, facts, folder):
@@ -67,7 +67,7 @@ def test_lr_output_holds_the_curve(command, facts, folder):
     assert [float(row["raw_loss"]) for row in rows] == found["raw_losses"]
     again = command(f"{LR} --output out")
     assert again.code == 2
-    assert "is there already, and nothing is overwritten" in again.err
+    assert "exists, and nothing is overwritten" in again.err
     assert "the module is made" not in again.out
 
 

@@ -121,7 +121,7 @@ class NaNGuard:
     def _is_bad_anywhere(self, run: Run) -> bool:
         """Whether this step is bad on any rank. The CPU waits for the device here."""
         bad = any(bool((first < _NEVER).any()) for first in self._first.values())
-        return any(flag for flag, _ in self._told(run, bad, _NEVER))
+        return any(flag for flag, _ in self._gather_flags(run, bad, _NEVER))
 
     def _look(self, run: Run) -> bool:
         """Read what was noted, agree with the other ranks, and act once. The CPU waits for the device here."""
@@ -129,8 +129,8 @@ class NaNGuard:
             return False
         read = [(step, name) for names, first in self._first.items() for step, name in zip(first.tolist(), names, strict=True)]
         step, where = min(read, key=lambda one: one[0], default=(_NEVER, ""))
-        told = self._told(run, step < _NEVER, step)
-        bad = [(when, rank) for rank, (flag, when) in enumerate(told) if flag]
+        flags = self._gather_flags(run, step < _NEVER, step)
+        bad = [(when, rank) for rank, (flag, when) in enumerate(flags) if flag]
         if not bad:
             return False
         when, rank = min(bad)
@@ -145,8 +145,8 @@ class NaNGuard:
         say(run, f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
         return True
 
-    def _told(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:
-        """Each rank's flag and step."""
+    def _gather_flags(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:
+        """Return the flag and the step of each rank."""
         if run.world.size == 1:
             return [(flag, step)]
         table = run.hooks.log_sync(run=run, values=torch.tensor([flag, step], dtype=torch.float64)).tolist()

@@ -69,7 +69,7 @@ def processes(section: Section, given: str | None, chosen: Mapping[str, Any] | N
         facts["error"] = f"this torch has no {backend}"
         section.problem(f"this torch has no {backend}, without which processes of one node cannot meet", "a torch with torch.distributed")
         return
-    from geartrain_doctor.exchange import all_reduce
+    from geartrain_doctor.all_reduce_check import all_reduce
 
     facts |= all_reduce(backend, _DEVICES.get(backend, "cpu"))
     if facts["error"] is not None:

@@ -28,9 +28,9 @@ class Trial:
     """One batch size that was tried."""
 
     batch_size: int
-    #: Samples a second in the steps, without loading; the first step is left out where there are several. ``None``: it did not run.
+    #: Samples a second in the steps, without loading; without the first step if there are several. ``None``: it did not run.
     samples_per_second: float | None = None
-    #: What it ran out of; empty where it ran.
+    #: The error of the memory that ran out; empty if it ran.
     error: str = ""
 
     @property
@@ -39,7 +39,7 @@ class Trial:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the one that it was raised from, says that memory ran out. Any other error is none of the finder's business."""
+    """Return True if an error, or the error that it was raised from, says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -53,15 +53,15 @@ def search(mode: str, first: int, trials: int, attempt: Callable[[int], bool], b
     """Look for the largest size that ``attempt`` says runs.
 
     Args:
-        mode: ``"power"`` doubles until one does not run; ``"binsearch"`` then halves the gap until it is closed. Where not even the
+        mode: ``"power"`` doubles until one does not run; ``"binsearch"`` then halves the gap until it is closed. If not even the
             first runs, both halve it until one does.
         first: the size to begin with.
         trials: how many sizes to try at most.
         attempt: tries one.
-        bound: samples that there are; asked after an attempt that ran; ``None`` where nobody knows.
+        bound: samples that there are; asked after an attempt that ran; ``None`` if unknown.
 
     Returns:
-        The size, 0 where none ran, and why it is not larger.
+        The size, 0 if none ran, and why it is not larger.
     """
     low, high, size, most = 0, 0, first, bound()  # the largest that ran, the smallest that did not, the next, all that there are
     for _ in range(trials):
@@ -88,14 +88,14 @@ class StepTimer:
 
     Args:
         size: the batch size that was set.
-        setting: where it was set, for errors.
+        setting: the name of what was set, for errors.
 
     Raises:
         UsageError: the loader has another.
     """
 
     def __init__(self, size: int, setting: str) -> None:
-        #: Samples that the loader draws in one pass; ``None`` where it cannot say.
+        #: Samples that the loader draws in one pass; ``None`` if it has no length.
         self.samples: int | None = None
         self._size, self._setting = size, setting
         self._steps: list[tuple[int, float]] = []
@@ -137,7 +137,7 @@ class StepTimer:
 
 
 def free(error: BaseException | None, device: torch.device | None) -> None:
-    """Let go of what a trial has taken: frames of a traceback keep their tensors alive, and torch keeps freed memory for itself."""
+    """Free the memory of a trial: frames of a traceback keep their tensors alive, and torch keeps freed memory for itself."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -153,7 +153,7 @@ def free(error: BaseException | None, device: torch.device | None) -> None:
 
 
 def setting_of(owners: Sequence[Any], name: str) -> Any:
-    """The first of the DataModule and the module that has a batch size to set.
+    """Return the first of the DataModule and the module that has a batch size to set.
 
     Raises:
         UsageError: none of them has.
@@ -164,12 +164,12 @@ def setting_of(owners: Sequence[Any], name: str) -> Any:
     asked = " and ".join(type(owner).__name__ for owner in owners)
     raise UsageError(
         f"there is no {name!r} to set on {asked}. Fix: self.{name} in __init__, and DataLoader(..., batch_size=self.{name}) in "
-        "train_dataloader; or batch_arg_name, where it has another name"
+        "train_dataloader; or batch_arg_name, if it has another name"
     )
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, or the hyperparameter of that name, or both where both are there.
+    """Set an attribute, or the hyperparameter of that name, or both if both exist.
 
     Raises:
         UsageError: it cannot be set.

@@ -10,10 +10,10 @@ def chart(xs: Sequence[float], ys: Sequence[float], mark: float | None, logarith
     """Lines of text, ``height`` of them and two more below. What lies far above all that was before the lowest is on the top line.
 
     Args:
-        xs: rising; above 0 where the axis is logarithmic.
+        xs: rising; above 0 if the axis is logarithmic.
         ys: as many.
-        mark: where to draw a vertical line, or ``None``.
-        logarithmic: whether the axis of ``xs`` is.
+        mark: the x of a vertical line, or ``None``.
+        logarithmic: True if the axis of ``xs`` is.
         width: columns, without the labels of the axis.
         height: lines of the curve.
     """

@@ -28,7 +28,7 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "json": (bool, False, "print what was found as JSON"),
     },
     "batch-size": {
-        "mode": (Literal["power", "binsearch"], "power", "double until a batch does not run; binsearch goes on between the last two"),
+        "mode": (Literal["power", "binsearch"], "power", "double until a batch does not run; binsearch continues between the last two"),
         "init_val": (int, 2, "the batch size to begin with"),
         "max_trials": (int, 25, "batch sizes to try at most"),
         "steps_per_trial": (int, 3, "optimizer steps of each trial"),
@@ -81,7 +81,7 @@ def _lr(request: Request) -> None:
                 print(f"ended early: {found.stopped}")
             if found.doubt():
                 print(f"do not trust it: {found.doubt()}")
-            use = "to use it all the same" if found.doubt() else "use it"
+            use = "to use it nevertheless" if found.doubt() else "use it"
             print(f"\n{found.plot()}\n\n{use}: {_lr_option(model, suggestion)}")
     if suggestion is None:
         raise TrainingError(f"no learning rate is suggested: {found.why_not()}")
@@ -136,17 +136,17 @@ def _batch_size(request: Request) -> None:
 
 
 def _files(trainer: Trainer, *names: str) -> list[Path]:
-    """What ``--output DIR`` will hold; nothing without it.
+    """Return the files that ``--output DIR`` will have; none without it.
 
     Raises:
-        UsageError: one is there already.
+        UsageError: one of them exists.
     """
     if trainer.output is None:
         return []
     files = [trainer.output / name for name in names]
     for file in files:
         if trainer.is_global_zero and file.exists():
-            raise UsageError(f"{str(file)!r} is there already, and nothing is overwritten. Fix: another --output, or remove it")
+            raise UsageError(f"{str(file)!r} exists, and nothing is overwritten. Fix: another --output, or remove it")
     return files
 
 

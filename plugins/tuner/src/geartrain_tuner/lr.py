@@ -1,4 +1,4 @@
-"""The learning-rate finder: train a few steps with a growing learning rate and look where the loss falls fastest.
+"""The learning-rate finder: train a few steps with a growing learning rate and find where the loss falls fastest.
 
 Leslie N. Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3, https://arxiv.org/abs/1506.01186; smoothing and
 the steepest point as fastai and PyTorch Lightning have them.
@@ -35,7 +35,7 @@ class LRFinder:
     losses: list[float] = field(default_factory=list)
     #: The loss of each step as it was, over all ranks.
     raw_losses: list[float] = field(default_factory=list)
-    #: Why it ended before the last step; empty where it did not.
+    #: Why it ended before the last step; empty if it did not.
     stopped: str = ""
 
     @property
@@ -44,7 +44,7 @@ class LRFinder:
         return {"lr": self.lrs, "loss": self.losses}
 
     def suggestion(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> float | None:
-        """The learning rate at which the averaged loss falls fastest; ``None`` where :meth:`why_not` says why there is none.
+        """Return the learning rate at which the averaged loss falls fastest; ``None`` if :meth:`why_not` gives a reason.
 
         Args:
             skip_begin: steps to leave out at the beginning.
@@ -56,7 +56,7 @@ class LRFinder:
         return self.lrs[skip_begin + slopes.index(min(slopes))]
 
     def why_not(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> str:
-        """Why there is no suggestion; empty where there is one."""
+        """Return why there is no suggestion; empty if there is one."""
         slopes = self._slopes(skip_begin, skip_end)
         if not self.lrs and not self.stopped:
             return "no step had a loss. Fix: return it from training_step, or in manual optimisation give it to self.manual_backward"
@@ -68,10 +68,10 @@ class LRFinder:
         return ""
 
     def doubt(self) -> str:
-        """Why not to trust the suggestion; empty where nothing speaks against it.
+        """Return why not to trust the suggestion; empty if there is no doubt.
 
-        The losses of single batches are noisy, and where they are too noisy the steepest fall is one of the noise. Then the averaged loss
-        also rises, a third as steeply or more, before it has come to its best; or its best comes first. And what falls beyond the best,
+        The losses of single batches are noisy. If they are too noisy, the steepest fall is one of the noise. Then the averaged loss
+        also rises, a third as steeply or more, before it reaches its best; or its best comes first. And what falls beyond the best,
         where training diverges, is no progress.
         """
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
@@ -99,11 +99,11 @@ class LRFinder:
         return {"suggestion": self.suggestion(), "why_not": self.why_not(), "doubt": self.doubt(), **asdict(self)}
 
     def _falls(self, slopes: list[float]) -> bool:
-        """Whether the steepest slope is a fall, by more than rounding."""
+        """Return True if the steepest slope is a fall, by more than rounding."""
         return min(slopes) < -torch.finfo(torch.float32).eps * max(map(abs, self.losses))
 
     def _slopes(self, skip_begin: int, skip_end: int) -> list[float]:
-        """The change of the averaged loss a step, from its neighbours: steps are equally far apart on the scale of ``mode``."""
+        """Return the change of the averaged loss a step, from its neighbours: steps are equally far apart on the scale of ``mode``."""
         losses = self.losses[skip_begin : len(self.losses) - skip_end]
         if len(losses) < 2:
             return []
@@ -112,7 +112,7 @@ class LRFinder:
 
 
 def schedule(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
-    """The learning rate of each step, from ``min_lr`` to ``max_lr``, both among them.
+    """Return the learning rate of each step, from ``min_lr`` to ``max_lr``, both among them.
 
     Raises:
         UsageError: a range, number or mode that cannot be.
@@ -158,7 +158,7 @@ class LRSweep:
     def on_run_start(self, run: Run) -> None:
         bases = [_base(group) for group in _groups(run)]
         if not bases or not bases[0]:
-            what = "is 0" if bases else "is not there, for configure_optimizers gave no optimizer"
+            what = "is 0" if bases else "does not exist: configure_optimizers gave no optimizer"
             raise TrainingError(f"the learning rate to vary {what}. Fix: configure_optimizers with a learning rate above 0")
         self._ratios = [base / bases[0] for base in bases]
         for one in run.schedulers:
@@ -186,7 +186,7 @@ class LRSweep:
             self._record(run, lr, sum(losses))
 
     def _record(self, run: Run, lr: float, loss: float) -> None:
-        """Keep the mean over ranks, of which each has the same afterwards: so all end in the same step, at its flush."""
+        """Keep the mean over ranks, which is the same on all: so all end in the same step, at its flush."""
         loss = float(run.hooks.log_sync(run=run, values=torch.tensor([loss], dtype=torch.float64)).mean())
         found = self.found
         if not math.isfinite(loss):
@@ -207,7 +207,7 @@ class LRSweep:
     def _stop(self, run: Run, why: str) -> None:
         self.found.stopped, run.should_stop = why, True
 
-    # Where the strategy trains in other processes, this is how what was found comes back.
+    # If the strategy trains in other processes, these two return the curve to the caller.
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.found)
@@ -221,7 +221,7 @@ def _groups(run: Run) -> list[dict[str, Any]]:
 
 
 def _base(group: dict[str, Any]) -> float:
-    """A group's learning rate as it was made with; a scheduler's warm-up may have changed it already."""
+    """Return the learning rate that a group was made with; a scheduler's warm-up may have changed it already."""
     lr = group.get("initial_lr", group.get("lr"))
     if lr is None:
         raise TrainingError("an optimizer's parameter group has no learning rate to vary. Fix: give it one, as lr=1e-3")

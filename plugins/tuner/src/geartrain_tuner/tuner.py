@@ -35,7 +35,7 @@ class Tuner:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        #: What the newest ``scale_batch_size`` tried, in order.
+        #: The trials of the newest ``scale_batch_size``, in order.
         self.trials: list[Trial] = []
         #: Why it found nothing larger.
         self.reason = ""
@@ -124,10 +124,10 @@ class Tuner:
         Args:
             model: a :class:`geartrain.Module`.
             train_dataloaders: a DataModule; a loader that is made already has its size.
-            datamodule: where its loader comes from, unless from the module.
-            mode: ``"power"`` doubles until a batch does not run; ``"binsearch"`` then goes on between the last two.
+            datamodule: has the loader, unless the module has it.
+            mode: ``"power"`` doubles until a batch does not run; ``"binsearch"`` then continues between the last two.
             steps_per_trial: optimizer steps of each trial.
-            init_val: the size to begin with; where it does not run, it is halved.
+            init_val: the first size; if it does not run, it is halved.
             max_trials: sizes to try at most.
             batch_arg_name: the attribute or hyperparameter, of the DataModule or the module, that ``train_dataloader`` reads.
             checkpoint: weights to start from.

@@ -1,6 +1,6 @@
 """A real all-reduce between two fresh processes, which meet as the processes of a run do: what ``geartrain doctor`` tries.
 
-``python -m geartrain_doctor.exchange BACKEND DEVICE SECONDS RESULT`` is one of the two.
+``python -m geartrain_doctor.all_reduce_check BACKEND DEVICE SECONDS RESULT`` is one of the two.
 """
 
 from __future__ import annotations
