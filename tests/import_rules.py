@@ -17,8 +17,9 @@ ROOMS = (
 )
 #: What every room may name in annotations.
 CONTRACT = {"Run", "World", "Plan", "PlanRequest", "Layout", "Module", "DataModule", "Trainer", "Hooks"}
-#: What plugins may import of core. The others are public modules that forward to distributions.
-DOORS = {"geartrain", "geartrain.plugin_api", "geartrain.parallel", "geartrain.callbacks", "geartrain.testing", "geartrain.tuning"}
+#: Public modules of core -> the packages of other distributions that have their names; and all modules of core that plugins may import.
+FORWARDS = {"geartrain.callbacks": "geartrain_callbacks", "geartrain.testing": "geartrain_testing", "geartrain.tuning": "geartrain_tuner"}
+DOORS = {"geartrain", "geartrain.plugin_api", "geartrain.parallel", *FORWARDS}
 
 
 def imports(path):
@@ -88,7 +89,7 @@ def wrong_in_plugins():
             module = module_of(path, base)
             graph[module] = set()
             for source, name, line, typing in imports(path):
-                where, package = f"{path.relative_to(ROOT)}:{line}", source.partition(".")[0]
+                where, package = f"{path.relative_to(ROOT)}:{line}", FORWARDS.get(source, source.partition(".")[0])
                 if package == "geartrain" and source not in DOORS and f"{source}.{name}" != "geartrain.hookspecs":
                     yield f"{where}: a plugin imports {source}. Fix: geartrain.plugin_api"
                 elif package not in ("geartrain", module.partition(".")[0]) and f'"{package.replace("_", "-")}>=' not in declared:

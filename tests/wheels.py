@@ -1,4 +1,4 @@
-"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER``, for tox.
+"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER``, for tox; or some: ``python tests/wheels.py FOLDER geartrain-port``.
 
 Every wheel is built once, by pip. Each then gets a fresh environment that contains what it declares and nothing else: pip installs it and
 the other wheels of this repository that it asks for, and of the packages that tests/install.py has installed it finds, by links, those
@@ -291,7 +291,7 @@ def main():
         own[canonicalize_name(found.metadata["Name"])] = found
     assert len(own) == len(sources), sorted(own)
     packages = Packages(Path(distribution("torch").locate_file("")))
-    wanted = [Requirement(name) for name in sorted(own)] + [Requirement("geartrain[standard]")]
+    wanted = [Requirement(name) for name in sys.argv[2:] or [*sorted(own), "geartrain[standard]"]]
     failed = False
     with ThreadPoolExecutor(2) as pool:
         for number, result in [(n, pool.submit(check, one, folder / str(n), wheels, own, packages)) for n, one in enumerate(wanted)]:
