@@ -1,4 +1,4 @@
-"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER``, for tox; or some: ``python tests/wheels.py FOLDER geartrain-port``.
+"""Each distribution alone, from its wheel: ``python tests/wheels.py FOLDER [NAME ...]``, for tox.
 
 Every wheel is built once, by pip. Each then gets a fresh environment that contains what it declares and nothing else: pip installs it and
 the other wheels of this repository that it asks for, and of the packages that tests/install.py has installed it finds, by links, those

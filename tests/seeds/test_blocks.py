@@ -159,7 +159,7 @@ def backend(planned):
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "init_process_group", lambda backend, **options: asked.append(backend))
-        planned.strategy.init_dist_connection(SimpleNamespace(plan=planned.plan, place=SimpleNamespace(rank=0, size=8), store=None))
+        planned.strategy.init_dist_connection(SimpleNamespace(plan=planned.plan, cluster=SimpleNamespace(rank=0, size=8), store=None))
     (found,) = asked
     return found
 
