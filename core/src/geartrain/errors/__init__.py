@@ -12,7 +12,7 @@ class GeartrainError(Exception):
 
 
 class UsageError(GeartrainError, ValueError):
-    """The run was asked for wrongly; nothing has been started. The command line exits with 2."""
+    """The arguments cannot work; nothing has been started. The command line exits with 2."""
 
 
 class TrainingError(GeartrainError, RuntimeError):
@@ -20,7 +20,7 @@ class TrainingError(GeartrainError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence for an error about an unknown ``name``: the nearest known one, else the list of all.
+    """Return a sentence for an error about an unknown ``name``: the nearest known name, otherwise all names.
 
     ``name/...`` is the nearest: a metric of several loaders is one of each, ``val_loss/dataloader_idx_0`` and so on.
     """
@@ -39,6 +39,6 @@ def printable(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An error and what it was raised from: ``RuntimeError: no data, because of ModuleNotFoundError: No module named 'x'``."""
+    """Return the text of an error and of its causes: ``RuntimeError: no data, because of ModuleNotFoundError: No module named 'x'``."""
     text, cause = f"{type(error).__name__}: {error}", error.__cause__
     return f"{text}, because of {describe(cause)}" if cause is not None else text

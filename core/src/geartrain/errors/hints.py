@@ -1,4 +1,4 @@
-"""What to write in place of a name that does not exist: the vocabularies of other frameworks, brought by plugins."""
+"""Suggestions for names that do not exist, from vocabularies of other frameworks that plugins bring."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from importlib_metadata import entry_points
 
 
 def hint(owner: str, name: str) -> str:
-    """Return what the installed vocabularies suggest for a name; empty if none of them knows it.
+    """Return the suggestion of the installed vocabularies for a name; empty if none of them knows it.
 
     Call it only while an error or a warning is being made: it imports the vocabularies, which are entry points of the group
     ``geartrain.hints``. Each is a function ``hint(owner, name) -> str``.
 
     Args:
-        owner: what has no such name: ``"geartrain"``, ``"geartrain.callbacks"`` or another module, ``"Module"``, ``"Trainer"``,
+        owner: the object without this name: ``"geartrain"``, ``"geartrain.callbacks"`` or another module, ``"Module"``, ``"Trainer"``,
             ``"Session"``, the calls ``"Trainer()"`` and ``"Trainer.fit()"``, ``"option"`` of the command line, ``"strategy"`` or
             another kind of plugin; or ``"method"`` of a user's class, for which the answer is the class that would call it.
     """

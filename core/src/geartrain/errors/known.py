@@ -1,8 +1,8 @@
-"""What geartrain's own distributions provide, and what none does: for errors that end in a ``pip install`` line."""
+"""Names that geartrain's distributions provide, and names that none does: for errors that end in a ``pip install`` line."""
 
 from __future__ import annotations
 
-#: Names that geartrain's own distributions provide: (kind, name) -> distribution. What is not here gets no install line.
+#: Names that geartrain's own distributions provide: (kind, name) -> distribution. Other names get no install line.
 KNOWN = {
     ("accelerator", "cuda"): "geartrain-cuda",
     ("accelerator", "mps"): "geartrain-mps",

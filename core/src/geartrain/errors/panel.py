@@ -25,7 +25,7 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
 
 
 def in_script(error: UsageError) -> str:
-    """Return what a script or a notebook shows: the panel, or the whole traceback if the environment asks for it."""
+    """Return the text for a script or a notebook: the panel, or the whole traceback if the environment asks for it."""
     if os.environ.get(TRACEBACK):
         return traceback_text(error)
     return panel(error, "geartrain", f"{TRACEBACK}=1")
@@ -47,7 +47,7 @@ def panel(error: BaseException, who: str, more: str) -> str:
     """Return the text of the panel.
 
     Args:
-        who: what the message begins with: the program, or the command.
+        who: the beginning of the message: the program, or the command.
         more: what asks for the whole traceback.
     """
     what, fix, how = str(error).rpartition(" Fix: ")

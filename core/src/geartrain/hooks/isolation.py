@@ -14,14 +14,14 @@ from geartrain.errors import UsageError
 from geartrain.hooks.checks import Impl, is_single, wrong
 from geartrain.hooks.plugin_info import LoadedPlugin
 
-#: Called even after another hookimpl failed, so that what is open can be closed.
+#: Called even after another hookimpl failed, so that the plugin can close its files.
 _LAST = ("on_run_end", "on_exception")
 
 
 def guarded(part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookCaller]) -> types.SimpleNamespace:
     """Return an object with the same hookimpls, whose errors are warnings. It is registered instead of the plugin.
 
-    After the first error only the hookimpls that close what is open are called in this run. A ``UsageError`` of ``on_run_start`` ends the
+    After the first error only ``on_run_end`` and ``on_exception`` are called in this run. A ``UsageError`` of ``on_run_start`` ends the
     run, and so does every error of ``check_plan`` and of a single hook that the plugin owns.
 
     Raises:
@@ -30,7 +30,7 @@ def guarded(part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookC
     failed: list[Exception] = []
 
     def fail(hook: str, error: Exception) -> None:
-        if hook == "on_run_start" and isinstance(error, UsageError):  # it refuses what it is to watch, before training starts
+        if hook == "on_run_start" and isinstance(error, UsageError):  # a refusal before training starts
             raise error
         if not failed:
             what = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"

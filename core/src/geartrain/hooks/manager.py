@@ -1,4 +1,4 @@
-"""Register plugins, settle who owns each hook, check every hookimpl, freeze the callers for the loop."""
+"""Register plugins, find the owner of each hook, and freeze the callers for the loop."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Hooks:
         return owners
 
     def _plain(self, part: LoadedPlugin, hook: str) -> list[str]:
-        """The attributes of a part that implement ``hook`` and are no wrappers; ``specname=`` lets them have other names."""
+        """Return the attributes of a part that implement ``hook`` and are no wrappers; ``specname=`` gives them other names."""
         return [impl.attribute for impl in self._impls[id(part)] if impl.hook == hook and not impl.wrapper]
 
     def _register(self, part: LoadedPlugin) -> None:
@@ -159,10 +159,10 @@ class Hooks:
         self._manager.register(plugin, name)
         self._choice_of[id(plugin)] = part.info
 
-    # --- what explain shows ----------------------------------------------------------------------------------------------
+    # --- implementations ----------------------------------------------------------------------------------------------------
 
     def owner(self, hook: str) -> PluginInfo | None:
-        """Who owns a single hook; ``None`` for an all-hook and for one that nobody implements."""
+        """Return the owner of a single hook; ``None`` for an all-hook and for a hook without implementations."""
         part = self._owner_of.get(hook)
         return part.info if part else None
 
@@ -172,16 +172,16 @@ class Hooks:
         return owner is not None and owner.kind == "default" and not self.wrappers(hook)
 
     def wrappers(self, hook: str) -> list[PluginInfo]:
-        """Who wraps a hook, outermost first."""
+        """Return the parts that wrap a hook, outermost first."""
         return [self._choice_of[id(impl.plugin)] for impl in reversed(self._specs[hook].get_hookimpls()) if impl.wrapper]
 
     def implementers(self, hook: str) -> list[PluginInfo]:
-        """Every implementer in call order: wrappers, outermost first, then the plain ones."""
+        """Return every implementer in call order: wrappers, outermost first, then plain implementations."""
         impls = reversed(self._specs[hook].get_hookimpls())
         return [self._choice_of[id(impl.plugin)] for impl in impls]
 
     def passed_over(self, hook: str) -> list[PluginInfo]:
-        """Who implements a single hook but is not asked, because another owns it."""
+        """Return the parts that implement a single hook and are not called, because another part owns it."""
         over = self._manager.passed_over
         return [part.info for part in self._parts if any((id(part.plugin), name) in over for name in self._plain(part, hook))]
 

@@ -1,4 +1,4 @@
-"""What was chosen, and whose it is: the identity that plans, hook tables and errors show."""
+"""The identity of a selected plugin, as plans, hook tables and errors show it."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """One chosen accelerator, strategy, precision or plugin."""
+    """One selected accelerator, strategy, precision or plugin."""
 
-    #: What the user types.
+    #: The name that the user types.
     name: str
     #: ``"core"``, ``"accelerator"``, ``"strategy"``, ``"precision"``, ``"plugin"`` or ``"default"``.
     kind: str
-    #: The pip distribution it comes from; ``None`` for an object or a file of the user's own.
+    #: The pip distribution it comes from; ``None`` for a user's object or file.
     distribution: str | None
     version: str | None
-    #: Why it was chosen.
+    #: Why it was selected.
     reason: str
 
     @property
     def label(self) -> str:
-        """How errors name it: ``distribution[name]``."""
+        """Its name in errors: ``distribution[name]``."""
         return f"{self.distribution}[{self.name}]" if self.distribution else self.name
 
     @property
     def is_core(self) -> bool:
-        """True if it is one of core's own parts, which every process makes from the plan."""
+        """True for a part of core, which every process makes from the plan."""
         return self.kind in ("core", "default")
 
     def as_dict(self) -> dict[str, Any]:
+        """Return its entry in ``plan.json``."""
         return {"name": self.name, "distribution": self.distribution, "version": self.version, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedPlugin:
-    """A chosen thing and its object: what is registered with the hooks."""
+    """A selected plugin and its object, which is registered with the hooks."""
 
     info: PluginInfo
     plugin: Any
     #: The options it was made with, as the user gave them.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: By what it can be made again in another process: its name, or its file with the class; ``None`` for an object of the user's.
+    #: Its name, or its file with the class, from which another process makes it again; ``None`` for a user's object.
     source: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Results that hooks must have: no wrapper may lose its owner's, and an owner must return one if the hook says so."""
+"""Check results of hooks: a wrapper may not lose its owner's result, and an owner must return one if the hookspec has one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def require_result(caller: HookCaller, is_owned: bool) -> None:
     """Let the implementations of a hook with a result raise an error if they lose it.
 
     Args:
-        is_owned: True if one implementation answers; then it must return what the hookspec's annotation says.
+        is_owned: True if one implementation answers; then its result must be of the type in the hookspec.
     """
     returns = result_of(caller)
     owner_must = is_owned and returns and "None" not in returns and returns != "Any"

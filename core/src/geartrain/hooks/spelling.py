@@ -46,7 +46,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "indexed": lambda value: isinstance(value, bool),
 }
 _VALUES_OF = {"strategy": {"capabilities", "needs_function"}, "accelerator": {"priority", "indexed"}}
-#: What a plugin of any kind may say of itself, and a callback cannot.
+#: Attributes that every kind of plugin may have, and a callback may not.
 OF_PLUGINS = frozenset({"replaces", "must_own", "errors_are_warnings", "hookspecs"})
 
 #: Different words of one meaning.
