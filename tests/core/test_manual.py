@@ -25,6 +25,10 @@ class Own(Two):
 Own.automatic_optimization = True  # it is set in __init__ alone
 
 
+def test_the_mode_of_a_run_says_what_steps():
+    assert [fit(module).run.mode for module in (Own(), Net())] == ["manual", "automatic"]
+
+
 # --- what it computes ----------------------------------------------------------------------------------------------------
 
 

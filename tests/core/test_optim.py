@@ -196,6 +196,17 @@ def test_lbfgs_equals_a_loop_written_by_hand(options):
     assert done.global_step == 12
 
 
+def test_lbfgs_gives_the_end_of_an_epoch_one_output_a_batch():
+    class Collects(Net):
+        def training_epoch_end(self, outputs):
+            self.outputs = outputs
+
+    net = Collects(lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=3))
+    fit(net)
+    assert len(net.outputs) == len(loader())  # each batch's step evaluates its loss several times
+    assert not any(output.requires_grad for output in net.outputs)
+
+
 def test_lbfgs_skips_a_batch_without_a_loss():
     class Skips(Net):
         def training_step(self, batch, batch_idx):

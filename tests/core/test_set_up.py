@@ -1,5 +1,7 @@
 """What each process sets up, in the contract's order, and what becomes of what the owners return."""
 
+import pickle
+
 import pytest
 import torch
 from small_models import EvalNet, loader, trainer
@@ -7,6 +9,7 @@ from torch import nn
 
 import geartrain as gt
 from geartrain import Layout, World, hookimpl
+from geartrain.loop.run import Stage
 
 
 class Wrapped(nn.Module):
@@ -147,3 +150,9 @@ def test_a_world_of_another_type_is_an_error():
 
     with pytest.raises(gt.TrainingError, match=r"Tuple: setup_process_group returned \(0, 1, 0, 1, 0\). Fix: return geartrain.World"):
         trainer(strategy=Tuple()).fit(EvalNet(), loader(), loader())
+
+
+def test_loaders_stay_in_their_process():
+    """A strategy sends a run's numbers of batches to the process that started it, and loaders need not pickle."""
+    stage = Stage([iter(())], [3], [4], True)
+    assert pickle.loads(pickle.dumps(stage)) == Stage([], [3], [4], True)

@@ -37,7 +37,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 end_epoch_early(run)
             with hooks.micro_step(run=run, first=nth == 0, last=nth == window - 1):
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
-                loss = loss_in(run, output)
+                loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
                 if loss is not None:
                     loss = loss if window == 1 else loss / window  # an epoch's last window may be shorter than the others
                     on.on_before_backward(loss)
@@ -58,7 +58,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
         for optimizer in run.optimizers:
             on.on_before_optimizer_step(optimizer)
             stepped |= hooks.optimizer_step(run=run, optimizer=optimizer, closure=None) is not False
-    if stepped:
+    if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
     on.on_train_batch_end(run.step_output, run.batch, run.batch_idx + window - 1)
 
@@ -85,13 +85,11 @@ def _closure_step(run: Run, gradients: Callable[[], torch.Tensor | None]) -> boo
 
 
 def loss_in(run: Run, output: Any) -> torch.Tensor | None:
-    """Return the loss in what ``training_step`` returned: it, or an item of a dict; ``None`` if the batch is to be skipped.
+    """Return the loss in a dict that ``training_step`` returned; ``None`` if it returned nothing, to skip the batch.
 
     Raises:
         TrainingError: it is something else, or one of several ranks skips its batch.
     """
-    if isinstance(output, torch.Tensor):
-        return output
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]  # type: ignore[no-any-return]
     if output is not None:
@@ -240,7 +238,8 @@ def _ends_after(run: Run, taken: int, every: int | None) -> bool:
         if run.batch_idx == run.stages["train"].batches[0]:
             _step_epoch_schedules(run)
         _validate(run)
-    step_plateaus(run, "validation" if validates else "")
+    if run.schedulers:
+        step_plateaus(run, "validation" if validates else "")
     if run.step % options.log_every_n_steps == 0:
         run.logs.flush()  # the CPU waits for the GPU here
     return run.logs.stop or run.step == options.max_steps
