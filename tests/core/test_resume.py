@@ -124,6 +124,28 @@ def test_the_rest_is_what_it_would_have_been(tmp_path, case):
         assert torch.equal(torch.get_rng_state(), after)
 
 
+Cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "other", "words"),
+    [
+        (None, None, "Adam's lr 0.02 and not 0.5"),
+        (StepLR, StepLR, "Adam's lr 0.02 and not 0.5"),
+        (partial(Cosine, T_max=7), partial(Cosine, T_max=21), "CosineAnnealingLR's T_max 7 and not 21"),
+    ],
+)
+def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, other, words):
+    class Changed(Random):
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.5 if scheduler is other else 0.02)
+            return [optimizer], [] if other is None else [{"scheduler": other(optimizer), "interval": "step"}]
+
+    train(tmp_path, epochs=1, module=partial(Random, scheduler), steps=False)
+    with pytest.warns(UserWarning, match=f"last.ckpt has {words}: the checkpoint's settings stand"):
+        train(tmp_path, epochs=2, module=partial(Changed, other), path="last", steps=False)
+
+
 def test_without_a_seed(tmp_path):
     whole, lines = train(tmp_path / "whole", seed=None)
     for step in (3, 15):

@@ -234,7 +234,7 @@ class Place(Net):
     """Tells its place in the last step."""
 
     def training_step(self, batch, batch_idx):
-        self.cluster = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
+        self.where = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
         return super().training_step(batch, batch_idx)
 
 
@@ -243,7 +243,7 @@ def be_a_node():
     one, module = trainer("fork", devices=1, num_nodes=2), Place()
     for _ in range(2):
         one.fit(module, loader())
-    return module.place, len(module.losses), dict(module.state_dict())
+    return module.where, len(module.losses), dict(module.state_dict())
 
 
 def test_two_nodes(tmp_path):

@@ -9,7 +9,9 @@ metrics) reaches rank 0 by one ``broadcast`` a rank, the one collective that eve
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +39,14 @@ FORMAT = 1
 
 
 # --- saving --------------------------------------------------------------------------------------------------------------
+
+
+#: Settings that a scheduler moves: they differ from those in the code after each step.
+_SCHEDULED = frozenset(("lr", "momentum", "betas"))
+#: What a group holds beside its settings; QAdam counts its steps there.
+_NO_SETTINGS = frozenset(("params", "step"))
+#: The types of settings that can be compared.
+_COMPARED = {bool, int, float, str, tuple, list, Counter}
 
 
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
@@ -254,6 +264,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     Raises:
         TrainingError: a state does not fit.
     """
+    others = _other_settings(run, fit)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
         _refuse_other_parameters(optimizer, saved["parameters"], parameter_names(run, optimizer), path)
         with _named_in_errors(path, type(optimizer).__name__):
@@ -275,6 +286,12 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     batch_idx = _batches_in_this_world(run, fit)
     run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
+    if others:
+        warnings.warn(
+            f"{path} has {', '.join(others)}: the checkpoint's settings stand. Fix if unmeant: start from its weights with checkpoint= "
+            "(on the command line --checkpoint)",
+            stacklevel=2,
+        )
     loader = run.stages["train"].loaders[0]
     replays = not isinstance(loader, Iterator) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
     if batch_idx and not replays and run.world.rank == 0:
@@ -283,6 +300,30 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
             "They are those that were trained on only if it gives the same again",
             stacklevel=2,
         )
+
+
+def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
+    """Return the settings of optimizers and schedulers that differ between a checkpoint and ``configure_optimizers``.
+
+    In a world of another size rates may follow the number of ranks, so nothing is compared.
+    """
+    if run.world.rank or run.memory_checkpoint is not None or len(fit["ranks"]) != run.world.size:
+        return []
+    pairs: list[tuple[str, Any, Any]] = []
+    moves = _SCHEDULED if run.schedulers else frozenset()
+    for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
+        for theirs, ours in zip(saved["state"].get("param_groups", ()), optimizer.param_groups, strict=False):
+            pairs += [
+                (f"{type(optimizer).__name__}'s {name.removeprefix('initial_')}", theirs[name], ours[name])
+                for name in theirs
+                if name in ours and name not in _NO_SETTINGS and name not in moves
+            ]
+    for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
+        kind, theirs, ours = type(schedule.scheduler), saved["state"] or {}, vars(schedule.scheduler)
+        made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
+        pairs += [(f"{kind.__name__}'s {name}", theirs[name], ours[name]) for name in sorted(made_with & theirs.keys() & ours.keys())]
+    # Several groups may differ alike.
+    return list(dict.fromkeys(f"{what} {a} and not {b}" for what, a, b in pairs if {type(a), type(b)} <= _COMPARED and a != b))
 
 
 def _refuse_other_parameters(optimizer: Optimizer, saved: list[str], now: list[str], path: Path) -> None:
@@ -395,5 +436,11 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
             iter(loader)  # starts them, for which torch draws a seed: now, and not after the generators have been set
     set_random_state(run.device, state)
     own = [generator for loader in loaders for generator in generators(loader)]
-    for generator, numbers in zip(own, state["loaders"], strict=False):
+    if len(own) != len(state["loaders"]):
+        warnings.warn(
+            f"the loaders have {len(own)} generators of their own, and had {len(state['loaders'])}: their order starts from scratch",
+            stacklevel=2,
+        )
+        return
+    for generator, numbers in zip(own, state["loaders"], strict=True):
         generator.set_state(numbers)
