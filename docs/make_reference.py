@@ -1,7 +1,7 @@
 """Write the reference pages from the docstrings of what they describe, so that neither can forget the other.
 
-python docs/make_reference.py          rewrite docs/hooks.md and the generated parts of docs/options.md
-python docs/make_reference.py --check  exit with 1, and name the pages, where that would change one
+python docs/make_reference.py          rewrite docs/hooks.md and the generated parts of docs/options.md and docs/how-a-run-flows.md
+python docs/make_reference.py --check  exit with 1, and name the pages, if that would change a page
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,19 +249,30 @@ GENERATED = {
 }
 
 
-def options_page(now: str) -> str:
-    """The page with its generated parts made anew; what is written by hand between them stays.
+def rooms_table() -> str:
+    """Return the rooms of core, as ``python tests/import_rules.py --picture`` prints them."""
+    table: str = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "import_rules.py"))["picture"]()
+    return table
+
+
+def filled(page: str, now: str, parts: dict[str, Callable[[], str]]) -> str:
+    """Return a page with its generated parts made again; the text between them stays.
 
     Raises:
-        ValueError: a part that is made here has no place on the page.
+        ValueError: the page has no place for a part.
     """
-    for name, make in GENERATED.items():
+    for name, make in parts.items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
         before, found, rest = now.partition(begin)
         if not found or end not in rest:
-            raise ValueError(f"docs/options.md has no {begin} ... {end}")
+            raise ValueError(f"docs/{page} has no {begin} ... {end}")
         now = f"{before}{begin}\n\n{make()}\n\n{end}{rest.partition(end)[2]}"
     return now
+
+
+def options_page(now: str) -> str:
+    """Return docs/options.md with its generated parts made again."""
+    return filled("options.md", now, GENERATED)
 
 
 # --- both ----------------------------------------------------------------------------------------------------------------
@@ -268,8 +280,12 @@ def options_page(now: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Each generated page as it should be."""
-    options = DOCS / "options.md"
-    return {DOCS / "hooks.md": hooks_page(), options: options_page(options.read_text(encoding="utf-8"))}
+    options, flow = DOCS / "options.md", DOCS / "how-a-run-flows.md"
+    return {
+        DOCS / "hooks.md": hooks_page(),
+        options: options_page(options.read_text(encoding="utf-8")),
+        flow: filled(flow.name, flow.read_text(encoding="utf-8"), {"rooms": rooms_table}),
+    }
 
 
 def stale() -> list[Path]:

@@ -19,9 +19,9 @@ ROWS = dict(re.findall(r"^\| `(geartrain[a-z-]*)` \| (.*) \|$", (ROOT / "README.
 
 def test_the_rooms_are_those_of_the_import_rules():
     page = (ROOT / "docs" / "how-a-run-flows.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- layout -->\n(.*)\n<!-- end of layout -->", page, re.DOTALL)
+    shown = re.search(r"<!-- generated: rooms -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
     table = runpy.run_path(str(ROOT / "tests" / "import_rules.py"))["picture"]()
-    assert shown[1] == table, "Fix: copy what `python tests/import_rules.py --picture` prints to docs/how-a-run-flows.md"
+    assert shown[1] == table, "Fix: python docs/make_reference.py"
 
 
 def test_every_distribution_has_a_row():

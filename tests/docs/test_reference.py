@@ -50,7 +50,7 @@ def test_writing_twice_changes_nothing(reference):
 @pytest.fixture
 def stale(reference, tmp_path, monkeypatch):
     """A copy of the reference with hooks.md stale in it."""
-    for name in ("options.md", "hooks.md"):
+    for name in ("options.md", "hooks.md", "how-a-run-flows.md"):
         (tmp_path / name).write_bytes((DOCS / name).read_bytes())
     monkeypatch.setattr(reference, "DOCS", tmp_path)
     (tmp_path / "hooks.md").write_text("old")
