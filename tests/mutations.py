@@ -245,7 +245,7 @@ MUTATIONS = [
     ),
     Mutation(
         "launch",
-        f"{CORE}/launch/supervisor.py",
+        f"{CORE}/launch/workers.py",
         "            sys.stdout.flush()\n",
         "",
         "the last lines of a program whose rank failed are lost",
@@ -318,8 +318,8 @@ MUTATIONS = [
     Mutation(
         "spawn",
         f"{SPAWN}/starter.py",
-        "number = verdict.left[0] if verdict.left else verdict.first.rank",
-        "number = verdict.first.rank",
+        "verdict = self._supervisor.judge(left=left)",
+        "verdict = self._supervisor.judge()",
         "the error is of a rank that lost its connection, not of the one that left",
     ),
     # --- bagua ---
