@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 def declared(folder: Path) -> list[str]:
     """Return the names of a distribution's plugins."""
     groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("entry-points", {})
-    return [name for group, names in groups.items() if group != "geartrain.hints" for name in names]
+    return [name for group, names in groups.items() if group.startswith("geartrain.") and group != "geartrain.hints" for name in names]
 
 
 def main() -> None:
