@@ -74,7 +74,7 @@ MUTATIONS = [
     Mutation(
         "loop",
         f"{CORE}/loop/fit.py",
-        "loss = loss if window == 1 else loss / window",
+        "loss = loss if size == 1 else loss / size",
         "loss = loss + 0",
         "accumulated gradients are a sum",
     ),

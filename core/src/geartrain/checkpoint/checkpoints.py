@@ -1,4 +1,7 @@
-"""Checkpoints: what one holds, how all ranks save it together, how it is read, and which are ``"best"`` and ``"last"``."""
+"""Checkpoints: what one holds, how all ranks save it together, how it is read, and which file ``"best"`` and ``"last"`` mean.
+
+Parts rank and name their own files (``find_checkpoint``): the best are geartrain-callbacks' ModelCheckpoint's.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ def load(run: Run, start: Start) -> None:
         run.module.on_load_checkpoint(state)
 
 
-# --- which one -----------------------------------------------------------------------------------------------------------
+# --- which file "best" and "last" mean -----------------------------------------------------------------------------------
 
 
 def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False) -> Path | None:

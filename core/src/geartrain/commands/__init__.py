@@ -1,7 +1,8 @@
 """The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
 
 A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. A command that trains a TARGET also
-takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too.
+takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too. A command of ours also gets a line in ``_HELP`` and,
+if it is not core's, in :mod:`geartrain.errors.known`.
 
 The folder is not called ``cli`` because ``geartrain.cli`` is the function.
 """

@@ -1,4 +1,4 @@
-"""The loop. ``train_step`` is the training step; ``epoch`` and ``fit`` surround it."""
+"""The loop. ``train_step`` is the training step; ``train_epoch`` and ``fit`` surround it."""
 
 from __future__ import annotations
 
@@ -22,45 +22,49 @@ if TYPE_CHECKING:
 
 
 def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
-    """Take one optimizer step over ``micro_batches``, which are on the device."""
-    hooks, on, window, stepped = run.hooks, run.module_hooks, len(micro_batches), False
+    """Take one optimizer step over ``micro_batches``, which are on the device. :func:`train_epoch` counts it.
 
-    def gradients() -> torch.Tensor | None:
+    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module; a hook that nobody implements does nothing.
+    """
+    hooks, module_hooks, size = run.hooks, run.module_hooks, len(micro_batches)
+
+    def compute_gradients() -> torch.Tensor | None:
         """Fill in the gradients. Return the mean loss, or ``None`` if no ``training_step`` returned one."""
-        total = None
+        mean_loss = None
         for optimizer in run.optimizers:
-            on.on_before_zero_grad(optimizer)
+            module_hooks.on_before_zero_grad(optimizer)
             zero_grad(optimizer)
-        for batch_idx, batch in enumerate(micro_batches, run.batch_idx):
-            run.batch, nth = batch, batch_idx - run.batch_idx
-            if on.on_train_batch_start(batch, batch_idx) == -1:
-                end_epoch_early(run)
-            with hooks.micro_step(run=run, first=nth == 0, last=nth == window - 1):
+        for i, batch in enumerate(micro_batches):
+            run.batch, batch_idx, last = batch, run.batch_idx + i, i == size - 1
+            if module_hooks.on_train_batch_start(batch, batch_idx) == -1:
+                raise epoch_is_over(run)
+            with hooks.micro_step(run=run, first=i == 0, last=last):
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
                 if loss is not None:
-                    loss = loss if window == 1 else loss / window  # an epoch's last window may be shorter than the others
-                    on.on_before_backward(loss)
+                    loss = loss if size == 1 else loss / size  # the last window of an epoch may be shorter than the others
+                    module_hooks.on_before_backward(loss)
                     backward(run, loss)
-                    on.on_after_backward()
-                    total = loss if window == 1 else loss.detach() + (0 if total is None else total)
-            run.step_output = output  # only now: to free the last graph before slows this forward's allocations down by 1 µs
-            if nth < window - 1:  # the last one's comes after the step
-                on.on_train_batch_end(output, batch, batch_idx)
-        if total is not None:
+                    module_hooks.on_after_backward()
+                    mean_loss = loss if size == 1 else loss.detach() + (0 if mean_loss is None else mean_loss)
+            run.step_output = output  # not before: freeing the last graph slows this forward's allocations down by 1 µs
+            if not last:  # that of the last batch comes after the step
+                module_hooks.on_train_batch_end(output, batch, batch_idx)
+        if mean_loss is not None:
             hooks.reduce_gradients(run=run)
             hooks.clip_gradients(run=run)
-        return total
+        return mean_loss
 
+    stepped = False
     if run.closure:
-        stepped = _closure_step(run, gradients)
-    elif gradients() is not None:
+        stepped = _closure_step(run, compute_gradients)
+    elif compute_gradients() is not None:
         for optimizer in run.optimizers:
-            on.on_before_optimizer_step(optimizer)
+            module_hooks.on_before_optimizer_step(optimizer)
             stepped |= hooks.optimizer_step(run=run, optimizer=optimizer, closure=None) is not False
     if stepped and run.schedulers:
         step_schedules(run, "step", run.step + 1)
-    on.on_train_batch_end(run.step_output, run.batch, run.batch_idx + window - 1)
+    module_hooks.on_train_batch_end(run.step_output, run.batch, run.batch_idx + size - 1)
 
 
 class _NothingToStepOn(Exception):
@@ -122,22 +126,17 @@ def backward(run: Run, loss: torch.Tensor) -> None:
 
 
 class EpochIsOver(Exception):
-    """``on_train_batch_start`` returned -1; ``epoch`` catches it."""
+    """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
 
 
-def end_epoch_early(run: Run) -> None:
-    """Leave out the rest of the epoch, because ``on_train_batch_start`` returned -1.
-
-    Raises:
-        EpochIsOver: always, on one rank.
-        TrainingError: one of several ranks would leave its peers.
-    """
+def epoch_is_over(run: Run) -> Exception:
+    """Return what ends the epoch if ``on_train_batch_start`` returns -1: on one of several ranks an error, as its peers would wait."""
     if run.world.size > 1:
-        raise TrainingError(
+        return TrainingError(
             f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would wait for its gradients for ever. "
             "Fix: self.trainer.should_stop = True, or limit_train_batches"
         )
-    raise EpochIsOver
+    return EpochIsOver()
 
 
 def fit(run: Run) -> None:
@@ -151,7 +150,7 @@ def fit(run: Run) -> None:
     on.on_train_start()
     first, untrained = run.epoch, _versions(run)
     while run.epoch != options.max_epochs and run.step != options.max_steps and not run.logs.stop:
-        epoch(run)
+        train_epoch(run)
         if run.epoch == first:
             _warn_if_untrained(run, untrained)
         run.epoch += 1
@@ -159,7 +158,7 @@ def fit(run: Run) -> None:
     on.on_fit_end()
 
 
-def epoch(run: Run) -> None:
+def train_epoch(run: Run) -> None:
     """Train for one epoch, with its validation and its metrics."""
     hooks, on = run.hooks, run.module_hooks
     run.batch_idx, on.outputs, run.logs.open = 0, [], True

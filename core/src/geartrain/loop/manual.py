@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from geartrain import parallel
 from geartrain.errors import TrainingError
 from geartrain.hookspecs import hookimpl
-from geartrain.loop.fit import backward, end_epoch_early
+from geartrain.loop.fit import backward, epoch_is_over
 from geartrain.loop.optimizers import clip, mean_over_ranks, parameters_of
 from geartrain.loop.run import Run
 
@@ -67,7 +67,7 @@ class ManualOptimisation:
         hooks, on = run.hooks, run.module_hooks
         (run.batch,) = micro_batches  # one: accumulate_grad_batches was refused
         if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
-            end_epoch_early(run)
+            raise epoch_is_over(run)
         with hooks.micro_step(run=run, first=True, last=True):
             run.step_output = hooks.forward(run=run, method="training_step", args=(run.batch, run.batch_idx))
         on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)

@@ -127,9 +127,8 @@ def core_parts(options: Options, output: Path | None, first: bool) -> list[Loade
     if options.gradient_clip_val is not None:
         parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
     if options.enable_progress_bar:
-        from geartrain.builtin.progress.progress import (
-            ProgressBar,  # rich costs a tenth of a second, which ranks without a bar need not pay
-        )
+        # Not above: rich costs a tenth of a second, which ranks without a bar need not pay.
+        from geartrain.builtin.progress.progress import ProgressBar
 
         parts.append(_core_part("progress", ProgressBar(), "enable_progress_bar=True"))
     return parts
@@ -156,10 +155,8 @@ def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple
     from geartrain.loop.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
 
     same = [LoadedPlugin(part.info, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
-    return (
-        *same,
-        _core_part("manual_optimisation", ManualOptimisation(), "automatic_optimization = False"),
-    )  # last, so that ``run.manual`` exists in every on_run_start
+    manual = _core_part("manual_optimisation", ManualOptimisation(), "automatic_optimization = False")
+    return (*same, manual)  # last, so that ``run.manual`` exists in every on_run_start
 
 
 def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[LoadedPlugin]:

@@ -161,10 +161,11 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may fail in any way, sys.exit included
-            reason = candidate.fail(f"{type(error).__name__}: {error}")
+            lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+            reason = candidate.fail("torch is not installed" if lacks_torch else f"{type(error).__name__}: {error}")
             # Never "pip install MODULE": a distribution of that name may be a stranger's.
             fix = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
-            fix = "pip install torch" if getattr(error, "name", None) == "torch" else fix
+            fix = "pip install torch (a build for your hardware)" if lacks_torch else fix
             raise UsageError(f"{candidate.label} could not be imported: {reason}. Fix: {fix}") from error
         wanted, fits = ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
         if not fits(loaded):
