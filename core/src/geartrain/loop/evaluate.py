@@ -97,7 +97,7 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
 
 @contextmanager
 def _thrown_away(run: Run) -> Iterator[None]:
-    """Leave no trace of what is logged and of what torchmetrics objects see."""
+    """What is logged, and what torchmetrics objects see, leaves no trace."""
     with run.logs.scope(keep=False), temporary_copies(run.module):
         yield
 

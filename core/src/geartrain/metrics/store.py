@@ -106,6 +106,7 @@ class MetricStore:
         self,
         name: str,
         value: Any,
+        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,

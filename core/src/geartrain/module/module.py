@@ -136,8 +136,19 @@ class Module(MadeWith, nn.Module):
         """
         if self._run is None:
             raise RuntimeError(f"self.log({name!r}) works only while a Trainer runs this module")
-        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only, batch_size, add_dataloader_idx)
-        self._run.logs.log(name, value, *options)
+        self._run.logs.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            rank_zero_only=rank_zero_only,
+            batch_size=batch_size,
+            add_dataloader_idx=add_dataloader_idx,
+        )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
@@ -171,7 +182,7 @@ class Module(MadeWith, nn.Module):
         Raises:
             TrainingError: in a Session, whose optimizers are the loop's.
         """
-        self._refuse_in_session("optimizers")
+        self._refuse_in_own_loop("optimizers")
         found = self._run.optimizers if self._run else []
         return found[0] if len(found) == 1 else found
 
@@ -241,7 +252,7 @@ class Module(MadeWith, nn.Module):
         run, name = self._run, type(self).__name__
         if run is not None and run.manual is not None:  # from on_fit_start on
             return run.manual
-        self._refuse_in_session(method)
+        self._refuse_in_own_loop(method)
         if self.automatic_optimization:
             raise TrainingError(
                 f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
@@ -249,7 +260,7 @@ class Module(MadeWith, nn.Module):
             )
         raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
 
-    def _refuse_in_session(self, method: str) -> None:
+    def _refuse_in_own_loop(self, method: str) -> None:
         if self._run is not None and self._run.mode == "session":
             raise TrainingError(
                 f"{type(self).__name__} calls self.{method}, and in a Session backward and steps are your loop's. "
