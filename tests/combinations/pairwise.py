@@ -34,7 +34,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], never: Collection[Pair] = ())
         fixed = dict(next(iter(left)))
         tries = []
         while len(tries) < TRIES:
-            row = {name: fixed[name] if name in fixed else draws.info(values) for name, values in factors.items()}
+            row = {name: fixed[name] if name in fixed else draws.choice(values) for name, values in factors.items()}
             if not any(pair in never for pair in pairs_of(row)):
                 tries.append(row)
         rows.append(max(tries, key=lambda row: sum(pair in left for pair in pairs_of(row))))

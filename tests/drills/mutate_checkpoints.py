@@ -87,8 +87,8 @@ def mutations(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield "several bit flips", bytes(bytearray_with_flips(data, 1 + at(20)))
         yield "byte run", put(at(size), random.randbytes(1 + at(4096)))
         yield "truncated", data[: at(size)]
-        yield "extended", data + random.info([bytes(1 + at(4096)), random.randbytes(1 + at(4096)), data[-at(200) - 1 :]])
-        yield "blocks swapped", swap(random.info([64, 512, 4096]))
+        yield "extended", data + random.choice([bytes(1 + at(4096)), random.randbytes(1 + at(4096)), data[-at(200) - 1 :]])
+        yield "blocks swapped", swap(random.choice([64, 512, 4096]))
         yield "range zeroed", put(at(size), bytes(1 + at(65536)))
         yield "end damaged", put(max(0, size - 1 - at(300)), random.randbytes(1 + at(8)))
 

@@ -258,6 +258,8 @@ class Trainer(RankProperties):
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
         if command == "fit" and not model.automatic_optimization:
             refuse_automatic(self.plan.options, model)
+            # First without the parts of manual optimisation: what a strategy says of it is clearer than that two parts own a hook.
+            Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=model)

@@ -11,6 +11,11 @@ from geartrain.launch.reports import ERROR_FILE, begin, report
 from geartrain.launch.signals import Interrupted, raise_on_signals
 
 
+@pytest.fixture(autouse=True)
+def _no_run_has_failed():
+    begin()
+
+
 def ended_by(number):
     os.kill(os.getpid(), number)
 

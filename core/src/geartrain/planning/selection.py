@@ -81,7 +81,8 @@ def _best_accelerator(
     usable.sort(key=lambda pair: (-pair[0], pair[1].name))
     if usable:
         (priority, best), *rest = usable
-        reason = f"{name!r}: the usable accelerator of the highest priority ({priority}), the first by name if several have it"
+        equal = ", the first by name" if any(other == priority for other, _ in rest) else ""
+        reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
         part = registry.select("accelerator", best.name, options, reason)
         for lower, candidate in rest:
             passed[candidate.label] = f"available, but its priority {lower} is not above {best.name}'s {priority}"
