@@ -193,6 +193,17 @@ def test_plugins_may_stand_among_callbacks():
     assert [choice.label for choice in one.plan.plugins] == ["geartrain-callbacks[early_stopping]", "Noting"]
 
 
+def test_a_callback_may_stand_among_plugins():
+    seen = []
+
+    class Sees(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append(trainer.current_epoch)
+
+    fit(plugins=[Sees()], max_epochs=2)
+    assert seen == [0, 1]
+
+
 def test_state_is_the_callbacks():
     class Keeps(Callback):
         n = 0

@@ -167,9 +167,14 @@ def test_a_file_that_is_not_there(refused):
     assert "nope.yaml" in refused("fit net.py --config nope.yaml")
 
 
-def test_an_alias_of_itself_is_refused(refused, write):
-    write("conf.yaml", "data: &all\n  batch_size: *all\n")
-    assert "an option is no text, number, list or mapping: Circular reference" in refused("fit net.py --config conf.yaml")
+BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", [BOMB, "data: &all\n  batch_size: *all\n"], ids=["billion", "endless"])
+def test_aliases_that_stand_for_too_much_are_refused_at_once(refused, write, text):
+    write("conf.yaml", text)
+    assert "--config conf.yaml: its aliases stand for more values than anything could use" in refused("fit net.py --config conf.yaml")
 
 
 def test_aliases_that_stand_for_little_are_read(plan, write):

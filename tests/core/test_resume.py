@@ -645,6 +645,13 @@ def test_a_stream_is_read_over_and_says_so(tmp_path):
     assert_same_end(rest, whole)
 
 
+def test_an_iterator_says_so(tmp_path):
+    batches = [batch for _ in range(3) for batch in loader(28)]
+    train(tmp_path, epochs=1, train=iter(batches), limit_train_batches=7)
+    with pytest.warns(UserWarning, match="is an iterator, which continues from its own position"):
+        train(tmp_path, epochs=2, path="last", train=iter(batches), limit_train_batches=7)
+
+
 def test_batches_without_a_length(tmp_path):
     whole, _ = train(tmp_path / "whole", train=Stream(loader(28)))
     rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 9), train=Stream(loader(28)))

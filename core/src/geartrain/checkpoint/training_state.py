@@ -292,12 +292,18 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
             "(on the command line --checkpoint)",
             stacklevel=2,
         )
+    _warn_of_replay(run, batch_idx)
+
+
+def _warn_of_replay(run: Run, batch_idx: int) -> None:
+    """Warn if the training loader may not give again what it gave."""
     loader = run.stages["train"].loaders[0]
-    replays = not isinstance(loader, Iterator) and not isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if batch_idx and not replays and run.world.rank == 0:
+    one_shot, stream = isinstance(loader, Iterator), isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if run.world.rank == 0 and ((one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)):
+        what = "is an iterator, which continues from its own position" if one_shot else "cannot be told where to resume"
         warnings.warn(
-            f"{describe(loader)} cannot be told where to resume: {batch_idx} batches are taken from it and thrown away. "
-            "They are those that were trained on only if it gives the same again",
+            f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. They are those that were trained on only "
+            "if it gives the same again",
             stacklevel=2,
         )
 

@@ -180,12 +180,25 @@ def _normalise(argv: list[str]) -> list[str]:
 
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(user_path(path, "--config").read_text(encoding="utf-8"))
+        loaded = yaml.safe_load(text := user_path(path, "--config").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
+    # Without aliases a file has fewer values than characters.
+    if not _has_at_most(max(len(text), 10_000), loaded):
+        raise UsageError(f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out")
     if not isinstance(loaded, dict):
         raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
     return _config(loaded)
+
+
+def _has_at_most(most: int, loaded: Any) -> bool:
+    """Return False if there are more values than ``most``: an alias counts each time, and values may contain themselves."""
+    left, count = [loaded], 0
+    while left and count <= most:
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += 1
+    return count <= most
 
 
 def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: the samples in each part.
 
     Raises:
-        TrainingError: nobody could tell what it would be for the whole batch. Whole numbers are among this: equal counts would
-            have to be added, equal identities kept.
+        TrainingError: a value has no defined meaning for the whole batch. Whole numbers have none: counts would have to be
+            added, identities kept.
     """
     return outputs[0] if len(outputs) == 1 else _combine(method, method, list(outputs), sizes)
 
