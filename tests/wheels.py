@@ -2,7 +2,8 @@
 
 Every wheel is built once, by pip. Each then gets a fresh environment that contains what it declares and nothing else: pip installs it and
 the other wheels of this repository that it asks for, and of the packages that tests/install.py has installed it finds, by links, those
-that are required directly or indirectly. There every entry point is loaded, and a fit of two steps runs with each plugin.
+that are required directly or indirectly. There every entry point is loaded, and a fit of two steps runs with each plugin. For that
+geartrain-cli is installed too; core alone is tried by a script.
 A dependency that is not declared cannot be imported; a strategy on several ranks starts them.
 """
 
@@ -85,6 +86,16 @@ for name in sys.argv[1:]:
 from geartrain.planning.registry import Registry
 print(json.dumps(sorted(found.name for found in Registry().candidates)))
 """
+#: A script for core alone.
+ALONE = """
+import sys
+import geartrain as gt
+
+sys.path.insert(0, sys.argv[1])
+from digits import Digits, DigitsData
+
+gt.Trainer(accelerator="cpu", max_epochs=2, seed=1, output="digits").fit(Digits(), datamodule=DigitsData())
+"""
 #: A loop of the user's own, for geartrain-session.
 LOOP = """
 import torch
@@ -108,6 +119,7 @@ TOOLS = {
     "geartrain.strategies.DDPStrategy": "geartrain-ddp",
 }
 TOOL_COMMANDS = {
+    **dict.fromkeys(["fit", "validate", "test", "predict", "explain", "plugins"], "geartrain-cli"),
     "conformance": "geartrain-testing",
     "doctor": "geartrain-doctor",
     "new": "geartrain-testing",
@@ -173,15 +185,15 @@ def purelib(venv: Path):
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
 
 
-def environment(folder: Path, requirement: Requirement, wheels: Path, own: dict[str, Distribution], packages: Packages):
-    """Make an environment in which pip has installed a requirement from its wheel; its folder of commands."""
+def environment(folder: Path, requirements: list[Requirement], wheels: Path, own: dict[str, Distribution], packages: Packages):
+    """Make an environment in which pip has installed requirements from their wheels; its folder of commands."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     scheme = {"base": str(folder), "platbase": str(folder)}
-    for name in packages.required(requirement, own, set()) - own.keys():
+    for name in set().union(*(packages.required(one, own, set()) for one in requirements)) - own.keys():
         packages.link(name, purelib(folder))
     scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
     # --no-index: what it declares is in the folder of wheels, or it is linked already; otherwise pip says what is missing.
-    install = ("install", "--quiet", "--no-index", "--find-links", wheels, requirement)
+    install = ("install", "--quiet", "--no-index", "--find-links", wheels, *requirements)
     call(sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--python", scripts / "python", *install)
     return scripts
 
@@ -194,9 +206,11 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
-    scripts = environment(folder / "venv", requirement, wheels, own, packages)
+    is_alone = str(requirement) == "geartrain"
+    requirements = [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]  # with which the others are tried
+    scripts = environment(folder / "venv", requirements, wheels, own, packages)
     name = canonicalize_name(requirement.name)
-    installed = packages.required(requirement, own, set()) & own.keys()
+    installed = set().union(*(packages.required(one, own, set()) for one in requirements)) & own.keys()
     declared = {one: list(own[one].entry_points) for one in installed}
     expected = sorted(point.name for points in declared.values() for point in points if point.group in GROUPS)
     found = json.loads(call(scripts / "python", "-c", LOAD, *installed, cwd=folder).stdout.splitlines()[-1])
@@ -204,6 +218,8 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
     tried = own.keys() & extras(own, requirement) if requirement.extras else {name}
     points = [point for one in sorted(tried) for point in declared[one]]
     names = {kind: [point.name for point in points if GROUPS.get(point.group) == kind] for kind in GROUPS.values()}
+    if is_alone:
+        return f"{requirement}: {', '.join(alone(scripts, folder, packages))}, {time.monotonic() - begun:.0f} s"
     said = []
     for one in names["strategy"]:
         ranks = [] if one == "single" else ["--devices", "2"]
@@ -220,8 +236,6 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
         assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
         said.append("a loop")
-    if str(requirement) == "geartrain":
-        said += alone(scripts, folder, packages)
     return f"{requirement}: {', '.join(said)}, {time.monotonic() - begun:.0f} s"
 
 
@@ -237,8 +251,7 @@ def alone(scripts: Path, folder: Path, packages: Packages):
     for name in packages.required(DIGITS, {}, set()):
         with contextlib.suppress(FileExistsError):
             packages.link(name, purelib(folder / "venv"))
-    options = ["--accelerator", "cpu", "--max-epochs", "2", "--seed", "1", "--output", "digits"]
-    call(scripts / "geartrain", "fit", ROOT / "examples" / "digits.py", *options, cwd=folder)
+    call(scripts / "python", "-c", ALONE, ROOT / "examples", cwd=folder)
     assert (folder / "digits" / "last.ckpt").exists()
     yield "digits"
     for tool, home in TOOLS.items():

@@ -168,13 +168,13 @@ def test_another_distributions_algorithm_trains(site, tmp_path):
     ids=["nested", "dotted", "overruled"],
 )
 def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, arguments, request):
-    from geartrain.commands.arguments import read
+    from geartrain_cli.arguments import read_arguments
 
     target = tmp_path / f"train_{request.node.callspec.id}.py"  # its module's name
     target.write_text(TRAIN)
     (tmp_path / "config.yaml").write_text(config)
     given = [str(target), "--config", str(tmp_path / "config.yaml"), "--accelerator", "cpu", *arguments]
-    trainer = read("fit", given, None).trainer
+    trainer = read_arguments("fit", given, None).trainer
     strategy = next(part.plugin for part in trainer._parts if part.info.kind == "strategy")
     assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == ("HalfAllReduce", "fp16")
 

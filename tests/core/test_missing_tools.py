@@ -26,7 +26,7 @@ NAMES = [(module, name) for module, package in TOOLS.items() for name in package
 @pytest.fixture
 def alone(monkeypatch):
     """Core finds no other distribution."""
-    for package in ("callbacks", "csv", "doctor", "port", "session", "testing", "tuner"):
+    for package in ("callbacks", "cli", "csv", "doctor", "port", "session", "testing", "tuner"):
         for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)

@@ -72,8 +72,8 @@ def test_output_that_cannot_be_sent_is_named():
 
 def test_output_that_cannot_be_saved_is_named_and_the_older_file_stays(tmp_path):
     path = tmp_path / "predictions.pt"
-    predictions.save([torch.ones(2)], path)
+    predictions.save_predictions([torch.ones(2)], path)
     with pytest.raises(TrainingError, match=r"predictions.pt was not written: output 1, of type lock, cannot be pickled"):
-        predictions.save([1, threading.Lock()], path)
+        predictions.save_predictions([1, threading.Lock()], path)
     assert [file.name for file in tmp_path.iterdir()] == ["predictions.pt"]
     assert torch.load(path, weights_only=True)[0].tolist() == [1, 1]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEMPLATES = ROOT / "core" / "src" / "geartrain" / "commands" / "templates"
+TEMPLATES = ROOT / "plugins" / "testing" / "src" / "geartrain_testing" / "templates"
 
 
 def test_the_oldest_torch_is_the_one_that_is_tested():

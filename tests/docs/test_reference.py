@@ -9,8 +9,8 @@ import pytest
 
 import geartrain as gt
 from geartrain import hookspecs
-from geartrain.commands.arguments import Names, build_parser
 from geartrain.planning.registry import Registry
+from geartrain_cli.arguments import Names, build_parser
 from geartrain_tuner.command import _OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from geartrain.commands.arguments import read
+from geartrain_cli.arguments import read_arguments
 from geartrain_doctor.findings import examine
 
 TARGET = """
@@ -80,7 +80,7 @@ def pickles(capsys):
     def run(*options):
         from geartrain_doctor import pickles as doctor_pickles
 
-        return examine("pickle", doctor_pickles.pickles, read("fit", ["target.py", *options], None))
+        return examine("pickle", doctor_pickles.pickles, read_arguments("fit", ["target.py", *options], None))
 
     return run
 
@@ -232,7 +232,7 @@ def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(write, 
     write("attached.py", TARGET + ATTACHED.format(fails=fails))
     from geartrain_doctor import pickles as doctor_pickles
 
-    request = read("fit", ["attached.py"], None)
+    request = read_arguments("fit", ["attached.py"], None)
     model, data = request.make_model()
     monkeypatch.setattr(type(request), "make_model", lambda self: (model, data))
     capsys.readouterr()

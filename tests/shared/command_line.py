@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def installed(monkeypatch):
     """Names of the distributions that exist: core and the tools, whatever else this machine has; tests add to them with ``install``."""
-    tools = ("callbacks", "csv", "doctor", "port", "testing", "tuner")
+    tools = ("callbacks", "cli", "csv", "doctor", "port", "testing", "tuner")
     names, real = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}, geartrain.planning.registry.entry_points
     monkeypatch.setattr(
         geartrain.planning.registry, "entry_points", lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names]

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.build, pytest.mark.timeout(DEADLINE + 60)]
 def place(tmp_path_factory):
     """Core's wheel wrote a package of each kind; an environment with their wheels and core's, and the folder they are in."""
     folder = tmp_path_factory.mktemp("new")
-    wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core"])
+    wheels = build(tmp_path_factory.mktemp("core"), [ROOT / "core", ROOT / "plugins" / "cli"])
     writer = environment(tmp_path_factory.mktemp("writer"), wheels)
     for kind, name in NAMES.items():
         # In what core's wheel installed, not in the sources: the templates must be in the wheel.

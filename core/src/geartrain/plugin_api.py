@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from geartrain.builtin.progress.progress import ProgressBar as ProgressBar
-    from geartrain.checkpoint.checkpoints import checkpoint_state as checkpoint_state, is_last as is_last, save as save
+    from geartrain.checkpoint.checkpoints import (
+        checkpoint_state as checkpoint_state,
+        find as find,
+        is_last as is_last,
+        save as save,
+    )
     from geartrain.checkpoint.files import peek as peek, progress as progress
     from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
     from geartrain.commands import main as main
-    from geartrain.commands.arguments import Request as Request, option_names as option_names, read as read
-    from geartrain.commands.target import Target as Target
     from geartrain.data.loaders import (
         BatchSizer as BatchSizer,
         DataSource as DataSource,
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
         loader_batch_size as loader_batch_size,
     )
     from geartrain.data.sharding import generators as generators, has_no_own_samples as has_no_own_samples, set_epoch as set_epoch
-    from geartrain.errors import nearest as nearest
-    from geartrain.errors.hints import write_instead as write_instead
+    from geartrain.errors import describe as describe, nearest as nearest
+    from geartrain.errors.hints import hint as hint, write_instead as write_instead
     from geartrain.errors.known import KNOWN as KNOWN
     from geartrain.files.atomic import (
         AppendedFile as AppendedFile,
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
         parameters_of as parameters_of,
         read_optimizers as read_optimizers,
     )
+    from geartrain.loop.predictions import save_predictions as save_predictions
     from geartrain.loop.run import Stage as Stage
     from geartrain.loop.step_forwarder import (
         STEPS as STEPS,
@@ -98,6 +102,7 @@ if TYPE_CHECKING:
         reserved_folder as reserved_folder,
         restore_plugins as restore_plugins,
     )
+    from geartrain.planning.plugin_files import file_plugin as file_plugin, is_file as is_file, load_file as load_file
     from geartrain.planning.rank_properties import RankProperties as RankProperties
     from geartrain.planning.registry import InstalledPlugin as InstalledPlugin, Registry as Registry
     from geartrain.planning.selection import select_accelerator as select_accelerator
@@ -105,16 +110,14 @@ if TYPE_CHECKING:
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
     "geartrain.builtin.progress.progress": "ProgressBar",
-    "geartrain.checkpoint.checkpoints": "checkpoint_state is_last save",
+    "geartrain.checkpoint.checkpoints": "checkpoint_state find is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
     "geartrain.commands": "main",
-    "geartrain.commands.arguments": "Request option_names read",
-    "geartrain.commands.target": "Target",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
     "geartrain.data.sharding": "generators has_no_own_samples set_epoch",
-    "geartrain.errors": "nearest",
-    "geartrain.errors.hints": "write_instead",
+    "geartrain.errors": "describe nearest",
+    "geartrain.errors.hints": "hint write_instead",
     "geartrain.errors.known": "KNOWN",
     "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
     "geartrain.files.paths": "is_url user_path",
@@ -132,6 +135,7 @@ _NAMES = {
     "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
+    "geartrain.loop.predictions": "save_predictions",
     "geartrain.loop.run": "Stage",
     "geartrain.loop.step_forwarder": ("ModuleHooks STEPS StepForwarder check_data check_module refuse_unrun"),
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
@@ -145,6 +149,7 @@ _NAMES = {
     "geartrain.options": "Options",
     "geartrain.plan": "check_joins complete",
     "geartrain.planning.components": "TrainerArguments build_components core_parts pickled_plugins reserved_folder restore_plugins",
+    "geartrain.planning.plugin_files": "file_plugin is_file load_file",
     "geartrain.planning.rank_properties": "RankProperties",
     "geartrain.planning.registry": "InstalledPlugin Registry",
     "geartrain.planning.selection": "select_accelerator",

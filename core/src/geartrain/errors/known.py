@@ -23,6 +23,7 @@ KNOWN = {
     ("plugin", "tensorboard"): "geartrain-tensorboard",
     ("plugin", "wandb"): "geartrain-wandb",
     ("plugin", "mlflow"): "geartrain-mlflow",
+    **dict.fromkeys([("command", name) for name in ("fit", "validate", "test", "predict", "explain", "plugins")], "geartrain-cli"),
     ("command", "conformance"): "geartrain-testing",
     ("command", "doctor"): "geartrain-doctor",
     ("command", "new"): "geartrain-testing",

@@ -76,7 +76,7 @@ def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def save(outputs: list[Any], path: Path) -> None:
+def save_predictions(outputs: list[Any], path: Path) -> None:
     """Write predictions whole or not at all. ``torch.load(path, weights_only=True)`` reads tensors, numbers, strings and their nestings.
 
     Raises:

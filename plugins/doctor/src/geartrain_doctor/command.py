@@ -83,12 +83,12 @@ def _target(target: str | None, rest: list[str]) -> Any:
     if target is None:
         return None
     try:
-        from geartrain.plugin_api import read
+        from geartrain_cli.arguments import read_arguments
     except Exception:  # _pickles reports it, and the other checks go on
         return None
 
     # Where it would train changes nothing of what pickles, and may be what is wrong here.
-    return read("fit", [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest], None)
+    return read_arguments("fit", [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest], None)
 
 
 def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> Iterator[Section]:

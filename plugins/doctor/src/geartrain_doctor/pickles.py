@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from geartrain import DataModule, Module, Trainer, UsageError
-from geartrain.plugin_api import DataSource, Registry, Request
+from geartrain.plugin_api import DataSource, Registry
+from geartrain_cli.arguments import Request
 from geartrain_doctor.findings import Section
 
 try:

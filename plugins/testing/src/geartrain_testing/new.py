@@ -70,7 +70,7 @@ def _check_name(kind: str, name: str) -> None:
     same = _same(name)
     if kind == "plugin":
         try:
-            from geartrain.plugin_api import option_names  # not above: strategies and accelerators need no parser
+            from geartrain_cli.arguments import option_names  # not above: strategies and accelerators need no parser
         except ModuleNotFoundError as error:  # the Trainer needs torch; without it, a taken name is refused when the plugin is chosen
             if error.name != "torch":
                 raise

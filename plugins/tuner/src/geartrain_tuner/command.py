@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from geartrain import Trainer, TrainingError, UsageError
-from geartrain.plugin_api import Request, Target, check_module, nearest, read, write
+from geartrain.plugin_api import check_module, nearest, write
+from geartrain_cli.arguments import Request, read_arguments
+from geartrain_cli.target import Target
 from geartrain_tuner import LRFinder, Tuner
 from geartrain_tuner.tuner import learning_rate_of, owners_of
 
@@ -58,7 +60,7 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
     if not argv or argv[0] not in _FINDERS:
         given = f"there is no {argv[0]!r} to tune. {nearest(argv[0], _FINDERS)}" if argv else "what to tune comes first."
         raise UsageError(f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET")
-    request = read(f"{name} {argv[0]}", argv[1:], target, defaults, _OPTIONS[argv[0]])
+    request = read_arguments(f"{name} {argv[0]}", argv[1:], target, defaults, _OPTIONS[argv[0]])
     check_module(request.target[0], "fit")
     _FINDERS[argv[0]](request)
     return request.trainer

@@ -1,10 +1,8 @@
 """The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
 
 A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. A command that trains a TARGET also
-takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too. A command of ours also gets a line in ``_HELP`` and,
-if it is not core's, in :mod:`geartrain.errors.known`.
-
-The folder is not called ``cli`` because ``geartrain.cli`` is the function.
+takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too. Core has no command of its own: those that train,
+explain and list are geartrain-cli's. A command of ours also gets a line in ``_HELP`` and in :mod:`geartrain.errors.known`.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def _listed(registry: Registry) -> dict[str, str]:
         distribution = candidate.entry_point.dist
         listed.setdefault(name, str(distribution.metadata["Summary"] or "") if distribution else "")
     for name in _HELP:
-        listed.setdefault(name, f"{_HELP[name]} (not installed: pip install {KNOWN.get(('command', name), 'geartrain')})")
+        listed.setdefault(name, f"{_HELP[name]} (not installed: pip install {KNOWN['command', name]})")
     return listed
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import geartrain as gt
-from geartrain.commands.target import find_target
+from geartrain_cli.target import find_target
 
 SEEDED = ["--max-epochs", "2", "--seed", "3", "--enable-progress-bar", "false", "--model.hidden", "6", "--data.batch-size", "8"]
 

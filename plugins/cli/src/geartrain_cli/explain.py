@@ -9,17 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from geartrain.commands.arguments import read
-from geartrain.commands.target import Target
-from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import PluginInfo
-from geartrain.plan import Plan
-from geartrain.trainer import Trainer
+from geartrain import Plan, Trainer
+from geartrain.plugin_api import Hooks, PluginInfo
+from geartrain_cli.arguments import read_arguments
+from geartrain_cli.target import Target
 
 
 def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Print the plan and the hook table. Neither module nor data is made: the batch size is the data's ``batch_size`` option."""
-    request = read(name, argv, target, defaults)
+    request = read_arguments(name, argv, target, defaults)
     trainer, values = request.trainer, request.values
     sizes = [group.get("batch_size") for group in (values.get("data"), values.get("model")) if group is not None]
     plan = trainer.check(request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None))

@@ -7,8 +7,8 @@ import contextlib
 import json
 import sys
 
-from geartrain.errors import UsageError
-from geartrain.planning.registry import Registry
+from geartrain import UsageError
+from geartrain.plugin_api import Registry
 
 
 def command(name: str, argv: list[str]) -> None:

@@ -17,13 +17,9 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from geartrain.commands.target import Target, find_target
-from geartrain.errors import UsageError, nearest
-from geartrain.errors.hints import hint
-from geartrain.files.paths import user_path
-from geartrain.planning.plugin_files import file_plugin, is_file
-from geartrain.planning.registry import Registry
-from geartrain.trainer import Trainer
+from geartrain import Trainer, UsageError
+from geartrain.plugin_api import Registry, file_plugin, hint, is_file, nearest, user_path
+from geartrain_cli.target import Target, find_target
 
 #: Options that may be given several times -> the key that holds their list.
 _REPEATED = {"plugin": "plugins", "block": "block", "assume": "assume"}
@@ -82,7 +78,7 @@ class Request:
         return made.model, made.get("data")
 
 
-def read(
+def read_arguments(
     command: str,
     argv: list[str],
     target: Target | None,

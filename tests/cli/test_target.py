@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from geartrain.commands.target import find_target
+from geartrain_cli.target import find_target
 
 SUBCLASS = "from net import Net\nclass {0}(Net): ...\n"
 

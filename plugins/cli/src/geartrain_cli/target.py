@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from geartrain.errors import UsageError, describe, nearest
-from geartrain.module.module import DataModule, Module
-from geartrain.planning.plugin_files import load_file
+from geartrain import DataModule, Module, UsageError
+from geartrain.plugin_api import describe, load_file, nearest
 
 Target = tuple[type[Module], type[DataModule] | None]
 

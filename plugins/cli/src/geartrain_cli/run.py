@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.checkpoint.checkpoints import find
-from geartrain.commands.arguments import read
-from geartrain.commands.target import Target
-from geartrain.errors import UsageError
-from geartrain.loop import predictions
-from geartrain.loop.step_forwarder import check_module
-from geartrain.trainer import Trainer
+from geartrain import Trainer, UsageError
+from geartrain.plugin_api import check_module, find, save_predictions
+from geartrain_cli.arguments import read_arguments
+from geartrain_cli.target import Target
 
 
 def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
     """Make trainer, module and data from the options, and run one of the trainer's methods; ``predict`` writes predictions.pt."""
-    request = read(name, argv, target, defaults)
+    request = read_arguments(name, argv, target, defaults)
     check_module(request.target[0], name)
     trainer = request.trainer
     if name == "predict" and trainer.output is None and not trainer.plan.options.fast_dev_run:
@@ -30,5 +27,5 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
     model, data = request.make_model()
     result = getattr(trainer, name)(model, datamodule=data, **files)
     if name == "predict" and trainer.output is not None and trainer.is_global_zero:
-        predictions.save(result, trainer.output / "predictions.pt")
+        save_predictions(result, trainer.output / "predictions.pt")
     return trainer
