@@ -112,6 +112,7 @@ with gt.Session(accelerator="cpu") as session:
 TOOLS = {
     "geartrain.Session": "geartrain-session",
     "geartrain.Fabric": "geartrain-session",
+    "geartrain.cli": "geartrain-cli",
     "geartrain.callbacks.EarlyStopping": "geartrain-callbacks",
     "geartrain.testing.run_plugin": "geartrain-testing",
     "geartrain.tuning.Tuner": "geartrain-tuner",
@@ -119,7 +120,6 @@ TOOLS = {
     "geartrain.strategies.DDPStrategy": "geartrain-ddp",
 }
 TOOL_COMMANDS = {
-    **dict.fromkeys(["fit", "validate", "test", "predict", "explain", "plugins"], "geartrain-cli"),
     "conformance": "geartrain-testing",
     "doctor": "geartrain-doctor",
     "new": "geartrain-testing",
@@ -232,6 +232,8 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
         done = call(scripts / "geartrain", one, *COMMANDS[one], cwd=folder, may_fail=True)
         assert done.returncode in CODES.get(one, (0,)), f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
         said.append(one)
+    if requirement.name == "geartrain-cli":
+        said.append(missing_commands(scripts, folder))
     if requirement.name == "geartrain-session":
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
         assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
@@ -258,11 +260,19 @@ def alone(scripts: Path, folder: Path, packages: Packages):
         module, _, name = tool.rpartition(".")
         done = call(scripts / "python", "-c", f"from {module} import {name}", cwd=folder, may_fail=True)
         assert done.stderr.splitlines()[-1].endswith(f"is not installed. Fix: pip install {home}"), f"{tool}: {done.stderr}"
+    done = call(scripts / "geartrain", "fit", "target.py", cwd=folder, may_fail=True)
+    said = "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
+    assert (done.returncode, done.stderr) == (2, said), done.stderr
+    yield f"{len(TOOLS) + 1} tools that are missing"
+
+
+def missing_commands(scripts: Path, folder: Path):
+    """Ask the command line alone for each command of another distribution. Return what to print."""
     for command, home in TOOL_COMMANDS.items():
         done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
         said = f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
         assert (done.returncode, done.stderr) == (2, said), f"{command}: {done.stderr}"
-    yield f"{len(TOOLS) + len(TOOL_COMMANDS)} tools that are missing"
+    return f"{len(TOOL_COMMANDS)} commands that are missing"
 
 
 def fit(scripts: Path, folder: Path, chosen: list[str], label: str):

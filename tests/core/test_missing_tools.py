@@ -8,6 +8,7 @@ import pytest
 
 import geartrain as gt
 import geartrain_callbacks
+import geartrain_cli  # noqa: F401 (see alone)
 import geartrain_testing
 import geartrain_tuner
 from geartrain.commands import main
@@ -25,16 +26,24 @@ NAMES = [(module, name) for module, package in TOOLS.items() for name in package
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Core finds no other distribution."""
-    for package in ("callbacks", "cli", "csv", "doctor", "port", "session", "testing", "tuner"):
+    """Core finds no other distribution than the command line, whose commands it does not find."""
+    for package in ("callbacks", "csv", "doctor", "port", "session", "testing", "tuner"):
         for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)
     own = lambda **wanted: [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]  # noqa: E731
     for module in ("geartrain.planning.registry", "geartrain.planning.lazy_exports", "geartrain.errors.hints"):
         monkeypatch.setattr(f"{module}.entry_points", own)
-    for name in ("Session", "Fabric"):
+    for name in ("Session", "Fabric", "cli"):
         monkeypatch.delitem(vars(gt), name, raising=False)
+
+
+@pytest.fixture
+def no_command_line(alone, monkeypatch):
+    """Not even geartrain-cli is installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "geartrain_cli"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "geartrain_cli", None)
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
@@ -48,6 +57,17 @@ def test_a_name_of_a_tool(alone, module, name):
 def test_a_session(alone, name):
     with pytest.raises(ImportError, match=rf"^geartrain.{name} is not installed. Fix: pip install geartrain-session$"):
         getattr(gt, name)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["fit", "net.py"]])
+def test_the_command_line(no_command_line, capsys, argv):
+    assert main(argv) == 2
+    assert capsys.readouterr().err == "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
+
+
+def test_the_command_line_of_a_script(no_command_line):
+    with pytest.raises(ImportError, match=r"^geartrain.cli is not installed. Fix: pip install geartrain-cli$"):
+        _ = gt.cli
 
 
 @pytest.mark.parametrize("name", [name for kind, name in KNOWN if kind == "command"])

@@ -199,7 +199,8 @@ import sys
 sys.modules["torch"] = None
 from geartrain.commands import main
 code = main(["new", "strategy", "tandem"])
-print([name for name in sys.modules if name.startswith(("torch.", "geartrain_")) and not name.startswith("geartrain_testing")])
+tools = ("geartrain_testing", "geartrain_cli")
+print([name for name in sys.modules if name.startswith(("torch.", "geartrain_")) and not name.startswith(tools)])
 sys.exit(code)
 """
     done = python("-c", code)

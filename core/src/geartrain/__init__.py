@@ -16,12 +16,12 @@ from geartrain.hookspecs import hookimpl, hookspec
 from geartrain.launch import rerun_command as _rerun_command  # noqa: F401 (reads where the program started, before it changes its folder)
 
 if TYPE_CHECKING:
-    from geartrain.commands import cli
     from geartrain.data.seeding import seed_everything
     from geartrain.loop.run import Run, World
     from geartrain.module.module import DataModule, Module
     from geartrain.plan import Layout, Plan, PlanRequest
     from geartrain.trainer import Trainer
+    from geartrain_cli import cli
     from geartrain_session import Session
 
     Fabric = Session
@@ -42,7 +42,7 @@ _LAZY = {
     "Session": "geartrain_session",
     "Trainer": "geartrain.trainer",
     "World": "geartrain.loop.run",
-    "cli": "geartrain.commands",
+    "cli": "geartrain_cli",
     "seed_everything": "geartrain.data.seeding",
 }
 
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
         raise AttributeError(f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}")
     module, _, attribute = _LAZY[name].partition(":")
-    if module == "geartrain_session":
+    if module.startswith("geartrain_"):
         from geartrain.planning.lazy_exports import import_from
 
         value = getattr(import_from(module, f"geartrain.{name}"), attribute or name)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from geartrain.checkpoint.files import peek as peek, progress as progress
     from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
-    from geartrain.commands import main as main
     from geartrain.data.loaders import (
         BatchSizer as BatchSizer,
         DataSource as DataSource,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from geartrain.errors import describe as describe, nearest as nearest
     from geartrain.errors.hints import hint as hint, write_instead as write_instead
     from geartrain.errors.known import KNOWN as KNOWN
+    from geartrain.errors.panel import TRACEBACK as TRACEBACK, panel as panel, traceback_text as traceback_text
     from geartrain.files.atomic import (
         AppendedFile as AppendedFile,
         remove_abandoned as remove_abandoned,
@@ -113,12 +113,12 @@ _NAMES = {
     "geartrain.checkpoint.checkpoints": "checkpoint_state find is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
-    "geartrain.commands": "main",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
     "geartrain.data.sharding": "generators has_no_own_samples set_epoch",
     "geartrain.errors": "describe nearest",
     "geartrain.errors.hints": "hint write_instead",
     "geartrain.errors.known": "KNOWN",
+    "geartrain.errors.panel": "TRACEBACK panel traceback_text",
     "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
     "geartrain.files.paths": "is_url user_path",
     "geartrain.hooks.manager": "Hooks",

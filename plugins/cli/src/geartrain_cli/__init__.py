@@ -1,7 +1,8 @@
-"""The commands of geartrain's command line that train, explain and list; and the arguments of a command that has a target."""
+"""The command line: the commands that train, explain and list; and the arguments of a command that has a target."""
 
 from __future__ import annotations
 
 from geartrain_cli._version import __version__
+from geartrain_cli.command_line import cli, main
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "cli", "main"]

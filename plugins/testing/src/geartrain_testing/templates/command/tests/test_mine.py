@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from geartrain.plugin_api import main
+from geartrain_cli import main
 
 
 def test_prints_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,161 @@
+"""The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
+
+A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. A command that trains a TARGET also
+takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too. A command of ours also gets a line in ``_HELP``
+and in core's ``errors/known.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from geartrain import GeartrainError, UsageError, __version__
+from geartrain.plugin_api import KNOWN, TRACEBACK, Registry, nearest, panel, traceback_text
+
+if TYPE_CHECKING:
+    from geartrain import Trainer
+
+#: Commands of geartrain's distributions -> description. The summary of its distribution describes any other command.
+_HELP = {
+    "fit": "train a module",
+    "validate": "validate a module",
+    "test": "test a module",
+    "predict": "predict with a module",
+    "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
+    "explain": "show the plan and who answers each hook; starts nothing",
+    "plugins": "list what is installed, and why what cannot be used",
+    "doctor": "examine this machine; ends with what to fix",
+    "conformance": "test whether an installed strategy does what every strategy must",
+    "new": "write a package with a strategy, an accelerator, a plugin or a command of your own",
+    "port": "rewrite a script that was written for PyTorch Lightning",
+}
+
+_USAGE = """\
+usage: geartrain COMMAND TARGET [options]
+
+{commands}
+
+conformance takes a strategy's name, new a kind and a name, port a file, plugins and doctor nothing. TARGET is file.py, file.py:Class or
+package.module:Class.
+geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
+With --traceback, an error shows its whole traceback.
+"""
+
+#: The option of every command that asks for the whole traceback.
+_WHOLE = "--traceback"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 done, 1 the run failed, 2 wrong usage.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE.format(commands="\n".join(f"  {name:11} {what}" for name, what in _listed(Registry()).items())))
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"geartrain {__version__}")
+        return 0
+    rest, whole = _without_flag(arguments[1:])
+    return _guarded(arguments[0], lambda: _command(arguments[0])(arguments[0], rest), whole)
+
+
+def _listed(registry: Registry) -> dict[str, str]:
+    """Return each command and its description, from metadata alone; also commands of our distributions that are not installed."""
+    installed = {candidate.name: candidate for candidate in registry.of("command")}
+    listed = {name: what for name, what in _HELP.items() if name in installed}
+    for name, candidate in installed.items():
+        distribution = candidate.entry_point.dist
+        listed.setdefault(name, str(distribution.metadata["Summary"] or "") if distribution else "")
+    for name in _HELP:
+        listed.setdefault(name, f"{_HELP[name]} (not installed: pip install {KNOWN['command', name]})")
+    return listed
+
+
+def _command(name: str) -> Callable[..., Any]:
+    """Import the function of a command. Other commands are not imported: `geartrain plugins` must not pay for torch.
+
+    Raises:
+        UsageError: the command is unknown, not installed, or cannot be imported.
+    """
+    registry = Registry()
+    names = [candidate.name for candidate in registry.of("command")]
+    if name not in names:
+        if ("command", name) in KNOWN:
+            raise UsageError(f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}")
+        raise UsageError(f"there is no command {name!r}. {nearest(name, [*names, *(n for kind, n in KNOWN if kind == 'command')])}")
+    command: Callable[..., Any] = registry.load(registry.find("command", name))
+    return command
+
+
+def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments without ``--traceback``, and True if it or the environment asks for the whole traceback."""
+    rest = [argument for argument in arguments if argument != _WHOLE]
+    return rest, len(rest) < len(arguments) or bool(os.environ.get(TRACEBACK))
+
+
+def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
+    """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback.
+
+    Args:
+        whole: show their traceback too.
+    """
+    try:
+        action()
+    except GeartrainError as error:
+        if whole:
+            print(traceback_text(error), file=sys.stderr)
+        print(panel(error, f"geartrain {name}", _WHOLE), file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"geartrain {name}: torch is not installed. Fix: pip install torch (a build for your hardware)", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"geartrain {name}: interrupted", file=sys.stderr)
+        return 1
+    return 0
+
+
+def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
+    """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
+
+    Args:
+        model: the ``Module`` subclass to run.
+        data: the ``DataModule`` subclass, unless the module brings its data.
+        argv: arguments, default ``sys.argv[1:]``; the first may be a command (``python train.py test --checkpoint ...``).
+        defaults: options as in a config file, which the command line overrides: ``{"max_epochs": 10, "seed": 42}``.
+
+    Returns:
+        The trainer, after the run.
+
+    Raises:
+        SystemExit: with 1 or 2, as the command line exits.
+    """
+    arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "fit"
+    done: list[Any] = []
+    code = _guarded(name, lambda: done.append(_of_target(name)(name, arguments, target=(model, data), defaults=defaults)), whole)
+    if code:
+        raise SystemExit(code)
+    trainer: Trainer = done[0]
+    return trainer
+
+
+def _of_target(name: str) -> Callable[..., Any]:
+    """Return the function of a command that takes a target.
+
+    Raises:
+        UsageError: it takes no target.
+    """
+    command = _command(name)
+    if "target" not in inspect.signature(command).parameters:
+        raise UsageError(f"{name!r} takes no target, so a script has no such command. Fix: geartrain {name}")
+    return command
