@@ -98,9 +98,7 @@ if TYPE_CHECKING:
         TrainerArguments as TrainerArguments,
         build_components as build_components,
         core_parts as core_parts,
-        pickled_plugins as pickled_plugins,
         reserved_folder as reserved_folder,
-        restore_plugins as restore_plugins,
     )
     from geartrain.planning.plugin_files import file_plugin as file_plugin, is_file as is_file, load_file as load_file
     from geartrain.planning.rank_properties import RankProperties as RankProperties
@@ -148,7 +146,7 @@ _NAMES = {
     "geartrain.module.nested": "map_nested map_tensors move not_plain",
     "geartrain.options": "Options",
     "geartrain.plan": "check_joins complete",
-    "geartrain.planning.components": "TrainerArguments build_components core_parts pickled_plugins reserved_folder restore_plugins",
+    "geartrain.planning.components": "TrainerArguments build_components core_parts reserved_folder",
     "geartrain.planning.plugin_files": "file_plugin is_file load_file",
     "geartrain.planning.rank_properties": "RankProperties",
     "geartrain.planning.registry": "InstalledPlugin Registry",

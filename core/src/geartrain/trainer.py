@@ -33,9 +33,7 @@ from geartrain.planning.components import (
     build_components,
     core_parts,
     parts_for,
-    pickled_plugins,
     reserved_folder,
-    restore_plugins,
 )
 from geartrain.planning.rank_properties import RankProperties
 from geartrain.planning.registry import Registry
@@ -356,13 +354,14 @@ class Trainer(RankProperties):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state from which another process makes this trainer again."""
         left_out = ("registry", "hooks", "cluster", "_parts", "_run")
-        return {key: value for key, value in vars(self).items() if key not in left_out} | {"plugins": pickled_plugins(self._parts)}
+        kept = {key: value for key, value in vars(self).items() if key not in left_out}
+        return {**kept, "plugins": [part for part in self._parts if not part.info.is_core]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = state.pop("plugins")
+        plugins = state.pop("plugins")
         vars(self).update(state, registry=Registry(state["_block"]), cluster=detect(), _run=None)
         # This process did not begin the run's folder: the process that started this one did.
-        self._parts = (*core_parts(self.plan.options, self.output, False), *restore_plugins(self.registry, made))
+        self._parts = (*core_parts(self.plan.options, self.output, False), *plugins)
         self.hooks = Hooks(self._parts)
         if self.datamodule is not None:
             self.datamodule.trainer = self

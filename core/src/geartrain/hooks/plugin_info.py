@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,29 @@ class PluginInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedPlugin:
-    """A selected plugin and its object, which is registered with the hooks."""
+    """A selected plugin and its object, which is registered with the hooks.
+
+    A pickle makes the object again if it can, and gives it its state, because the object may hold files or connections.
+    """
 
     info: PluginInfo
     plugin: Any
     #: The options it was made with, as the user gave them.
     options: Mapping[str, Any] = field(default_factory=dict)
-    #: Its name, or its file with the class, from which another process makes it again; ``None`` for a user's object.
-    source: str | None = None
+    #: Makes it again in another process, from its name or its file; ``None`` for a user's object, which must pickle itself.
+    make_again: Callable[[], Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.make_again is None:
+            return LoadedPlugin, (self.info, self.plugin, self.options)
+        return _made_again, (self.info, self.options, self.make_again, state_of(self.plugin))
+
+
+def _made_again(info: PluginInfo, options: Mapping[str, Any], make_again: Callable[[], Any], state: Any) -> LoadedPlugin:
+    plugin = make_again()
+    if state is not None:
+        plugin.load_state_dict(state)
+    return LoadedPlugin(info, plugin, options, make_again)
 
 
 def state_of(plugin: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The parts of a run: core's own and the selected plugins, their plan, and how another process makes the same parts again."""
+"""The parts of a run: core's own and the selected plugins, and their plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
 from geartrain.files.paths import user_path
 from geartrain.hooks.manager import Hooks
-from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo, state_of
+from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import ClusterEnvironment, starts_rank_0
 from geartrain.options import Options
@@ -177,13 +178,10 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
         elif is_file(plugin):
             name, found = file_plugin(plugin)
             own = left.pop(name, {})
-            if isinstance(found, type):
-                found = make(found, plugin, own)
-            elif own:
+            if own and not isinstance(found, type):
                 raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
-            parts.append(
-                LoadedPlugin(PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"), found, own, source=os.path.abspath(plugin))
-            )
+            info, again = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"), partial(_of_file, os.path.abspath(plugin), own)
+            parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))
         else:
             parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
     labels = [part.info.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
@@ -195,6 +193,11 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
             f"options are given for {', '.join(map(repr, left))}, which is not among the chosen plugins. Fix: --plugin {next(iter(left))}"
         )
     return parts
+
+
+def _of_file(plugin: str, options: Mapping[str, Any]) -> Any:
+    _, found = file_plugin(plugin)
+    return make(found, plugin, options) if isinstance(found, type) else found
 
 
 def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[LoadedPlugin]:
@@ -212,51 +215,3 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     if max_time is not None:
         parts.append(registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}"))
     return parts
-
-
-# --- the same parts in another process -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PickledPlugin:
-    """How another process makes a part again."""
-
-    info: PluginInfo
-    options: Mapping[str, Any]
-    source: str | None
-    #: The object itself if it has no source; it must pickle.
-    plugin: Any
-    #: Its ``state_dict()`` if it has a source and a state.
-    state: Any
-
-
-def pickled_plugins(parts: Iterable[LoadedPlugin]) -> list[PickledPlugin]:
-    """Return how to make the selected precision, accelerator, strategy and plugins again.
-
-    A part with a name or a file is made from it and given its state, because the object may hold files or connections.
-    """
-    return [
-        PickledPlugin(
-            part.info, part.options, part.source, None if part.source else part.plugin, state_of(part.plugin) if part.source else None
-        )
-        for part in parts
-        if not part.info.is_core
-    ]
-
-
-def restore_plugins(registry: Registry, made: Iterable[PickledPlugin]) -> list[LoadedPlugin]:
-    """Make the same parts in this process."""
-    return [LoadedPlugin(pickled.info, _restored(registry, pickled), pickled.options, pickled.source) for pickled in made]
-
-
-def _restored(registry: Registry, pickled: PickledPlugin) -> Any:
-    if pickled.source is None:
-        return pickled.plugin
-    if pickled.info.kind == "plugin" and is_file(pickled.source):
-        _, found = file_plugin(pickled.source)
-        plugin = make(found, pickled.info.name, pickled.options) if isinstance(found, type) else found
-    else:
-        plugin = registry.select(pickled.info.kind, pickled.source, pickled.options, pickled.info.reason).plugin
-    if pickled.state is not None:
-        plugin.load_state_dict(pickled.state)
-    return plugin

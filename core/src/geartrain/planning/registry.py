@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -204,7 +205,8 @@ class Registry:
             raise
         candidate.state, candidate.reason = "selected", reason
         choice = PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason)
-        return LoadedPlugin(choice, plugin, dict(options or {}), source=candidate.name)
+        given = dict(options or {})
+        return LoadedPlugin(choice, plugin, given, partial(_selected_again, kind, candidate.name, given))
 
     def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
         """Return the part of a user's object or class; named as its entry point, if it has one.
@@ -221,6 +223,10 @@ class Registry:
                 return LoadedPlugin(PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
         return LoadedPlugin(PluginInfo(name, kind, None, None, reason), plugin)
+
+
+def _selected_again(kind: str, name: str, options: Mapping[str, Any]) -> Any:
+    return Registry().select(kind, name, options).plugin
 
 
 def _installed() -> list[InstalledPlugin]:

@@ -26,9 +26,7 @@ from geartrain.plugin_api import (
     core_parts,
     detect,
     parameters_of,
-    pickled_plugins,
     reserved_folder,
-    restore_plugins,
     save,
     user_path,
     write_instead,
@@ -139,12 +137,12 @@ class Session(RankProperties):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a fresh process needs to make this session again."""
         kept = ("_block", "_assume", "plan", "callbacks")
-        return {name: getattr(self, name) for name in kept} | {"plugins": pickled_plugins(self._parts)}
+        return {name: getattr(self, name) for name in kept} | {"plugins": [part for part in self._parts if not part.info.is_core]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plugins = state.pop("plugins")
         vars(self).update(state, registry=Registry(state["_block"]), cluster=detect())
-        self._parts = (*core_parts(self.plan.options, self.plan.output, False), *restore_plugins(self.registry, plugins))
+        self._parts = (*core_parts(self.plan.options, self.plan.output, False), *plugins)
         self.hooks = Hooks(self._parts)
         self._forget_run()
 

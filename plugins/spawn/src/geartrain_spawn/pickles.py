@@ -117,7 +117,7 @@ def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
     given = (
         {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
     )
-    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.source is None and not part.info.is_core}
+    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.make_again is None and not part.info.is_core}
     given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
     return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
 
