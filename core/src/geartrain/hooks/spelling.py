@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -28,22 +28,14 @@ _OF_ANY_PLUGIN = STATE | {"diagnose", "more_options"}
 _METHODS_OF = {"strategy": {"notes"}, "accelerator": {"unavailable", "device_count", "select_devices"}}
 
 
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, set | frozenset | list | tuple) and bool(value) and all(isinstance(item, str) for item in value)
-
-
-#: Attributes that are no methods -> whether a value is what geartrain would read there; other values are their author's own.
-_VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "automatic_optimization": lambda value: isinstance(value, bool),
-    "replaces": _are_strings,
-    "must_own": _are_strings,
-    "errors_are_warnings": lambda value: isinstance(value, bool),
-    "same_on_all_ranks": lambda value: isinstance(value, bool),
-    "hookspecs": inspect.ismodule,
-    "capabilities": lambda value: isinstance(value, Mapping),
-    "needs_function": lambda value: isinstance(value, bool),
-    "priority": lambda value: isinstance(value, int | float),
-    "indexed": lambda value: isinstance(value, bool),
+_NAMES = set | frozenset | list | tuple
+#: Attributes that are no methods -> the type that geartrain would read there; a value of another type is its author's own.
+_VALUES: Mapping[str, Any] = {
+    **dict.fromkeys(["automatic_optimization", "errors_are_warnings", "same_on_all_ranks", "needs_function", "indexed"], bool),
+    **dict.fromkeys(["replaces", "must_own"], _NAMES),
+    "hookspecs": types.ModuleType,
+    "capabilities": Mapping,
+    "priority": int | float,
 }
 _VALUES_OF = {"strategy": {"capabilities", "needs_function"}, "accelerator": {"priority", "indexed"}}
 #: Attributes that every kind of plugin may have, and a callback may not.
@@ -79,16 +71,16 @@ def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iter
     Raises:
         UsageError: with the name meant.
     """
-    reads, values = frozenset(methods), frozenset(values)
-    for name, value, space in _own(thing, base):
-        if inspect.isroutine(_function(value)):
+    reads, values, spaces = frozenset(methods), frozenset(values), _spaces(thing, base)
+    for space, name, value in _public(spaces, base):
+        if inspect.isroutine(value):
             meant = None if hasattr(value, "geartrain_impl") else nearly(name, reads)
-            is_own = meant is None or meant in space or _is_called(thing, name, base)
+            is_own = meant is None or meant in space or _is_called(name, spaces)
             if not is_own and not hint("method", name):  # warn_of_others names the framework that would call it
                 raise UsageError(f"{whose}: its {name} would never be called. Did you mean {meant!r}? Fix: rename it")
-        elif (meant := nearly(name, values)) is not None and _VALUES[meant](value):
+        elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
             raise UsageError(f"{whose}: nothing reads its {name} = {value!r}. Did you mean {meant!r}? Fix: rename it")
-        elif name == "requires" and "replaces" in values and _are_strings(value):
+        elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
             raise UsageError(
                 f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own a hook, dependencies in "
                 "pyproject.toml, or check_plan to refuse a plan"
@@ -121,14 +113,15 @@ def warn_of_others(thing: Any, whose: str, fix: str, base: type = object, module
         modules: whether methods of a Module and of Lightning's callbacks count too.
     """
     ours = on_methods() | _STEPS if modules else frozenset[str]()
-    for name, value, _ in _own(thing, base):
-        if not inspect.isroutine(_function(value)) or hasattr(value, "geartrain_impl"):
+    spaces = _spaces(thing, base)
+    for _, name, value in _public(spaces, base):
+        if not inspect.isroutine(value) or hasattr(value, "geartrain_impl"):
             continue
         if name in ours or nearly(name, ours) is not None:
             caller = "a Module or a Callback"
         else:
             caller = hint("method", name) if name.startswith("on_") else ""
-        if caller and not _is_called(thing, name, base):
+        if caller and not _is_called(name, spaces):
             warnings.warn(f"{whose}: its {name} is a method of {caller}, and nothing calls it here. Fix: {fix}", stacklevel=3)
 
 
@@ -148,52 +141,45 @@ def nearly(name: str, known: frozenset[str]) -> str | None:
     """
     if name in known or any(character.isdigit() for character in name):
         return None
-    words = name.lower().split("_")
-    found = [other for other in known if _is_misspelt(words, other.split("_"))]
+    found = [other for other in known if _misspells(name.lower(), other)]
     return min(found, default=None, key=lambda other: (-SequenceMatcher(None, name, other).ratio(), other))
 
 
-def _is_misspelt(words: list[str], known: list[str]) -> bool:
-    if "".join(words) == "".join(known):
-        return True
-    if len(words) != len(known):
-        return False
+def _misspells(name: str, known: str) -> bool:
+    words, others = name.split("_"), known.split("_")
+    if len(words) != len(others):
+        return "".join(words) == "".join(others)
     alike = _ALIKE if len(words) > 1 else _ALIKE_ALONE
-    return all(_is_same_word(word, other, alike) for word, other in zip(words, known, strict=True))
+    return all(
+        sorted(word) == sorted(other)
+        or _SAME.get(word, word) == _SAME.get(other, other)
+        or SequenceMatcher(None, word, other).ratio() > alike
+        for word, other in zip(words, others, strict=True)
+    )
 
 
-def _is_same_word(word: str, known: str, alike: float) -> bool:
-    if word == known or sorted(word) == sorted(known) or _SAME.get(word, word) == _SAME.get(known, known):
-        return True
-    return SequenceMatcher(None, word, known).ratio() > alike
+_Space = dict[str, Any]
 
 
-def _own(thing: Any, base: type) -> Iterator[tuple[str, Any, Collection[str]]]:
-    """Yield each public attribute that is not geartrain's: its name, its value, and the names beside it."""
+def _spaces(thing: Any, base: type) -> list[_Space]:
+    """Return what a module, or an object and each of its classes, defines itself, without what is of ``base``."""
     if isinstance(thing, types.ModuleType):
-        spaces = [{name: value for name, value in vars(thing).items() if getattr(value, "__module__", thing.__name__) == thing.__name__}]
-    else:
-        spaces = [dict(vars(cls)) for cls in _classes(thing, base)] + ([] if isinstance(thing, type) else [getattr(thing, "__dict__", {})])
-    for space in spaces:
-        for name, value in list(space.items()):
-            if not name.startswith("_") and not hasattr(base, name):
-                yield name, value, space
-
-
-def _classes(thing: Any, base: type) -> list[type]:
+        return [{name: value for name, value in vars(thing).items() if getattr(value, "__module__", thing.__name__) == thing.__name__}]
     cls = thing if isinstance(thing, type) else type(thing)
-    return [one for one in cls.__mro__ if one not in base.__mro__]
+    of_classes = [dict(vars(one)) for one in cls.__mro__ if one not in base.__mro__]
+    return of_classes if cls is thing else [*of_classes, dict(getattr(thing, "__dict__", {}))]
 
 
-def _function(value: Any) -> Any:
-    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+def _public(spaces: Iterable[_Space], base: type) -> Iterator[tuple[_Space, str, Any]]:
+    """Yield each public attribute that is not geartrain's: the names beside it, its name, and its value."""
+    for space in spaces:
+        yield from ((space, name, value) for name, value in space.items() if not name.startswith("_") and not hasattr(base, name))
 
 
-def _is_called(thing: Any, name: str, base: type) -> bool:
+def _is_called(name: str, spaces: Iterable[_Space]) -> bool:
     """True if another function of the class, or of the module, uses the name."""
-    spaces = [vars(thing)] if isinstance(thing, types.ModuleType) else [vars(cls) for cls in _classes(thing, base)]
-    codes = [getattr(inspect.unwrap(_function(one)), "__code__", None) for space in spaces for key, one in space.items() if key != name]
-    return any(code is not None and _uses(code, name) for code in codes)
+    functions = [inspect.unwrap(value) for space in spaces for key, value in space.items() if key != name and inspect.isroutine(value)]
+    return any(_uses(function.__code__, name) for function in functions if hasattr(function, "__code__"))
 
 
 def _uses(code: types.CodeType, name: str) -> bool:
