@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 def declared(folder: Path) -> list[str]:
     """Return the names of a distribution's plugins."""
     groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("entry-points", {})
-    return [name for group, names in groups.items() if group.startswith("geartrain.") and group != "geartrain.hints" for name in names]
+    others = ("geartrain.hints", "geartrain.metrics")  # vocabularies and libraries, which nobody selects
+    return [name for group, names in groups.items() if group.startswith("geartrain.") and group not in others for name in names]
 
 
 def main() -> None:

@@ -166,7 +166,7 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics",
-        f"{CORE}/metrics/torchmetrics.py",
+        "plugins/torchmetrics/src/geartrain_torchmetrics/objects.py",
         "[metric for metric, _ in objects.values()]",
         "[metric for metric, on_epoch in objects.values() if on_epoch]",
         "a metric that is logged by steps alone keeps what earlier epochs gave it",

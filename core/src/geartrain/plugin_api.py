@@ -87,8 +87,7 @@ if TYPE_CHECKING:
     )
     from geartrain.metrics import reductions as reductions
     from geartrain.metrics.store import MetricStore as MetricStore, check_name as check_name, scalar as scalar
-    from geartrain.metrics.sync import LocalMetric as LocalMetric, MetricOptions as MetricOptions, sync as sync
-    from geartrain.metrics.torchmetrics import find_metrics as find_metrics, is_metric as is_metric, replace_metric as replace_metric
+    from geartrain.metrics.sync import LocalMetric as LocalMetric, MetricOptions as MetricOptions, is_idle as is_idle, sync as sync
     from geartrain.module.hparams import HyperParameters as HyperParameters, hyperparameters as hyperparameters
     from geartrain.module.module import overridden as overridden
     from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
@@ -139,8 +138,7 @@ _NAMES = {
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
     "geartrain.metrics": "reductions",
     "geartrain.metrics.store": "MetricStore check_name scalar",
-    "geartrain.metrics.sync": "LocalMetric MetricOptions sync",
-    "geartrain.metrics.torchmetrics": "find_metrics is_metric replace_metric",
+    "geartrain.metrics.sync": "LocalMetric MetricOptions is_idle sync",
     "geartrain.module.hparams": "HyperParameters hyperparameters",
     "geartrain.module.module": "overridden",
     "geartrain.module.nested": "map_nested map_tensors move not_plain",

@@ -28,7 +28,7 @@ from geartrain.data.seeding import random_state, set_random_state
 from geartrain.data.sharding import generators, order_seeds, set_order_seeds
 from geartrain.errors import TrainingError, UsageError
 from geartrain.hooks.plugin_info import LoadedPlugin, keeps_state
-from geartrain.metrics import torchmetrics as metric_objects
+from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors, not_plain
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "metrics": dict(run.reported),
         "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar), "when": dict(run.logs.when)},
         "logs": run.logs.state_dict() if within else None,
-        "metric_objects": map_tensors(metric_objects.states(run.module), _to_cpu) if within else {},
+        "metric_objects": {name: map_tensors(library.states(run.module), _to_cpu) for name, library in libraries().items() if within},
     }
     return {
         "format": FORMAT,
@@ -198,7 +198,8 @@ class Resumed:
             set_random(run, self.rank["random"])
         if self.rank.get("logs") is not None:
             run.logs.load_state_dict(self.rank["logs"])
-        metric_objects.set_states(run.module, self.rank.get("metric_objects", {}))
+        for name, library in libraries().items():
+            library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
         if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
             warnings.warn(
                 f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on: those before are gone", stacklevel=2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from geartrain.data.loaders import close_batches
 from geartrain.data.uneven_inputs import repeated, until_all_ranks_are_done
 from geartrain.loop.predictions import from_all_ranks
-from geartrain.metrics.torchmetrics import temporary_copies
+from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -97,8 +97,10 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
 
 @contextmanager
 def _thrown_away(run: Run) -> Iterator[None]:
-    """What is logged, and what torchmetrics objects see, leaves no trace."""
-    with run.logs.scope(keep=False), temporary_copies(run.module):
+    """Leave no trace of what is logged, nor of what other libraries' metrics see."""
+    with run.logs.scope(keep=False), ExitStack() as stack:
+        for library in libraries().values():
+            stack.enter_context(library.temporary_copies(run.module))
         yield
 
 

@@ -1,1 +1,1 @@
-"""What self.log collects: the store, the reduction over steps and ranks, the objects of torchmetrics."""
+"""What self.log collects: the store, the reduction over steps and ranks, the objects of other libraries."""

@@ -19,7 +19,8 @@ from torch import nn
 
 from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
-from geartrain.metrics import reductions, torchmetrics as metric_objects
+from geartrain.metrics import reductions
+from geartrain.metrics.objects import libraries, library_of, refuse_unknown
 from geartrain.metrics.sync import LocalMetric, MetricOptions, sync
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class _Metric:
     #: The user's own reduction, and the values that it will get.
     function: Callable[[torch.Tensor], Any] | None = None
     values: list[float] = field(default_factory=list)
-    #: The torchmetrics object that was logged; it keeps the epoch's value itself.
+    #: The object of another library that was logged; it keeps the epoch's value itself.
     source: Any = None
 
     def add(self, value: float, weight: int) -> None:
@@ -97,10 +98,8 @@ class MetricStore:
 
     def items_of(self, dictionary: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
         """Return what ``log_dict`` logs."""
-        if metric_objects.is_collection(dictionary):
-            # Not copies, which its groups of metrics with common states would otherwise give: what is logged is reset.
-            return dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
-        return dictionary.items()
+        library = library_of(dictionary)
+        return dictionary.items() if library is None else library.items(dictionary)
 
     def log(
         self,
@@ -193,19 +192,17 @@ class MetricStore:
         return _Metric(name, spec, function=reductions.check(name, reduce_fx))
 
     def _keep(self, metric: _Metric, value: nn.Module) -> None:
-        """Keep a torchmetrics object until the end of the epoch."""
-        if metric_objects.is_collection(value):
-            raise TrainingError(f"self.log({metric.name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
-        if not metric_objects.is_metric(value):
-            scalar(metric.name, value)
-        if metric.spec.rank_zero_only:
-            raise TrainingError(
-                f"self.log({metric.name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
-            )
+        """Keep another library's object until the end of the epoch."""
+        library = library_of(value)
+        if library is None:
+            refuse_unknown(metric.name, value)
+            scalar(metric.name, value)  # raises
+            return
+        newest = library.newest(metric.name, value, metric.spec)
         if metric.source is not None and metric.source is not value:
-            raise TrainingError(f"self.log({metric.name!r}) was given another torchmetrics object before. Fix: a name for each")
-        if metric.spec.on_step:
-            metric.pending.append((scalar(metric.name, metric_objects.last_value(metric.name, value)), 1))
+            raise TrainingError(f"self.log({metric.name!r}) was given another {type(value).__name__} before. Fix: a name for each")
+        if newest is not None:
+            metric.pending.append((scalar(metric.name, newest), 1))
         metric.source = value
 
     def _size(self, batch: Any) -> int:
@@ -267,16 +264,19 @@ class MetricStore:
             self._put(name, None if metric is None else metric.spec, "_epoch", value, self._run.step)
 
     def _epoch_values(self) -> tuple[dict[str, float], list[Any]]:
-        """Reduce what is logged ``on_epoch``; the values by name, and the torchmetrics objects to reset."""
+        """Reduce what is logged ``on_epoch``; return the values by name, and the objects to reset."""
         self.flush()
         # A metric that was loaded has no function of the user's own until it is logged again: without it, it is left out.
         seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and (m.function or m.spec.reduce_fx in reductions.NAMED)]
         values = self._reduce({m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
-        logged = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
-        computed, objects = metric_objects.end_epoch(self._run, logged)
+        objects: list[Any] = []
+        kept = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
+        for library in libraries().values():
+            computed, theirs = library.end_epoch(self._run, {name: one for name, one in kept.items() if library.owns(one[0])})
+            values, objects = values | computed, objects + theirs
         for metric in self._metrics.values():
             metric.step = self._run.step  # of the whole epoch
-        return values | computed, objects
+        return values, objects
 
     def _warn_of_one_rank(self, names: Sequence[str]) -> None:
         """Say that what an evaluation reports is of a part of the data."""
@@ -399,8 +399,8 @@ class MetricStore:
     # --- its state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the running epoch has logged up to now, as plain values. The CPU waits for the GPU here. What torchmetrics objects have
-        seen is theirs."""
+        """Return what the running epoch has logged up to now, as plain values. The CPU waits for the GPU here. What other libraries'
+        objects have seen is theirs."""
         metrics = self._around[0] if self._around else self._metrics
         self._drain(metrics)
         return {

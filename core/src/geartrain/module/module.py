@@ -116,8 +116,8 @@ class Module(MadeWith, nn.Module):
 
         Args:
             name: the metric's name; with both ``on_step`` and ``on_epoch`` it becomes ``name_step`` and ``name_epoch``.
-            value: a number, a tensor of one element, or a torchmetrics ``Metric``, which is computed over all ranks at the end of the
-                epoch and reset.
+            value: a number, a tensor of one element, or a torchmetrics ``Metric`` (with ``geartrain-torchmetrics``), which is
+                computed over all ranks at the end of the epoch and reset.
             prog_bar: show it beside the progress bar.
             logger: hand it to the loggers.
             on_step: log the newest value every ``log_every_n_steps``; default: in ``training_step`` only.

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError
-from geartrain.plugin_api import is_metric, reductions
+from geartrain.plugin_api import reductions
 from geartrain_dp.metrics import PartMetrics, Seen, whole_batch
+from geartrain_torchmetrics import is_metric
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain.plugin_api import find_metrics, is_metric, map_tensors, move, replace_metric
+from geartrain.plugin_api import map_tensors, move
+from geartrain_torchmetrics import find_metrics, is_metric, replace_metric
 
 #: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")

@@ -72,7 +72,7 @@ INSTEAD = {
     "TQDMProgressBar": "nothing: there is a progress bar without it; enable_progress_bar=False turns it off",
     "OnExceptionCheckpoint": "ModelCheckpoint, or a Callback of your own with on_exception",
     "LambdaCallback": "a subclass of geartrain.callbacks.Callback",
-    "metrics": "the package torchmetrics, whose objects self.log takes",
+    "metrics": "the package torchmetrics, whose objects self.log takes with geartrain-torchmetrics",
     "callbacks": "a subclass of geartrain.callbacks.Callback, see docs/callbacks.md",
     "loggers": "a plugin with a log_metrics hook, see docs/write-a-plugin.md",
     "strategies": "a strategy that is installed (geartrain plugins), or one of your own, see docs/write-a-strategy.md",

@@ -1,11 +1,14 @@
-"""torchmetrics objects in ``self.log``: computed at the end of an epoch over all ranks, then reset. torchmetrics is never imported here."""
+"""What geartrain must know of torchmetrics' objects; ``geartrain.metrics.objects.MetricLibrary`` describes the functions that core calls.
+
+torchmetrics is never imported here: if the script has not imported it, there is no object.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,24 +16,62 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.errors import TrainingError
-from geartrain.metrics.sync import is_idle
-from geartrain.module.nested import map_tensors
+from geartrain import TrainingError
+from geartrain.plugin_api import is_idle, map_tensors
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+    from geartrain import Run
+    from geartrain.plugin_api import MetricOptions
 
 
 def is_metric(thing: Any) -> bool:
-    """Whether it is a torchmetrics ``Metric``; only who has imported torchmetrics can have one."""
+    """Return True if it is a torchmetrics ``Metric``."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(thing, library.Metric)
 
 
 def is_collection(thing: Any) -> bool:
-    """Whether it is a torchmetrics ``MetricCollection``."""
+    """Return True if it is a torchmetrics ``MetricCollection``."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(thing, library.MetricCollection)
+
+
+# --- what core calls -----------------------------------------------------------------------------------------------------
+
+
+def owns(thing: Any) -> bool:
+    """Return True if it is a metric or a collection of metrics."""
+    return is_metric(thing) or is_collection(thing)
+
+
+def items(dictionary: Any) -> Iterable[tuple[str, Any]]:
+    """Return a collection's metrics by name. Not copies, which its groups of metrics with common states would otherwise give: what is
+    logged is reset."""
+    named: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
+    return named
+
+
+def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None:
+    """Return what the metric's ``forward`` gave for the batch if it is logged ``on_step``, otherwise ``None``.
+
+    Raises:
+        TrainingError: it is a collection; is logged on rank 0 alone; or ``forward`` was not called, only ``update`` was.
+    """
+    if is_collection(thing):
+        raise TrainingError(f"self.log({name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
+    if options.rank_zero_only:
+        raise TrainingError(f"self.log({name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only")
+    if not options.on_step:
+        return None
+    value = thing._forward_cache
+    if value is None:
+        raise TrainingError(
+            f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. Fix: self.metric(preds, target) in place of "
+            "update(), or on_step=False, on_epoch=True"
+        )
+    if not isinstance(value, torch.Tensor):
+        raise TrainingError(f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number")
+    return value
 
 
 def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
@@ -43,7 +84,7 @@ def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[st
         The values, and the objects, also those that only other ranks logged.
     """
     objects = dict(logged)
-    if run.world.size > 1 and "torchmetrics" in sys.modules:  # the same on every rank: all run the same program
+    if run.world.size > 1:
         objects |= _adopted(run, objects)
     values = {name: compute(run, name, metric) for name, (metric, on_epoch) in sorted(objects.items()) if on_epoch}
     return values, [metric for metric, _ in objects.values()]
@@ -59,13 +100,30 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Let metrics go on from what :func:`states` gave."""
+    """Let metrics continue from what :func:`states` returned."""
     for path, state in states.items():
         metric: Any = module.get_submodule(path)
         metric.reset()
         metric._update_count = state["updates"]
         for name, value in state["values"].items():
             setattr(metric, name, map_tensors(value, partial(torch.Tensor.to, device=metric.device, copy=True)))
+
+
+@contextmanager
+def temporary_copies(module: nn.Module) -> Iterator[None]:
+    """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
+    before = find_metrics(module)
+    copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
+    for path, metric in before:
+        replace_metric(module, path, copies[id(metric)])
+    try:
+        yield
+    finally:
+        for path, metric in before:
+            replace_metric(module, path, metric)
+
+
+# --- over several ranks ---------------------------------------------------------------------------------------------------
 
 
 def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
@@ -129,21 +187,7 @@ def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Ten
     return list(run.hooks.all_gather(run=run, tensor=tensor))
 
 
-def last_value(name: str, metric: Any) -> torch.Tensor:
-    """What the metric's ``forward`` gave for the batch.
-
-    Raises:
-        TrainingError: it was not called, only ``update`` was.
-    """
-    value = metric._forward_cache
-    if value is None:
-        raise TrainingError(
-            f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. Fix: self.metric(preds, target) in place of "
-            "update(), or on_step=False, on_epoch=True"
-        )
-    if not isinstance(value, torch.Tensor):
-        raise TrainingError(f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number")
-    return value
+# --- the metrics of a module ----------------------------------------------------------------------------------------------
 
 
 def find_metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -163,20 +207,6 @@ def find_metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def replace_metric(module: nn.Module, path: str, metric: nn.Module) -> None:
-    """Put a metric where :func:`places` found one."""
+    """Put a metric where :func:`find_metrics` found one."""
     parent, _, name = path.rpartition(".")
     module.get_submodule(parent)._modules[name] = metric
-
-
-@contextmanager
-def temporary_copies(module: nn.Module) -> Iterator[None]:
-    """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
-    before = find_metrics(module)
-    copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
-    for path, metric in before:
-        replace_metric(module, path, copies[id(metric)])
-    try:
-        yield
-    finally:
-        for path, metric in before:
-            replace_metric(module, path, metric)

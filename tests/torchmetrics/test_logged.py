@@ -11,7 +11,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from geartrain import TrainingError
-from geartrain.metrics.torchmetrics import find_metrics, temporary_copies
+from geartrain_torchmetrics.objects import find_metrics, temporary_copies
 
 
 class Measured(EvalNet):
@@ -114,7 +114,7 @@ def test_copies_stand_in_wherever_a_module_has_a_metric():
     [
         (lambda self: self.log("x", self.scores), r"several values. Fix: self.log_dict\(collection\)"),
         (lambda self: self.log("x", self.mean, rank_zero_only=True), "leave out rank_zero_only"),
-        (lambda self: (self.log("x", self.mean), self.log("x", self.mse)), "another torchmetrics object before"),
+        (lambda self: (self.log("x", self.mean), self.log("x", self.mse)), "another MeanSquaredError before"),
         (lambda self: self.log("x", self.layers), "not Sequential"),
         (lambda self: self.log("x", self.mean, on_step=True), "on_step=True.*was not called"),
         (lambda self: self.log("x", self.several), r"shape \[2\], not one number"),
@@ -135,3 +135,9 @@ def test_what_cannot_be_logged(log, words):
 
     with pytest.raises(TrainingError, match=words):
         trainer().validate(Wrong(), loader())
+
+
+def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch):
+    monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
+    with pytest.raises(TrainingError, match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install geartrain-torchmet"):
+        trainer().validate(Measured(), loader())

@@ -1,0 +1,91 @@
+"""Objects of other libraries in ``self.log``, such as torchmetrics': they keep what they have seen, and compute the epoch's value.
+
+What knows a library's objects is an entry point of the group ``geartrain.metrics``, called as the library: a module, or an object, with the
+functions of :class:`MetricLibrary`. It is imported only if the script has imported the library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from importlib_metadata import entry_points
+from torch import nn
+
+from geartrain.errors import TrainingError
+
+if TYPE_CHECKING:
+    from geartrain.loop.run import Run
+    from geartrain.metrics.sync import MetricOptions
+
+
+class MetricLibrary(Protocol):
+    """What ``self.log`` must know of a library's objects. They have a method ``reset``."""
+
+    def owns(self, thing: Any) -> bool:
+        """Return True if it is one of the library's objects, or a mapping of them."""
+
+    def items(self, dictionary: Any) -> Iterable[tuple[str, Any]]:
+        """Return what ``log_dict`` logs of a mapping of the library's."""
+
+    def newest(self, name: str, thing: Any, options: MetricOptions) -> Any:
+        """Return the value of the newest batch if it is logged ``on_step``, otherwise ``None``.
+
+        Raises:
+            TrainingError: it cannot be logged, or not with these options.
+        """
+
+    def end_epoch(self, run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
+        """Compute the objects that were logged, over all ranks, each of which calls this.
+
+        Args:
+            logged: by name, each object and whether its value at the end of the epoch is wanted.
+
+        Returns:
+            The values, and the objects to reset, also those that only other ranks logged.
+        """
+
+    def states(self, module: nn.Module) -> dict[str, Any]:
+        """Return what the objects in a module have seen since their last reset, as tensors and plain values."""
+
+    def set_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
+        """Give the objects what :meth:`states` returned."""
+
+    def temporary_copies(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Put copies in the place of a module's objects, so that a batch whose outputs are thrown away does not count in them."""
+
+
+def libraries() -> dict[str, MetricLibrary]:
+    """Return the libraries that the script has imported and an installed distribution knows, by name."""
+    return {name: _load(name) for name in _declared() if name in sys.modules}
+
+
+def library_of(thing: Any) -> MetricLibrary | None:
+    """Return the library whose object this is."""
+    return next((library for library in libraries().values() if library.owns(thing)), None)
+
+
+def refuse_unknown(name: str, value: nn.Module) -> None:
+    """Refuse an object of torchmetrics if no installed distribution knows it.
+
+    Raises:
+        TrainingError: it is one; ends in the ``pip install`` line.
+    """
+    if any(base.__module__.partition(".")[0] == "torchmetrics" for base in type(value).__mro__):
+        raise TrainingError(
+            f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. Fix: pip install geartrain-torchmetrics"
+        )
+
+
+@cache
+def _declared() -> tuple[str, ...]:
+    return tuple(entry_points(group="geartrain.metrics").names)
+
+
+@cache
+def _load(name: str) -> MetricLibrary:
+    library: MetricLibrary = next(iter(entry_points(group="geartrain.metrics", name=name))).load()
+    return library
