@@ -67,7 +67,9 @@ def test_plan_says_what_was_chosen_whose_it_is_and_why(plan):
         assert facts[kind]["distribution"] == "geartrain"
         assert facts[kind]["version"]
         assert reason in facts[kind]["reason"]
-    assert (facts["devices"], facts["processes"], facts["nodes"], facts["plugins"]) == ([0], 1, 1, [])
+    assert (facts["devices"], facts["processes"], facts["nodes"]) == ([0], 1, 1)
+    assert [(plugin["name"], plugin["distribution"]) for plugin in facts["plugins"]] == [("progress", "geartrain-callbacks")]
+    assert plan("--enable-progress-bar false")["plugins"] == []
 
 
 def test_reasons_of_what_was_asked_for_quote_the_command_line(plan):

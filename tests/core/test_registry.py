@@ -31,7 +31,8 @@ def test_core_declares_its_own_as_any_plugin_would(dists):
     assert [c.name for c in registry.of("accelerator")] == ["cpu"]
     assert [c.name for c in registry.of("strategy")] == ["single"]
     assert {c.name for c in registry.of("precision")} == {"32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"}
-    assert registry.of("command") == registry.of("plugin") == []
+    assert registry.of("command") == []
+    assert [c.name for c in registry.of("plugin")] == ["progress_lines"]
 
 
 def test_metadata_tells_name_kind_distribution_and_version(dists):

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geartrain.builtin.progress.progress import ProgressBar as ProgressBar
     from geartrain.checkpoint.checkpoints import (
         checkpoint_state as checkpoint_state,
         find as find,
@@ -106,7 +105,6 @@ if TYPE_CHECKING:
 
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
-    "geartrain.builtin.progress.progress": "ProgressBar",
     "geartrain.checkpoint.checkpoints": "checkpoint_state find is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",

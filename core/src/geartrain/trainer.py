@@ -69,7 +69,8 @@ class Trainer(RankProperties):
         gradient_clip_val: the largest gradient norm or value; ``None`` for no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         log_every_n_steps: steps between flushes of logged metrics.
-        enable_progress_bar: show progress and the closing table; on the command line ``--quiet`` or ``-q`` turns both off.
+        enable_progress_bar: show progress and the closing table: chooses the plugin ``progress``, or core's ``progress_lines`` if it is
+            not installed; on the command line ``--quiet`` or ``-q`` turns both off.
         use_distributed_sampler: let a strategy of several processes shard the loaders.
         fast_dev_run: try one batch (or this many) of everything, write nothing.
         seed: seeds Python, NumPy and torch, now and again when the run starts.

@@ -15,7 +15,7 @@ KNOWN = {
     ("strategy", "bagua"): "geartrain-bagua",
     **dict.fromkeys(
         [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
-        + [("plugin", name) for name in ("nan_guard", "norms", "throughput", "timer")],
+        + [("plugin", name) for name in ("nan_guard", "norms", "progress", "throughput", "timer")],
         "geartrain-callbacks",
     ),
     ("plugin", "csv"): "geartrain-csv",

@@ -73,13 +73,15 @@ def build_components(
     indices = select_devices(accelerator, devices, assume)
     strategy, also_passed = select_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
     extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
+    progress = progress_parts(registry, extra) if options.enable_progress_bar else []
     precision = select_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
     is_first = starts_rank_0(cluster, num_nodes)
-    parts = (*core_parts(options, output, is_first), precision, accelerator, strategy, *extra)
+    # What shows progress comes before the other plugins: events then reach it last, when those have logged and printed.
+    parts = (*core_parts(options, output, is_first), precision, accelerator, strategy, *progress, *extra)
     hooks = Hooks(parts)
     if is_first:
-        _warn_of_failed(registry, asked, (accelerator, strategy, *extra))
+        _warn_of_failed(registry, asked, (accelerator, strategy, *progress, *extra))
         for part in (accelerator, strategy, *extra):
             warn_of_others(part.plugin, part.info.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
     plan = make_plan(
@@ -87,7 +89,7 @@ def build_components(
         accelerator=accelerator.info,
         strategy=strategy,
         devices=indices,
-        plugins=tuple(part.info for part in extra),
+        plugins=tuple(part.info for part in (*extra, *progress)),
         num_nodes=num_nodes,
         precision=precision.info,
         passed_over=passed | also_passed,
@@ -105,6 +107,8 @@ def _warn_of_failed(registry: Registry, asked: TrainerArguments, parts: Sequence
         names |= {("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")}
     if str(asked.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
+    if ("plugin", "progress_lines") in names:
+        names.add(("plugin", "progress"))
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
             fix = "" if candidate.contested else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
@@ -127,11 +131,6 @@ def core_parts(options: Options, output: Path | None, first: bool) -> list[Loade
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
     if options.gradient_clip_val is not None:
         parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
-    if options.enable_progress_bar:
-        # Not above: rich costs a tenth of a second, which ranks without a bar need not pay.
-        from geartrain.builtin.progress.progress import ProgressBar
-
-        parts.append(_core_part("progress", ProgressBar(), "enable_progress_bar=True"))
     return parts
 
 
@@ -215,3 +214,16 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     if max_time is not None:
         parts.append(registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}"))
     return parts
+
+
+def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
+    """Return what shows progress: the plugin ``progress`` if it is installed, otherwise core's plain lines.
+
+    Nothing, if a plugin among ``extra`` shows progress: its class has ``shows_progress = True``.
+    """
+    if any(getattr(part.plugin, "shows_progress", False) for part in extra):
+        return []
+    for name in ("progress", "progress_lines"):
+        if any(registry.probe(candidate) for candidate in registry.of("plugin") if candidate.name.lower() == name):
+            return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
+    return []

@@ -16,6 +16,7 @@ from geartrain_callbacks.model_checkpoint import ModelCheckpoint
 from geartrain_callbacks.model_summary import ModelSummary
 from geartrain_callbacks.nan_guard import NaNGuard
 from geartrain_callbacks.norms import Norms
+from geartrain_callbacks.progress_bar import ProgressBar
 from geartrain_callbacks.throughput import Throughput
 from geartrain_callbacks.timer import Timer
 
@@ -29,6 +30,7 @@ __all__ = [
     "ModelSummary",
     "NaNGuard",
     "Norms",
+    "ProgressBar",
     "Throughput",
     "Timer",
     "__version__",

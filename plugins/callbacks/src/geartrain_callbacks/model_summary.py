@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -35,6 +33,9 @@ class ModelSummary:
     def on_run_start(self, run: Run) -> None:
         if run.world.rank or run.command != "fit":
             return
+        from rich.console import Console  # not above: other ranks and other callbacks need not pay for rich
+        from rich.table import Table
+
         table = Table("layer", "type", "parameters", "trainable", "MiB")
         for column in table.columns[2:]:
             column.justify = "right"

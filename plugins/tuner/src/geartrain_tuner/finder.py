@@ -55,7 +55,8 @@ def left_out(trainer: Trainer) -> list[str]:
 
 
 def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
-    return [part for part in trainer._parts if part.info.kind == "plugin"]
+    """Return the chosen plugins, without the one that shows progress: a finder turns it off."""
+    return [part for part in trainer._parts if part.info.kind == "plugin" and not getattr(part.plugin, "shows_progress", False)]
 
 
 def check(trainer: Trainer, loaders: Any) -> None:

@@ -1,1 +1,0 @@
-"""The progress bar and the closing table."""

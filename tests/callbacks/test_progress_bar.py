@@ -1,0 +1,405 @@
+"""The progress bar on a terminal, plain lines elsewhere, and the closing table."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from types import SimpleNamespace
+
+import pytest
+from rich.progress import Progress
+from small_models import EvalNet, Logging, Net, Pretend, fit, loader, trainer
+
+import geartrain as gt
+from geartrain import hookimpl
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor, while a bar is drawn and afterwards
+
+
+@pytest.fixture
+def terminal(monkeypatch, capsys):
+    """Standard output and error are a terminal."""
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "150"}.items():
+        monkeypatch.setenv(name, value)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(type(stream), "isatty", lambda self: True, raising=False)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "150")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The bar's clock: ``clock.now`` seconds."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    for module in ("progress_bar", "bars", "lines"):
+        monkeypatch.setattr(f"geartrain_callbacks.{module}.time", clock)
+    return clock
+
+
+def text(drawn):
+    """Without colours and cursor movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
+
+
+def logs(self, batch, batch_idx):
+    self.log("loss", 0.25 * (batch_idx + 1), prog_bar=True)
+    self.log("hidden", 7.0)
+
+
+def test_a_bar_on_a_terminal(terminal, clock, capsys):
+    streams = sys.stdout, sys.stderr
+    fit(Logging(logs), max_epochs=2, enable_progress_bar=True, log_every_n_steps=1)
+    drawn = capsys.readouterr().err
+    assert "epoch 1/2" in text(drawn)
+    assert "epoch 2/2" in text(drawn)
+    assert "6/6" in text(drawn)
+    assert "loss=1.5" in text(drawn)
+    assert "hidden" not in text(drawn)
+    assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
+    assert (sys.stdout, sys.stderr) == streams
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_the_bar_is_stopped_on_an_error(terminal, capsys, error):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    streams = sys.stdout, sys.stderr
+    with pytest.raises(error):
+        fit(Fails(), enable_progress_bar=True)
+    drawn = capsys.readouterr()
+    assert drawn.err.rindex(SHOW) > drawn.err.rindex(HIDE)
+    assert (sys.stdout, sys.stderr) == streams
+    assert "steps" not in drawn.out  # no closing table of a run that failed
+
+
+def test_the_bar_says_what_runs_now(terminal, capsys):
+    fit(EvalNet(), val=loader(), enable_progress_bar=True, num_sanity_val_steps=1)
+    drawn = text(capsys.readouterr().err)
+    assert "sanity check" in drawn
+    assert "validate" in drawn
+
+
+def test_a_bar_of_a_run_without_end_or_length(terminal, capsys):
+    fit(train=iter(list(loader())), enable_progress_bar=True, max_epochs=-1, max_steps=6)
+    drawn = text(capsys.readouterr().err)
+    assert "epoch 1" in drawn
+    assert "epoch 1/" not in drawn
+
+
+class Tick:
+    """A step takes so many seconds."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    @hookimpl
+    def on_step_end(self):
+        self.clock.now += self.seconds
+
+
+@pytest.fixture
+def draws(clock, monkeypatch):
+    """When each drawing was made; one takes ``clock.drawing`` seconds."""
+    times, clock.drawing = [], 0.0
+
+    def refresh(self):
+        clock.now += clock.drawing
+        times.append(clock.now)
+
+    monkeypatch.setattr(Progress, "refresh", refresh)
+    return times
+
+
+@pytest.mark.parametrize(("seconds", "drawing", "most"), [(0.0, 0, 4), (0.001, 0, 6), (10.0, 0, 210), (0.01, 0.01, 6), (1.0, 9.0, 210)])
+def test_redraws_are_limited(terminal, clock, draws, seconds, drawing, most):
+    """200 steps of so many seconds: one redraw in 0.1 s at most, and a third of a percent of the time, but for an epoch's end."""
+    clock.drawing = drawing
+    fit(train=list(loader()) * 40, limit_train_batches=200, plugins=[Tick(clock, seconds)], enable_progress_bar=True)
+    assert most / 2 - 1 <= len(draws) <= most
+
+
+def test_plain_lines_without_a_terminal(plain, capsys):
+    fit(Logging(logs, lambda self, batch, batch_idx: self.log("acc", 0.5)), val=loader(), max_epochs=2, enable_progress_bar=True)
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    first, second = printed.splitlines()
+    assert first.startswith("epoch 1/2: step 6, ")
+    assert second.startswith("epoch 2/2: step 12, ")
+    for line in (first, second):
+        assert "steps/s" in line
+        assert "loss=1.5" in line
+        assert "acc=0.5" in line
+
+
+@pytest.mark.parametrize("where", ["terminal", "plain"])
+def test_the_closing_table_lists_every_metric(where, request, capsys):
+    request.getfixturevalue(where)
+    fit(Logging(logs), max_epochs=2, enable_progress_bar=True)
+    printed = text(capsys.readouterr().out)
+    assert "fit: 12 steps, 2 epochs" in printed
+    for name, value in {"loss": "1.5", "hidden": "7"}.items():
+        assert re.search(rf"{name}\W+{value}\W", printed)
+
+
+@pytest.mark.parametrize(("command", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
+def test_the_line_and_the_table_of_an_evaluation(plain, command, metric, capsys):
+    getattr(trainer(enable_progress_bar=True), command)(EvalNet(), loader())
+    printed = capsys.readouterr()
+    assert metric in printed.out if metric else printed.out == ""
+    assert "0 steps" not in printed.out
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"{command}: 6 batches, ")
+    assert "batches/s" in line
+    if metric:
+        assert f"{metric}=" in line
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_the_bar_of_an_evaluation(terminal, clock, command, capsys):
+    """The bar counts finished batches, and names the loader if there are several."""
+
+    class Slow(EvalNet):
+        def forward(self, x):
+            clock.now += 1.0
+            return super().forward(x)
+
+    getattr(trainer(enable_progress_bar=True), command)(Slow(), [loader(), loader(8)])
+    drawn = capsys.readouterr().err
+    for loader_of, total in (("1/2", 6), ("2/2", 2)):
+        shown = re.findall(rf"{command} {loader_of}\D+?(\d+)/{total}\b", text(drawn))
+        assert list(dict.fromkeys(map(int, shown)))[:total] == list(range(total))
+    assert "1.0 batches/s" in text(drawn)
+    assert "0:00:03 left" in text(drawn)
+    assert re.search(r"2/2\D+2/2 ", text(drawn))  # whole in the end
+    assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
+
+
+def test_validation_is_a_second_bar_that_goes_away(terminal, clock, capsys):
+    """And its time does not count in the rate of training."""
+
+    class Slow(EvalNet):
+        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+            clock.now += 100.0
+
+    fit(Slow(), val=loader(8), val_check_interval=3, plugins=[Tick(clock, 1.0)], enable_progress_bar=True)
+    drawn = capsys.readouterr().err
+    both = text(drawn).replace("\r", "")
+    assert re.search(r"epoch 1/1\W+3/6 1.0 steps/s +0:00:03 left *\nvalidate\W+1/2 0.0 batches/s", both)
+    last = re.sub(r".*\x1b\[1A\x1b\[2K", "", drawn, flags=re.DOTALL)  # after the second bar was taken away
+    assert "validate" not in last
+    assert "6/6 1.0 steps/s" in text(last)
+
+
+def test_the_time_left_knows_max_steps(terminal, clock, capsys):
+    train = list(loader()) * 40
+    fit(train=train, max_epochs=-1, max_steps=5, accumulate_grad_batches=2, plugins=[Tick(clock, 1.0)], enable_progress_bar=True)
+    drawn = text(capsys.readouterr().err)
+    assert "2/10 1.0 steps/s 0:00:04 left" in drawn
+    assert "10/10" in drawn
+
+
+@pytest.mark.parametrize("left", [2, 1, 0])
+def test_the_sanity_check_has_its_own_length(terminal, capsys, left):
+    fit(EvalNet(), val=loader(), enable_progress_bar=True, num_sanity_val_steps=left or -1)
+    drawn = text(capsys.readouterr().err)
+    assert re.search(rf"sanity check\W+0/{left or 6} ", drawn)
+
+
+def test_a_line_now_and_then_in_what_goes_on_for_long(plain, clock, capsys):
+    class Slow(EvalNet):
+        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+            clock.now += 20.0
+
+    fit(Slow(), train=list(loader()) * 2, val=loader(), plugins=[Tick(clock, 10.0)], enable_progress_bar=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "epoch 1/1: 3/12 batches, 0.1 steps/s, 0:01:30 left"
+    assert lines[3] == "epoch 1/1: 12/12 batches, 0.1 steps/s"
+    assert lines[4] == "epoch 1/1, validate: 2/6 batches, 0.1 batches/s, 0:01:20 left"
+    assert lines[-1].startswith("epoch 1/1: step 12, 0.1 steps/s, val_loss=")
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"TTY_COMPATIBLE": "0"}, {"TTY_INTERACTIVE": "0"}])
+def test_a_terminal_that_cannot_redraw_gets_lines(terminal, monkeypatch, capsys, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    fit(enable_progress_bar=True)
+    printed = capsys.readouterr().err
+    assert text(printed).startswith("epoch 1/1: step 6, ")
+    assert len(printed.splitlines()) == 1
+
+
+def test_colours_in_a_file_are_no_reason_to_draw_in_it(plain, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    fit(enable_progress_bar=True)
+    assert HIDE not in capsys.readouterr().err
+
+
+def test_no_color(terminal, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR")
+    fit(enable_progress_bar=True)
+    drawn = capsys.readouterr().err
+    assert "6/6" in drawn
+    assert "\x1b[38;" not in drawn
+
+
+@pytest.mark.parametrize("columns", [1, 5, 20, 59, 60, 80])
+def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    def train(self, batch, batch_idx):
+        for name in "abcdefgh":
+            self.log(f"a_long_name_{name}", 1.0, prog_bar=True)
+
+    fit(Logging(train), log_every_n_steps=1, enable_progress_bar=True)
+    drawn = capsys.readouterr().err
+    assert "\x1b[1A" not in drawn  # never a line up: there is one
+    lines = [text(line) for line in re.split(r"[\r\n]", drawn)]
+    assert max(map(len, lines)) <= columns
+    if columns >= 20:
+        assert any("6/6" in line for line in lines)
+
+
+def test_a_name_with_brackets_is_no_markup(terminal, capsys):
+    fit(Logging(lambda self, *_: self.log("[red]a[/b]", 1.0, prog_bar=True)), log_every_n_steps=1, enable_progress_bar=True)
+    printed = capsys.readouterr()
+    assert "[red]a[/b]=1" in text(printed.err)
+    assert re.search(r"\[red\]a\[/b\]\W+1\W", text(printed.out))
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, clock, monkeypatch):
+    def gone(self):
+        raise OSError(5, "Input/output error")
+
+    class Gone:
+        @hookimpl
+        def on_step_end(self, run):
+            clock.now += 1.0
+            if run.step == 2:
+                monkeypatch.setattr(Progress, "refresh", gone)
+
+    streams = sys.stdout, sys.stderr
+    one = fit(EvalNet(), val=loader(), enable_progress_bar=True, plugins=[Gone()])
+    assert one.global_step == 6
+    assert (sys.stdout, sys.stderr) == streams
+
+
+def test_other_ranks_print_nothing(terminal, capsys):
+    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    fit(Logging(logs), strategy=strategy(), devices=2, enable_progress_bar=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_the_bar_nothing_is_printed(terminal, capsys):
+    fit(EvalNet(), val=loader(), enable_progress_bar=False)
+    assert capsys.readouterr() == ("", "")
+
+
+# --- real ones -----------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import logging, os, signal, sys, time, warnings
+import torch
+import geartrain as gt
+
+class Net(gt.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            print("printed by the user")
+            warnings.warn("warned by the user")
+        if batch_idx == 4 and "interrupt" in sys.argv:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Batches:
+    def __len__(self): return 6
+    def __iter__(self):
+        for _ in range(6):
+            time.sleep(0.12)
+            yield torch.ones(2, 3)
+
+gt.Trainer(accelerator="cpu", max_epochs=1).fit(Net(), Batches())
+"""
+
+
+def in_a_terminal(tmp_path, *arguments, stdout=None):
+    """Run ``PROGRAM`` with a pseudo-terminal. Returns what came there, whether its settings are what they were, and the exit code."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 400, 0, 0))
+    left_out = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+    environment = {**{k: v for k, v in os.environ.items() if k not in left_out}, "TERM": "xterm-256color"}
+    command = [sys.executable, "program.py", *arguments]
+    drawn = b""
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=theirs, stdout=stdout or theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as process:
+        try:
+            while process.poll() is None or select.select([ours], [], [], 0)[0]:
+                if select.select([ours], [], [], 0.1)[0]:
+                    drawn += os.read(ours, 65536)
+        finally:
+            process.kill()
+        same = termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+    return drawn.decode(), same, process.returncode
+
+
+@pytest.mark.timeout(120)
+def test_what_is_printed_stands_above_the_bar(tmp_path):
+    drawn, same, code = in_a_terminal(tmp_path)
+    assert (same, code) == (True, 0)
+    for said in ("printed by the user", "UserWarning: warned by the user"):
+        (line,) = [line for line in re.split("[\r\n]+", text(drawn)) if said in line]
+        assert "epoch" not in line
+    assert drawn.index("printed by the user") < drawn.rindex("epoch 1/1")
+    assert drawn.count(HIDE) == drawn.count(SHOW) == 1
+    assert drawn.rindex(SHOW) < drawn.index("fit: 6 steps")
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_gives_the_cursor_back(tmp_path):
+    drawn, same, code = in_a_terminal(tmp_path, "interrupt")
+    assert same
+    assert code == -signal.SIGINT
+    assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
+    assert drawn.index(SHOW) < drawn.index("KeyboardInterrupt")
+
+
+@pytest.mark.timeout(120)
+def test_what_is_printed_into_a_file_does_not_go_to_the_terminal(tmp_path):
+    with open(tmp_path / "out.txt", "w+") as out:
+        drawn, _, code = in_a_terminal(tmp_path, stdout=out)
+        out.seek(0)
+        written = out.read()
+    assert code == 0
+    assert "printed by the user" in written
+    assert "printed by the user" not in drawn
+    assert "warned by the user" in drawn
+    assert "\x1b" not in written
