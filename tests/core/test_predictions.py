@@ -68,12 +68,3 @@ def test_output_that_cannot_be_sent_is_named():
         match=r"rank 1 cannot send.*output 1, of type dict, cannot be pickled \(TypeError: .*lock.*Fix: let predict_step return tensors",
     ):
         next(predictions._pickled(run, [1, {"x": 1, "lock": threading.Lock()}]))
-
-
-def test_output_that_cannot_be_saved_is_named_and_the_older_file_stays(tmp_path):
-    path = tmp_path / "predictions.pt"
-    predictions.save_predictions([torch.ones(2)], path)
-    with pytest.raises(TrainingError, match=r"predictions.pt was not written: output 1, of type lock, cannot be pickled"):
-        predictions.save_predictions([1, threading.Lock()], path)
-    assert [file.name for file in tmp_path.iterdir()] == ["predictions.pt"]
-    assert torch.load(path, weights_only=True)[0].tolist() == [1, 1]

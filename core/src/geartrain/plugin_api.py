@@ -69,7 +69,6 @@ if TYPE_CHECKING:
         parameters_of as parameters_of,
         read_optimizers as read_optimizers,
     )
-    from geartrain.loop.predictions import save_predictions as save_predictions
     from geartrain.loop.run import Stage as Stage
     from geartrain.loop.step_forwarder import (
         STEPS as STEPS,
@@ -130,7 +129,6 @@ _NAMES = {
     "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
-    "geartrain.loop.predictions": "save_predictions",
     "geartrain.loop.run": "Stage",
     "geartrain.loop.step_forwarder": ("ModuleHooks STEPS StepForwarder check_data check_module refuse_unrun"),
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",

@@ -1,4 +1,4 @@
-"""What ``predict_step`` returned: every rank's outputs on every rank, and the file that keeps them."""
+"""What ``predict_step`` returned: every rank's outputs on every rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from geartrain.data.sharding import batches_in_turn
 from geartrain.errors import TrainingError
-from geartrain.files.atomic import replacing
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -66,7 +64,11 @@ def _pickle(run: Run, number: int, output: Any) -> bytes:
         # Under ddp_spawn the script's classes came to this rank by cloudpickle, and only it can send them on.
         with suppress(Exception):
             return bytes(sys.modules["cloudpickle"].dumps(output))
-        raise _refusal(f"rank {run.world.rank} cannot send to the others what predict_step returned", number, output, error) from error
+        raise TrainingError(
+            f"rank {run.world.rank} cannot send to the others what predict_step returned: output {number}, of type "
+            f"{type(output).__qualname__}, cannot be pickled ({type(error).__name__}: {error}). "
+            "Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them"
+        ) from error
 
 
 def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,34 +76,3 @@ def _without_rest(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
         return tensor.clone()
     return tensor
-
-
-def save_predictions(outputs: list[Any], path: Path) -> None:
-    """Write predictions whole or not at all. ``torch.load(path, weights_only=True)`` reads tensors, numbers, strings and their nestings.
-
-    Raises:
-        TrainingError: an output cannot be pickled, or the file cannot be written.
-    """
-    try:
-        with replacing(path) as file:
-            torch.save(outputs, file)
-    except TrainingError:
-        raise
-    except Exception as error:
-        number = next((number for number, output in enumerate(outputs) if not _can_be_pickled(output)), 0)
-        raise _refusal(f"{path} was not written", number, outputs[number], error) from error
-
-
-def _can_be_pickled(output: Any) -> bool:
-    try:
-        pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        return False
-    return True
-
-
-def _refusal(what: str, number: int, output: Any, error: Exception) -> TrainingError:
-    return TrainingError(
-        f"{what}: output {number}, of type {type(output).__qualname__}, cannot be pickled ({type(error).__name__}: {error}). "
-        "Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them"
-    )

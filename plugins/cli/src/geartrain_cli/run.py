@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import check_module, find, save_predictions
+from geartrain.plugin_api import check_module, find
 from geartrain_cli.arguments import read_arguments
+from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
 
 
