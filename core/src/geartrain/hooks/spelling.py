@@ -28,7 +28,7 @@ _OF_ANY_PLUGIN = STATE | {"diagnose", "more_options"}
 _METHODS_OF = {"strategy": {"notes"}, "accelerator": {"unavailable", "device_count", "select_devices"}}
 
 
-_NAMES = set | frozenset | list | tuple
+_NAMES = (set, frozenset, list, tuple)
 #: Attributes that are no methods -> the type that geartrain would read there; a value of another type is its author's own.
 _VALUES: Mapping[str, Any] = {
     **dict.fromkeys(["automatic_optimization", "errors_are_warnings", "same_on_all_ranks", "needs_function", "indexed"], bool),
