@@ -30,6 +30,8 @@ OPTIONS = {
     "timer": ["--timer.duration", "00:01:00:00"],
     "wandb": ["--wandb.mode", "offline"],
 }
+#: Plugins that geartrain adds for some modules -> a change of TARGET's module, so that it is such a one.
+ADDED = {"manual_optimisation": ("return loss", "self.manual_backward(loss)\n        self.optimizers().step()")}
 #: What may be unusable on this machine, and words of its one error.
 UNUSABLE = {"cuda": "geartrain-cuda[cuda] cannot be used here", "mps": "geartrain-mps[mps] cannot be used here", "horovod": "not installed"}
 #: How each command is tried; the fits try ``fit``.
@@ -225,9 +227,11 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
         ranks = [] if one == "single" else ["--devices", "2"]
         said.append(fit(scripts, folder, ["--accelerator", "cpu", "--strategy", one, *ranks], one))
     said += [fit(scripts, folder, ["--accelerator", one], one) for one in names["accelerator"]]
-    if names["plugin"]:
-        chosen = [word for one in names["plugin"] for word in ("--plugin", one, *OPTIONS.get(one, ()))]
-        said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(names["plugin"])))
+    selected = [one for one in names["plugin"] if one not in ADDED]
+    if selected:
+        chosen = [word for one in selected for word in ("--plugin", one, *OPTIONS.get(one, ()))]
+        said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
+    said += [fit(scripts, folder, ["--accelerator", "cpu"], one, added_target(folder, one)) for one in names["plugin"] if one in ADDED]
     for one in names["command"]:
         done = call(scripts / "geartrain", one, *COMMANDS[one], cwd=folder, may_fail=True)
         assert done.returncode in CODES.get(one, (0,)), f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
@@ -267,18 +271,30 @@ def alone(scripts: Path, folder: Path, packages: Packages):
 
 
 def missing_commands(scripts: Path, folder: Path):
-    """Ask the command line alone for each command of another distribution. Return what to print."""
+    """Ask the command line alone for each command of another distribution, and for manual optimisation. Return what to print."""
     for command, home in TOOL_COMMANDS.items():
         done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
         said = f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
         assert (done.returncode, done.stderr) == (2, said), f"{command}: {done.stderr}"
-    return f"{len(TOOL_COMMANDS)} commands that are missing"
+    done = call(scripts / "geartrain", "fit", added_target(folder, "manual_optimisation"), cwd=folder, may_fail=True)
+    said = "Manual.automatic_optimization is False, which geartrain-manual runs.\nFix: pip install geartrain-manual\n"
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith(said), done.stderr
+    return f"{len(TOOL_COMMANDS)} commands and manual optimisation that are missing"
 
 
-def fit(scripts: Path, folder: Path, chosen: list[str], label: str):
+def added_target(folder: Path, plugin: str):
+    """Write the target whose module gets a plugin of ``ADDED``, and return its name."""
+    changed = TARGET.replace("class Line(gt.Module):", "class Manual(gt.Module):\n    automatic_optimization = False\n")
+    changed = changed.replace(*ADDED[plugin]).replace("gt.cli(Line", "gt.cli(Manual")
+    (folder / f"{plugin}.py").write_text(changed, encoding="utf-8")
+    return f"{plugin}.py"
+
+
+def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
     """Train two steps. Return what to print. If this machine cannot use it, its own error must say so."""
     output = folder / f"run of {label}"
-    done = call(scripts / "geartrain", "fit", "target.py", "--max-steps", "2", "--output", output, *chosen, cwd=folder, may_fail=True)
+    done = call(scripts / "geartrain", "fit", target, "--max-steps", "2", "--output", output, *chosen, cwd=folder, may_fail=True)
     if label in UNUSABLE and done.returncode == 2 and UNUSABLE[label] in " ".join(done.stderr.split()):
         return f"{label} (refused)"
     if done.returncode:

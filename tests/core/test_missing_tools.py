@@ -27,7 +27,7 @@ NAMES = [(module, name) for module, package in TOOLS.items() for name in package
 @pytest.fixture
 def alone(monkeypatch):
     """Core finds no other distribution than the command line, whose commands it does not find."""
-    for package in ("callbacks", "csv", "doctor", "port", "session", "testing", "tuner"):
+    for package in ("callbacks", "csv", "doctor", "manual", "port", "session", "testing", "tuner"):
         for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)
@@ -107,3 +107,15 @@ def test_core_trains_without_the_tools(alone, tmp_path):
     one.fit(Net(), loader())
     assert one.global_step == 6
     assert (tmp_path / "run" / "last.ckpt").exists()
+
+
+def test_a_module_in_manual_optimisation(alone):
+    from small_models import Net, loader
+
+    class Manual(Net):
+        automatic_optimization = False
+
+    one, said = gt.Trainer(accelerator="cpu"), r"^Manual\.automatic_optimization is False, which geartrain-manual runs\. Fix: pip install"
+    for start in (lambda: one.fit(Manual(), loader()), lambda: one.check(Manual)):
+        with pytest.raises(gt.UsageError, match=f"{said} geartrain-manual$"):
+            start()

@@ -213,7 +213,7 @@ def reduce_gradients(run: Run) -> None:
 
     Fired: once a step, after the last micro-batch's backward; a strategy that reduced during backward only finishes here. In manual
         optimisation before each optimizer's step, with that one alone in ``run.optimizers``. Where there is a torch.distributed process
-        group, core has then averaged after each backward already: leave means as they are. A strategy that communicates from hooks
+        group, ``manual_backward`` has then averaged already: leave means as they are. A strategy that communicates from hooks
         on parameters would get in its way, and refuses manual optimisation in ``check_plan``.
     Default: nothing, which is right for one process.
     """

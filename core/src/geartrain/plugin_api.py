@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geartrain.builtin.precision.precision import SKIPPED as SKIPPED, ScaledPrecision as ScaledPrecision
     from geartrain.checkpoint.checkpoints import (
         checkpoint_state as checkpoint_state,
         find as find,
@@ -62,8 +63,10 @@ if TYPE_CHECKING:
     from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
     from geartrain.launch.supervisor import Supervisor as Supervisor
     from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
+    from geartrain.loop.fit import backward as backward, epoch_is_over as epoch_is_over
     from geartrain.loop.optimizers import (
         about_to_step as about_to_step,
+        clip as clip,
         mean_over_ranks as mean_over_ranks,
         needs_closure as needs_closure,
         parameters_of as parameters_of,
@@ -104,6 +107,7 @@ if TYPE_CHECKING:
 
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
+    "geartrain.builtin.precision.precision": "SKIPPED ScaledPrecision",
     "geartrain.checkpoint.checkpoints": "checkpoint_state find is_last save",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
@@ -128,7 +132,8 @@ _NAMES = {
     "geartrain.launch.signals": "SIGNALS raise_on_signals",
     "geartrain.launch.supervisor": "Supervisor",
     "geartrain.loop.evaluate": "broadcast_buffers",
-    "geartrain.loop.optimizers": "about_to_step mean_over_ranks needs_closure parameters_of read_optimizers",
+    "geartrain.loop.fit": "backward epoch_is_over",
+    "geartrain.loop.optimizers": "about_to_step clip mean_over_ranks needs_closure parameters_of read_optimizers",
     "geartrain.loop.run": "Stage",
     "geartrain.loop.step_forwarder": ("ModuleHooks STEPS StepForwarder check_data check_module refuse_unrun"),
     "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",

@@ -21,7 +21,7 @@ from geartrain.hooks.manager import Hooks
 from geartrain.hooks.spelling import warn_of_others
 from geartrain.launch.cluster import detect
 from geartrain.loop.run import Run
-from geartrain.loop.step_forwarder import check_data, check_module, refuse_automatic
+from geartrain.loop.step_forwarder import check_data, check_module
 from geartrain.loop.worker import work
 from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
@@ -256,7 +256,6 @@ class Trainer(RankProperties):
                 warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
         self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
         if command == "fit" and not model.automatic_optimization:
-            refuse_automatic(self.plan.options, model)
             # First without the parts of manual optimisation: what a strategy says of it is clearer than that two parts own a hook.
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
@@ -266,7 +265,7 @@ class Trainer(RankProperties):
 
     def hooks_for(self, model: Module | type[Module], command: str) -> Hooks:
         """Return the hooks of one run, not yet frozen: a run freezes its own."""
-        return Hooks(parts_for(self._parts, model, command))
+        return Hooks(parts_for(self.registry, self._parts, model, command))
 
     def _start(
         self,

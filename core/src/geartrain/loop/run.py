@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from geartrain.checkpoint.training_state import Resumed
     from geartrain.hooks.manager import Hooks
     from geartrain.launch.cluster import ClusterEnvironment
-    from geartrain.loop.manual import ManualOptimisation
     from geartrain.loop.optimizers import Schedule
     from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder
     from geartrain.metrics.store import MetricStore
@@ -107,8 +106,9 @@ class Run:
     step_output: Any = None
     #: Whether the optimizer computes the loss itself, as LBFGS does.
     closure: bool = False
-    #: What the module's ``manual_backward`` and the like call: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on.
-    manual: ManualOptimisation | None = None
+    #: What the module's ``manual_backward`` and the like call: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on. The plugin
+    #: ``manual_optimisation`` sets it.
+    manual: Any = None
     #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
     reported: dict[str, float] = field(default_factory=dict)
     logs: MetricStore = field(init=False)

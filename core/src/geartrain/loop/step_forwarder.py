@@ -16,9 +16,6 @@ from geartrain.hooks.spelling import DATA, MODULE, on_methods, refuse_misspelt
 from geartrain.module.module import DataModule, Module, overridden
 from geartrain.module.nested import map_tensors
 
-if TYPE_CHECKING:
-    from geartrain.options import Options
-
 #: The methods of a module that a Trainer calls with batches.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -249,24 +246,6 @@ def refuse_unrun(cls: type, names: Iterable[str]) -> None:
             raise UsageError(f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'")
         if inspect.isgeneratorfunction(function):
             raise UsageError(f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'")
-
-
-def refuse_automatic(options: Options, module: Module | type[Module]) -> None:
-    """Refuse options of the trainer that only automatic optimisation follows.
-
-    Raises:
-        UsageError: accumulation or clipping by the loop.
-    """
-    false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
-    if (every := options.accumulate_grad_batches) != 1:
-        raise UsageError(
-            f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() once in {every} batches"
-        )
-    if (limit := options.gradient_clip_val) is not None:
-        raise UsageError(
-            f"{false}, so gradient_clip_val={limit} would do nothing. "
-            f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
-        )
 
 
 def check_data(data: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from geartrain._version import __version__
 from geartrain.builtin.clipping import GradientClipping
 from geartrain.builtin.defaults import Defaults
-from geartrain.builtin.precision.precision import ScaledPrecision
 from geartrain.builtin.run_folder import LastCheckpoint, RunFolder
 from geartrain.errors import UsageError
 from geartrain.errors.known import KNOWN
@@ -144,19 +143,25 @@ def reserved_folder(parts: Iterable[LoadedPlugin], resumes: bool = False) -> Abs
     return nullcontext() if folder is None else folder.reserved(resumes)
 
 
-def parts_for(parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple[LoadedPlugin, ...]:
-    """Return the parts of one run: the trainer's, the writer of last.ckpt for a ``fit`` with a folder, and the parts of manual
-    optimisation for a module with ``automatic_optimization = False``."""
+def parts_for(registry: Registry, parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple[LoadedPlugin, ...]:
+    """Return the parts of one run: the trainer's, the writer of last.ckpt for a ``fit`` with a folder, and for a module with
+    ``automatic_optimization = False`` the plugin ``manual_optimisation``, which replaces some of the others.
+
+    Raises:
+        UsageError: manual optimisation is not installed.
+    """
     if command == "fit" and any(type(part.plugin) is RunFolder for part in parts):
         parts = [*parts, _core_part("last_checkpoint", LastCheckpoint(), "output=")]
     if command != "fit" or module.automatic_optimization:
         return tuple(parts)
-    from geartrain.builtin.precision.manual import ManuallyScaledPrecision
-    from geartrain.loop.manual import ManualOptimisation  # imported here: automatic optimisation need not pay for them
-
-    same = [LoadedPlugin(part.info, ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part for part in parts]
-    manual = _core_part("manual_optimisation", ManualOptimisation(), "automatic_optimization = False")
-    return (*same, manual)  # last, so that ``run.manual`` exists in every on_run_start
+    name, home = "manual_optimisation", KNOWN["plugin", "manual_optimisation"]
+    if not any(candidate.name == name for candidate in registry.of("plugin")):
+        false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
+        raise UsageError(f"{false}, which {home} runs. Fix: pip install {home}")
+    selected = registry.select("plugin", name, {}, "automatic_optimization = False")
+    # As a part of core, so that a hook of the strategy or of the precision comes before its own.
+    manual = replace(selected, info=replace(selected.info, kind="core"))
+    return (*manual.plugin.replace_parts(parts), manual)  # last, so that ``run.manual`` exists in every on_run_start
 
 
 def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[LoadedPlugin]:
@@ -183,6 +188,9 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
             parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))
         else:
             parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+    for part in parts:
+        if added_for := getattr(part.plugin, "added_for", ""):
+            raise UsageError(f"{part.info.label} is added to a run for {added_for}, and to no other. Fix: leave it out of the plugins")
     labels = [part.info.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
     for label in labels:
         if labels.count(label) > 1:

@@ -136,7 +136,7 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl(wrapper=True)
     def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
-        # In manual optimisation core averages in manual_backward, and a Session has begun before this: see reduce_gradients.
+        # In manual optimisation manual_backward averages, and a Session has begun before this: see reduce_gradients.
         if run.command == "fit" and run.mode == "automatic":
             self._begin(run)
         return (yield)  # plugins find the weights that this rank trains

@@ -127,7 +127,7 @@ class DDPStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
-        # Manual optimisation calls the bare module, and core averages its gradients: DDP would only keep buckets of their size.
+        # Manual optimisation calls the bare module, and manual_backward averages: DDP would only keep buckets of their size.
         trains = run.command == "fit" and run.mode != "manual" and any(parameter.requires_grad for parameter in model.parameters())
         if trains:
             return self.configure_ddp(run, model)

@@ -10,12 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain.builtin.precision.precision import SKIPPED, ScaledPrecision
-from geartrain.errors import TrainingError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.manual import changed_since, gradients_now
-from geartrain.loop.optimizers import parameters_of
-from geartrain.loop.run import Run
+from geartrain import Run, TrainingError, hookimpl
+from geartrain.plugin_api import SKIPPED, ScaledPrecision, parameters_of
+from geartrain_manual.gradients import changed_since, gradients_now
 
 
 class _Now(Enum):
@@ -47,12 +44,10 @@ class ManuallyScaledPrecision(ScaledPrecision):
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        assert run.manual is not None
         run.manual.on_cleared = self._forget
 
     @hookimpl
     def backward(self, run: Run, loss: torch.Tensor) -> None:  # type: ignore[override]  # hooks are called by name
-        assert run.manual is not None
         if run.step != self._batch:
             self._adjust(run)
         for optimizer in [o for o in self._now if all(p.grad is None for p in parameters_of([o]))]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -17,16 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from geartrain import parallel
-from geartrain.errors import TrainingError
-from geartrain.hookspecs import hookimpl
-from geartrain.loop.fit import backward, epoch_is_over
-from geartrain.loop.optimizers import clip, mean_over_ranks, parameters_of
-from geartrain.loop.run import Run
+from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
+from geartrain.plugin_api import LoadedPlugin, ScaledPrecision, backward, clip, epoch_is_over, mean_over_ranks, parameters_of
+from geartrain_manual.gradients import changed_since, gradients_now
+from geartrain_manual.scaling import ManuallyScaledPrecision
+
+#: The distributions whose ``backward`` passes on the options of ``manual_backward``.
+_TAKE_OPTIONS = ("geartrain", "geartrain-manual")
 
 
 class ManualOptimisation:
     """The part of a run that owns what differs from automatic optimisation, and what the module's ``manual_backward`` and the like call.
+
+    geartrain adds it to each ``fit`` of a module with ``automatic_optimization = False``.
 
     The optimizers stay torch's own. During the run their ``step`` and ``zero_grad`` are replaced, so that an optimizer that the module
     keeps under a name of its own goes through the hooks too.
@@ -34,6 +38,8 @@ class ManualOptimisation:
 
     #: A forward of the strategy's would go through its wrapper, and a step of another's would do backward itself.
     must_own = frozenset({"step", "forward", "clip_gradients"})
+    #: Nobody selects it by name: in a run of another module nothing would do backward.
+    added_for = "a module with automatic_optimization = False"
 
     def __init__(self) -> None:
         #: What ``manual_backward`` was given for ``loss.backward``.
@@ -54,18 +60,40 @@ class ManualOptimisation:
         self._toggled: tuple[Optimizer, dict[torch.nn.Parameter, bool]] | None = None
         self._taken: list[Callable[[], None]] = []
 
+    def replace_parts(self, parts: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
+        """Return a trainer's parts as a run in manual optimisation has them: this part comes behind them."""
+        return [
+            replace(part, plugin=ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part
+            for part in parts
+            if not (part.info.is_core and part.info.name == "clipping")  # two would own clip_gradients; check_plan says what to do
+        ]
+
     # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
+        """Refuse options of the trainer that only automatic optimisation follows."""
+        false = f"{(module if isinstance(module, type) else type(module)).__name__}.automatic_optimization is False"
+        if (every := plan.options.accumulate_grad_batches) != 1:
+            raise UsageError(
+                f"{false}, so accumulate_grad_batches={every} would do nothing. Fix: zero_grad() and step() once in {every} batches"
+            )
+        if (limit := plan.options.gradient_clip_val) is not None:
+            raise UsageError(
+                f"{false}, so gradient_clip_val={limit} would do nothing. "
+                f"Fix: self.clip_gradients(optimizer, {limit}) in training_step, before optimizer.step()"
+            )
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         run.step_functions, run.manual, self._run = run.unwrapped.calls(run.unwrapped), self, run
-        self._averages = _core_averages(run)
+        self._averages = _averages(run)
         self._taken = [self._take_over(optimizer) for optimizer in run.optimizers]
 
     @hookimpl
     def step(self, run: Run, micro_batches: Sequence[Any]) -> None:
         hooks, on = run.hooks, run.module_hooks
-        (run.batch,) = micro_batches  # one: accumulate_grad_batches was refused
+        (run.batch,) = micro_batches  # one: check_plan refuses accumulate_grad_batches
         if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
             raise epoch_is_over(run)
         with hooks.micro_step(run=run, first=True, last=True):
@@ -109,7 +137,7 @@ class ManualOptimisation:
         if not isinstance(loss, torch.Tensor):
             raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
         owner = run.hooks.owner("backward")
-        if options and owner is not None and owner.distribution != "geartrain":
+        if options and owner is not None and owner.distribution not in _TAKE_OPTIONS:
             raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
         on.on_before_backward(loss)
         parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._averages else []
@@ -122,9 +150,11 @@ class ManualOptimisation:
             self.options = {}
             torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
         if self._averages:
+            from geartrain.parallel import average_gradients  # not above: one rank averages nothing
+
             # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
-            self._averaged.update(parallel.average_gradients(run, parameters, changed_since(parameters, before)))
+            self._averaged.update(average_gradients(run, parameters, changed_since(parameters, before)))
         self._seen.clear()
         on.on_after_backward()
 
@@ -272,22 +302,11 @@ class ManualOptimisation:
         return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def gradients_now(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
-    """Each gradient, itself and not its address, which another could have later, and torch's count of its in-place changes."""
-    return [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+def _averages(run: Run) -> bool:
+    """True if ``manual_backward`` averages gradients itself: on several ranks with a process group.
 
-
-def changed_since(parameters: Sequence[torch.nn.Parameter], before: Sequence[tuple[torch.Tensor | None, int]]) -> list[bool]:
-    """Which gradients a backward has made or added to since :func:`gradients_now`."""
-    now = gradients_now(parameters)
-    return [grad is not was or version != old for (grad, version), (was, old) in zip(now, before, strict=True)]
-
-
-def _core_averages(run: Run) -> bool:
-    """Whether ``manual_backward`` averages gradients itself.
-
-    It does wherever there is a process group, whoever owns ``reduce_gradients``: a strategy that reduces in its wrapper's backward
-    does nothing there, and one that really averages finds means, which averaging leaves as they are.
+    It then does so whichever part owns ``reduce_gradients``. A strategy that reduces in its wrapper's backward does nothing there. A
+    strategy that really averages finds means, which averaging leaves as they are.
     """
     if run.world.size == 1 or dist.is_initialized():
         return run.world.size > 1

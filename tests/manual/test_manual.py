@@ -509,6 +509,11 @@ def test_options_that_the_loop_would_not_follow(options, words):
         trainer(**options).fit(Two(), loader())
 
 
+def test_it_is_not_selected_by_name():
+    with pytest.raises(UsageError, match=r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out"):
+        trainer(plugins=["manual_optimisation"])
+
+
 @pytest.mark.parametrize("hook", ["step", "forward", "clip_gradients"])
 def test_plugins_that_replace_what_manual_optimisation_owns(hook):
     replaces = {"replaces": {hook}, hook: hookimpl(lambda self, run: None)}
