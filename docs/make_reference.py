@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from geartrain import DataModule, Module, Trainer, hookspecs
-from geartrain_port.names import NOT_CALLED, OF_TRAINER_CALL
 
 DOCS = Path(__file__).parent
 
@@ -121,11 +120,6 @@ def call(name: str, function: Callable[..., Any]) -> str:
     return f"`{name}({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})`"
 
 
-def code_words(text: str) -> str:
-    """``text`` with the words in it that are code marked as such."""
-    return re.sub(r"\S+=\{[^}]*\}|\S*(?:_|=|\w\(|\w\.\w)\S*?(?=[,:;]?(?:\s|$))", lambda word: f"`{word[0]}`", text)
-
-
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -226,15 +220,6 @@ def log_table() -> str:
     return table(("argument", "default", "what it does"), rows)
 
 
-def renamed_table() -> str:
-    return table(
-        ("Lightning's argument", "what to write"), [(f"`{name}`", code_words(instead)) for name, instead in OF_TRAINER_CALL.items()]
-    )
-
-
-def not_called_table() -> str:
-    return table(("method", "what to use instead"), [(f"`{name}`", code_words(instead)) for name, instead in NOT_CALLED.items()])
-
 
 GENERATED = {
     "trainer": trainer_table,
@@ -244,8 +229,6 @@ GENERATED = {
     "module": module_table,
     "datamodule": datamodule_table,
     "log": log_table,
-    "renamed": renamed_table,
-    "not-called": not_called_table,
 }
 
 
