@@ -65,9 +65,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "parts": own,
         "random": random_now(run),
         "began": run.epoch_start if within else None,
-        "metrics": dict(run.reported),
-        "reported": {"logged": dict(run.logs.logged), "prog_bar": dict(run.logs.prog_bar), "when": dict(run.logs.when)},
-        "logs": run.logs.state_dict() if within else None,
+        "logs": run.logs.state_dict(within),
         "metric_objects": {name: map_tensors(library.states(run.module), _to_cpu) for name, library in libraries().items() if within},
     }
     return {
@@ -196,8 +194,7 @@ class Resumed:
             )
         if self.rank.get("random") is not None:
             set_random(run, self.rank["random"])
-        if self.rank.get("logs") is not None:
-            run.logs.load_state_dict(self.rank["logs"])
+        run.logs.resume_epoch(self.rank["logs"])
         for name, library in libraries().items():
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
         if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
@@ -280,10 +277,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
             set_order_seeds(loader, seed)
     run.step, run.epoch, run.batches_seen = fit["step"], fit["epoch"], fit["batches_seen"]
     mine = _of_this_rank(run, fit)
-    run.reported.update(mine["metrics"])
-    run.logs.logged.update(mine["reported"]["logged"])
-    run.logs.prog_bar.update(mine["reported"]["prog_bar"])
-    run.logs.when.update(mine["reported"]["when"])
+    run.logs.load_state_dict(mine["logs"])
     batch_idx = _batches_in_this_world(run, fit)
     run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
     _load_parts(run, fit, mine["parts"], path)
@@ -375,14 +369,8 @@ def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
     if len(ranks) == run.world.size:
         return dict(ranks[rank])
     kept = ranks[rank] if rank < len(ranks) else {}
-    first = ranks[0]
-    return {
-        "random": kept.get("random"),
-        "began": kept.get("began"),
-        "metrics": first["metrics"],
-        "reported": first["reported"],
-        "parts": {},
-    }
+    logs = {**ranks[0]["logs"], "epoch": None}
+    return {"random": kept.get("random"), "began": kept.get("began"), "logs": logs, "parts": {}}
 
 
 def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:

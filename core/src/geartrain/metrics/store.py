@@ -398,24 +398,39 @@ class MetricStore:
 
     # --- its state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the running epoch has logged up to now, as plain values. The CPU waits for the GPU here. What other libraries'
-        objects have seen is theirs."""
+    def state_dict(self, within_epoch: bool) -> dict[str, Any]:
+        """Return what was reported and, within an epoch, what it has logged up to now, as plain values. The CPU waits for the GPU here.
+
+        What other libraries' objects have seen is theirs.
+        """
         metrics = self._around[0] if self._around else self._metrics
-        self._drain(metrics)
-        return {
-            "metrics": {m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)] for m in metrics.values()},
-            "prog_bar": dict(self.prog_bar),
-            "logged": dict(self.logged),
+        if within_epoch:
+            self._drain(metrics)
+        epoch = {m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)] for m in metrics.values()}
+        reported: dict[str, dict[str, Any]] = {
+            "metrics": self._run.reported,
+            "logged": self.logged,
+            "prog_bar": self.prog_bar,
+            "when": self.when,
         }
+        return {**{name: dict(values) for name, values in reported.items()}, "epoch": epoch if within_epoch else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that epoch, in place of what was logged since this one began."""
-        self.prog_bar, self.logged = dict(state["prog_bar"]), dict(state["logged"])
-        self._metrics = {
-            name: _Metric(name, MetricOptions(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values))
-            for name, (spec, last, total, weight, values) in state["metrics"].items()
-        }
+        """Take over what was reported."""
+        self._run.reported.update(state["metrics"])
+        self.logged.update(state["logged"])
+        self.prog_bar.update(state["prog_bar"])
+        self.when.update(state["when"])
+
+    def resume_epoch(self, state: Mapping[str, Any]) -> None:
+        """Continue with what the epoch had logged, if the state was saved within it, in place of what was logged since this one began."""
+        if state["epoch"] is not None:
+            self._metrics = {
+                name: _Metric(
+                    name, MetricOptions(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values)
+                )
+                for name, (spec, last, total, weight, values) in state["epoch"].items()
+            }
 
 
 def _with_suffix(name: str, suffix: str) -> str:
