@@ -11,15 +11,20 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "geartrain"
 #: From the bottom to the top: a room may import those before it.
 ROOMS = (
-    *("_version", "errors", "files", "hookspecs", "module", "options", "hooks", "plan", "data", "metrics", "launch", "parallel"),
+    *("_version", "errors", "files", "hookspecs", "module", "options", "hooks", "plan", "data", "metrics", "launch"),
     *("checkpoint", "loop", "builtin", "planning", "trainer", "commands", "plugin_api"),
-    *("accelerators", "strategies", "loggers", "callbacks", "testing", "tuning", "__init__"),
+    *("accelerators", "strategies", "loggers", "callbacks", "parallel", "testing", "tuning", "__init__"),
 )
 #: What every room may name in annotations.
 CONTRACT = {"Run", "World", "Plan", "PlanRequest", "Layout", "Module", "DataModule", "Trainer", "Hooks"}
 #: Public modules of core -> the packages of other distributions that have their names; and all modules of core that plugins may import.
-FORWARDS = {"geartrain.callbacks": "geartrain_callbacks", "geartrain.testing": "geartrain_testing", "geartrain.tuning": "geartrain_tuner"}
-DOORS = {"geartrain", "geartrain.plugin_api", "geartrain.parallel", *FORWARDS}
+FORWARDS = {
+    "geartrain.callbacks": "geartrain_callbacks",
+    "geartrain.parallel": "geartrain_parallel",
+    "geartrain.testing": "geartrain_testing",
+    "geartrain.tuning": "geartrain_tuner",
+}
+DOORS = {"geartrain", "geartrain.plugin_api", *FORWARDS}
 
 
 def imports(path):

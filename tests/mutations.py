@@ -65,8 +65,8 @@ class Mutation(NamedTuple):
     why: str
 
 
-CORE, BAGUA, DDP, SPAWN = (f"{path}/src/geartrain{end}" for path, end in (
-    ("core", ""), ("plugins/bagua", "_bagua"), ("plugins/ddp", "_ddp"), ("plugins/spawn", "_spawn"),
+CORE, BAGUA, DDP, PARALLEL, SPAWN = (f"{path}/src/geartrain{end}" for path, end in (
+    ("core", ""), ("plugins/bagua", "_bagua"), ("plugins/ddp", "_ddp"), ("plugins/parallel", "_parallel"), ("plugins/spawn", "_spawn"),
 ))  # fmt: skip
 ROOMS = ("loop", "sharding", "metrics", "checkpoint", "launch", "ddp", "spawn", "bagua")
 MUTATIONS = [
@@ -109,35 +109,35 @@ MUTATIONS = [
     # --- sharding ---
     Mutation(
         "sharding",
-        f"{CORE}/data/sharding.py",
+        f"{PARALLEL}/sharding.py",
         "target = math.ceil(len(items) / size) * size",
         "target = len(items) // size * size",
         "the last samples are never trained on",
     ),
     Mutation(
         "sharding",
-        f"{CORE}/data/sharding.py",
+        f"{PARALLEL}/sharding.py",
         "seed = self.seed + self.epoch",
         "seed = self.seed",
         "each epoch has the same order",
     ),
     Mutation(
         "sharding",
-        f"{CORE}/data/sharding.py",
+        f"{PARALLEL}/sharding.py",
         "len(range(self.rank, total, self.size))",
         "len(range(0, total, self.size))",
         "a rank evaluates, or waits for, a batch too many",
     ),
     Mutation(
         "sharding",
-        f"{CORE}/data/sharding.py",
+        f"{PARALLEL}/sharding.py",
         'if type(batches) is BatchSampler and stage != "predict":',
         "if type(batches) is BatchSampler:",
         "predictions come in another order than from one process",
     ),
     Mutation(
         "sharding",
-        f"{CORE}/data/sharding.py",
+        f"{PARALLEL}/sharding.py",
         "return int(run.hooks.broadcast(run=run, obj=drawn, src=0))",
         "return int(drawn)",
         "without a seed, ranks train on the same samples and leave others out",
@@ -217,7 +217,7 @@ MUTATIONS = [
     # --- launch ---
     Mutation(
         "launch",
-        f"{CORE}/launch/launch.py",
+        f"{PARALLEL}/launching.py",
         "node * local_size + i,",
         "i * nodes + node,",
         "on several nodes a rank's number is another than its local rank says",
@@ -231,21 +231,21 @@ MUTATIONS = [
     ),
     Mutation(
         "launch",
-        f"{CORE}/launch/rendezvous.py",
+        f"{PARALLEL}/rendezvous.py",
         'PrefixStore(f"geartrain/{attempt}", ',
         'PrefixStore("geartrain", ',
         "ranks that torchrun restarts look for the store of the first attempt",
     ),
     Mutation(
         "launch",
-        f"{CORE}/launch/failures.py",
+        f"{PARALLEL}/failures.py",
         "key=lambda failure: (failure.is_lost_connection, failure.when)",
         "key=lambda failure: failure.when",
         "the error blames a rank that only lost its connection",
     ),
     Mutation(
         "launch",
-        f"{CORE}/launch/workers.py",
+        f"{PARALLEL}/workers.py",
         "            sys.stdout.flush()\n",
         "",
         "the last lines of a program whose rank failed are lost",

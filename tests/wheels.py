@@ -116,6 +116,7 @@ TOOLS = {
     "geartrain.Fabric": "geartrain-session",
     "geartrain.cli": "geartrain-cli",
     "geartrain.callbacks.EarlyStopping": "geartrain-callbacks",
+    "geartrain.parallel.ProcessGroupStrategy": "geartrain-parallel",
     "geartrain.testing.run_plugin": "geartrain-testing",
     "geartrain.tuning.Tuner": "geartrain-tuner",
     "geartrain.loggers.CSVLogger": "geartrain-csv",
@@ -242,6 +243,9 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
         (folder / "loop.py").write_text(LOOP, encoding="utf-8")
         assert call(scripts / "python", "loop.py", cwd=folder).stdout == "steps: 1\n"
         said.append("a loop")
+    if requirement.name == "geartrain-parallel":
+        call(scripts / "python", "-c", "from geartrain.parallel import *", cwd=folder)
+        said.append("its names")
     return f"{requirement}: {', '.join(said)}, {time.monotonic() - begun:.0f} s"
 
 

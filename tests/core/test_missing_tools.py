@@ -9,6 +9,7 @@ import pytest
 import geartrain as gt
 import geartrain_callbacks
 import geartrain_cli  # noqa: F401 (see alone)
+import geartrain_parallel
 import geartrain_testing
 import geartrain_tuner
 from geartrain.commands import main
@@ -18,6 +19,7 @@ from geartrain.planning.lazy_exports import entry_points
 
 TOOLS = {
     "geartrain.callbacks": geartrain_callbacks,
+    "geartrain.parallel": geartrain_parallel,
     "geartrain.testing": geartrain_testing,
     "geartrain.tuning": geartrain_tuner,
 }
@@ -27,7 +29,7 @@ NAMES = [(module, name) for module, package in TOOLS.items() for name in package
 @pytest.fixture
 def alone(monkeypatch):
     """Core finds no other distribution than the command line, whose commands it does not find."""
-    for package in ("callbacks", "csv", "doctor", "manual", "port", "session", "testing", "tuner"):
+    for package in ("callbacks", "csv", "doctor", "manual", "parallel", "port", "session", "testing", "tuner"):
         for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError
-from geartrain.data.sharding import Shard
 from geartrain.loop import predictions
+from geartrain_parallel.sharding import StridedShard
 
 
 def ranks(outputs, loader=None):
@@ -35,7 +35,7 @@ def ranks(outputs, loader=None):
 
 
 def dealt(n):
-    return DataLoader(range(n), batch_sampler=Shard([[i] for i in range(n)], 0, 3, False, 0))
+    return DataLoader(range(n), batch_sampler=StridedShard([[i] for i in range(n)], 0, 3, False, 0))
 
 
 def test_batches_in_turn_are_put_back_in_the_loaders_order():

@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.parallel import ProcessGroupStrategy, launch, shard
 
 from .cases import ddp, one_trainer, samples, weights
 from .manual import STEPS, Two, by_hand, on_ranks
 
 
-class Joins:
+class Joins(ProcessGroupStrategy):
     @hookimpl
     def setup_process_group(self, run):
         place = run.cluster
@@ -156,6 +157,15 @@ def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
 class Alone:
     """It answers collectives without a group of torch.distributed."""
 
+    launch, shard_dataloader = (staticmethod(hookimpl(function)) for function in (launch, shard))
+
+    @hookimpl
+    def teardown_process_group(self): ...
+
+    @hookimpl
+    def all_gather(self, tensor):
+        return tensor.expand(2, *tensor.shape)
+
     @hookimpl
     def setup_process_group(self, run):
         place = run.cluster
@@ -184,7 +194,7 @@ def train_without_averaging():
 
 
 def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
-    assert any("in manual optimisation nobody would average gradients" in rank.error for rank in failed(tmp_path, train_without_averaging))
+    assert any("so manual optimisation would average no gradients" in rank.error for rank in failed(tmp_path, train_without_averaging))
 
 
 class Sparse(gt.Module):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.parallel import ProcessGroupStrategy
 from geartrain_testing.launching import until
 
 from .cases import CASES, Net, ddp, one_trainer, samples, train
@@ -51,7 +52,7 @@ class Skips(Net):
         return None if batch_idx == 1 and self.global_rank == 1 else super().training_step(batch, batch_idx)
 
 
-class Alone:
+class Alone(ProcessGroupStrategy):
     @hookimpl
     def setup_process_group(self, run):
         run.store.set(f"came {run.cluster.rank}", "")

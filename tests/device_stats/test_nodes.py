@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from several_ranks import succeeded
+from small_models import Pretend
 from torch.distributed import DistError, TCPStore
 
 import geartrain as gt
@@ -81,19 +82,13 @@ def test_two_nodes_are_in_rank_0s_log(tmp_path):
     assert "device_stats: " not in first.printed + second.printed, "nothing to complain of"
 
 
-class Elsewhere:
+class Elsewhere(Pretend):
     """A strategy whose launcher made the processes, with no store: this one is alone on its node."""
+
+    planned = gt.Layout(None, 1)
 
     def __init__(self, rank):
         self.rank = rank
-
-    @hookimpl
-    def plan_processes(self):
-        return gt.Layout(None, 1)
-
-    @hookimpl
-    def launch(self, worker):
-        return worker(0)
 
     @hookimpl
     def setup_process_group(self):
@@ -102,13 +97,6 @@ class Elsewhere:
     @hookimpl
     def log_sync(self, values):
         return values[None]
-
-    @hookimpl
-    def broadcast(self, obj):
-        return obj
-
-    @hookimpl
-    def barrier(self): ...
 
 
 def test_without_a_store_only_node_0_is_shown_and_it_says_so():

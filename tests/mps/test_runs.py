@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from small_models import Pretend
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
@@ -234,16 +235,10 @@ def test_strategies_of_several_are_refused(metal, trainer, options, words):
         assert word in str(caught.value)
 
 
-class TwoNodes:
+class TwoNodes(Pretend):
     """A strategy of somebody else's."""
 
-    @hookimpl
-    def plan_processes(self):
-        return gt.Layout(None, 1)
-
-    @hookimpl
-    def setup_process_group(self, run):
-        return gt.World()
+    planned = gt.Layout(None, 1)
 
 
 def test_a_backend_that_says_it_takes_mps_tensors_is_let_through(metal, trainer, monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
-import geartrain.launch.launch as launching
+import geartrain_parallel.launching as launching
 from geartrain.callbacks import ModelCheckpoint
 from geartrain_spawn import starter
 

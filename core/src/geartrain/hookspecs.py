@@ -69,8 +69,8 @@ def launch(run: Run, worker: Callable[[int], Any]) -> Any:
     Fired: once a run, in the starting process.
     Arguments: ``worker`` sets up, runs the stage and tears down.
     Returns: what ``worker`` returned in rank 0.
-    Default: ``worker(0)`` in this process for a plan of one; otherwise ``geartrain.parallel.launch``, which joins a launcher or
-        starts the others by running the same command again.
+    Default: ``worker(0)`` in this process, for a plan of one. ``geartrain.parallel.launch`` joins a launcher or starts the other
+        processes by running the same command again.
     """
 
 
@@ -95,8 +95,8 @@ def setup_process_group(run: Run) -> World:
     Fired: in each process, after ``setup_device``.
     Returns: ``World(rank, size, local_rank, local_size, node_rank)``; ``size`` must be the plan's number of processes, or the
         run ends: a strategy that silently trains alone is an error.
-    Default: a world of one. ``run.cluster`` says which rank this is, ``run.store`` is a fresh store, and ``MASTER_ADDR`` and
-        ``MASTER_PORT`` name it, so ``torch.distributed.init_process_group("gloo")`` meets there.
+    Default: a world of one. After ``geartrain.parallel.launch`` ``run.cluster`` says which rank this is, ``run.store`` is a fresh
+        store, and ``MASTER_ADDR`` and ``MASTER_PORT`` name it, so ``torch.distributed.init_process_group("gloo")`` meets there.
     """
 
 
@@ -107,8 +107,8 @@ def shard_dataloader(run: Run, loader: Iterable[Any], stage: str) -> Iterable[An
     Fired: once for each loader, before the model is wrapped.
     Arguments: ``loader`` as the user made it; ``stage`` is ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
     Returns: the loader to iterate in this process.
-    Default: the loader itself for one rank, ``geartrain.parallel.shard`` for several. It gives ranks whole batches in turn to predict,
-        which ``trainer.predict`` puts back in order; the outputs of another kind of shard are returned rank by rank.
+    Default: the loader itself, for one rank. ``geartrain.parallel.shard`` is for several. It gives ranks whole batches in turn to
+        predict, which ``trainer.predict`` puts back in order; the outputs of another kind of shard are returned rank by rank.
     """
 
 
@@ -119,7 +119,7 @@ def wrap_model(run: Run, model: nn.Module) -> nn.Module:
     Fired: once in each process, after ``setup_process_group`` and before ``configure_optimizers``.
     Arguments: ``model`` is ``StepForwarder(module)``; ``model("training_step", batch, batch_idx)`` calls that method of the module.
     Returns: the module that the ``forward`` hook calls; it becomes ``run.model``.
-    Default: ``model.to(run.device)``, with rank 0's weights on every rank.
+    Default: ``model.to(run.device)``, for one rank. With several, every rank must begin with rank 0's weights.
     """
 
 
@@ -212,9 +212,9 @@ def reduce_gradients(run: Run) -> None:
     """Make every rank's gradients the mean over ranks.
 
     Fired: once a step, after the last micro-batch's backward; a strategy that reduced during backward only finishes here. In manual
-        optimisation before each optimizer's step, with that one alone in ``run.optimizers``. Where there is a torch.distributed process
-        group, ``manual_backward`` has then averaged already: leave means as they are. A strategy that communicates from hooks
-        on parameters would get in its way, and refuses manual optimisation in ``check_plan``.
+        optimisation before each optimizer's step, with that one alone in ``run.optimizers``. If the strategy has a method
+        ``average_gradients``, geartrain-manual has then called it after each backward already: leave means as they are. A strategy that
+        communicates from hooks on parameters would get in its way, and refuses manual optimisation in ``check_plan``.
     Default: nothing, which is right for one process.
     """
 
@@ -242,7 +242,7 @@ def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
     """
 
 
-# --- collectives, on demand ----------------------------------------------------------------------------------------------
+# --- collectives, on demand; their defaults are for one rank, geartrain.parallel.ProcessGroupStrategy has them for several -------
 
 
 @single
@@ -252,7 +252,7 @@ def log_sync(run: Run, values: torch.Tensor) -> torch.Tensor:
     Fired: when metrics are flushed.
     Arguments: ``values``, float64 ``[n]`` on the CPU, with the same ``n`` on every rank.
     Returns: float64 ``[world_size, n]`` on the CPU.
-    Default: ``values[None]`` for one rank, torch.distributed for several.
+    Default: ``values[None]``, for one rank.
     """
 
 
@@ -263,7 +263,7 @@ def all_gather(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tens
     Fired: by ``self.all_gather`` in the module.
     Arguments: ``tensor``, of any shape; only the first dimension may differ between ranks.
     Returns: ``[world_size, *tensor.shape]``, or a list with one tensor a rank where the first dimensions differ.
-    Default: ``tensor[None]`` for one rank, torch.distributed for several.
+    Default: ``tensor[None]``, for one rank.
     """
 
 
@@ -274,7 +274,7 @@ def broadcast(run: Run, obj: Any, src: int) -> Any:
     Fired: on demand.
     Arguments: ``obj``, anything that pickles; ``src``, a global rank.
     Returns: rank ``src``'s object.
-    Default: ``obj`` for one rank, torch.distributed for several.
+    Default: ``obj``, for one rank.
     """
 
 
@@ -283,7 +283,7 @@ def barrier(run: Run) -> None:
     """Wait until every rank is here.
 
     Fired: on demand.
-    Default: nothing for one rank, torch.distributed for several.
+    Default: nothing, for one rank.
     """
 
 
@@ -416,7 +416,7 @@ def teardown_process_group(run: Run) -> None:
     """Leave the other processes.
 
     Fired: last but one in each process, whatever happened before, also when ``setup_process_group`` raised halfway.
-    Default: destroys torch.distributed's default process group, if there is one.
+    Default: nothing, for one rank.
     """
 
 

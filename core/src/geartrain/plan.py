@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from geartrain.options import Options
 
 
+#: Single hooks whose defaults are right for one process only.
+_OF_SEVERAL_PROCESSES = (
+    *("launch", "setup_process_group", "shard_dataloader", "wrap_model", "log_sync", "all_gather", "broadcast", "barrier"),
+    "teardown_process_group",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """The request that a strategy plans processes for."""
@@ -127,14 +134,22 @@ def make_plan(
 
 
 def check_joins(plan: Plan, hooks: Hooks) -> None:
-    """Refuse a strategy of several processes that never joins them: each would train alone.
+    """Refuse a strategy of several processes that leaves a hook to core's default, which is made for one process.
 
     Raises:
-        UsageError: only core's default owns ``setup_process_group``.
+        UsageError: it never joins the processes, or lacks the hooks with which they work together.
     """
-    owner = hooks.owner("setup_process_group")
-    if (plan.processes or 1) > 1 and (owner is None or owner.kind == "default"):
+    if plan.processes == 1:
+        return
+    count = "as many processes as its launcher starts" if plan.processes is None else f"{plan.processes} processes"
+    missing = [hook for hook in _OF_SEVERAL_PROCESSES if (owner := hooks.owner(hook)) is None or owner.kind == "default"]
+    if "setup_process_group" in missing:
         raise UsageError(
-            f"{plan.strategy.label} plans {plan.processes} processes but has no setup_process_group: each would train alone. "
+            f"{plan.strategy.label} plans {count} but has no setup_process_group: each would train alone. "
             "Fix: join them there, or plan_processes with Layout(1, devices_per_process), or devices=1"
+        )
+    if missing:
+        raise UsageError(
+            f"{plan.strategy.label} plans {count} and does not implement {', '.join(missing)}. "
+            "Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), or implement them"
         )

@@ -1,4 +1,4 @@
-"""What plugins import: the one door to core, beside ``geartrain`` itself and ``geartrain.parallel``.
+"""What plugins import: the one door to core, beside ``geartrain`` itself.
 
 A name is imported when it is first used: a plugin that only reads files or metadata never pays for torch. What is not listed here is
 internal, and may change without notice.
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
         length as length,
         loader_batch_size as loader_batch_size,
     )
-    from geartrain.data.sharding import generators as generators, has_no_own_samples as has_no_own_samples, set_epoch as set_epoch
+    from geartrain.data.sharding import (
+        Shard as Shard,
+        generators as generators,
+        has_no_own_samples as has_no_own_samples,
+        samplers as samplers,
+        set_epoch as set_epoch,
+    )
     from geartrain.errors import describe as describe, nearest as nearest
     from geartrain.errors.hints import hint as hint, write_instead as write_instead
     from geartrain.errors.known import KNOWN as KNOWN
@@ -48,20 +54,20 @@ if TYPE_CHECKING:
         refuse_half_a_state as refuse_half_a_state,
         refuse_misspelt as refuse_misspelt,
     )
-    from geartrain.launch import bootstrap as bootstrap, rendezvous as rendezvous, sockets as sockets
     from geartrain.launch.cluster import (
         STARTED_BY as STARTED_BY,
         ClusterEnvironment as ClusterEnvironment,
+        check_processes as check_processes,
         detect as detect,
         starts_rank_0 as starts_rank_0,
     )
-    from geartrain.launch.failures import Failure as Failure
-    from geartrain.launch.forks import share_temporary_folder as share_temporary_folder
-    from geartrain.launch.launch import variables as variables
-    from geartrain.launch.patience import Patience as Patience
-    from geartrain.launch.reports import ERROR_FILE as ERROR_FILE, report as report
-    from geartrain.launch.signals import SIGNALS as SIGNALS, raise_on_signals as raise_on_signals
-    from geartrain.launch.supervisor import Supervisor as Supervisor
+    from geartrain.launch.forks import (
+        call_before_forks as call_before_forks,
+        not_inherited as not_inherited,
+        share_temporary_folder as share_temporary_folder,
+    )
+    from geartrain.launch.rerun_command import START_DIRECTORY as START_DIRECTORY, reason_not_rerunnable as reason_not_rerunnable
+    from geartrain.launch.signals import SIGNALS as SIGNALS, Interrupted as Interrupted, raise_on_signals as raise_on_signals
     from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
     from geartrain.loop.fit import backward as backward, epoch_is_over as epoch_is_over
     from geartrain.loop.optimizers import (
@@ -112,7 +118,7 @@ _NAMES = {
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
-    "geartrain.data.sharding": "generators has_no_own_samples set_epoch",
+    "geartrain.data.sharding": "Shard generators has_no_own_samples samplers set_epoch",
     "geartrain.errors": "describe nearest",
     "geartrain.errors.hints": "hint write_instead",
     "geartrain.errors.known": "KNOWN",
@@ -122,15 +128,10 @@ _NAMES = {
     "geartrain.hooks.manager": "Hooks",
     "geartrain.hooks.plugin_info": "LoadedPlugin PluginInfo state_of",
     "geartrain.hooks.spelling": "OF_PLUGINS STATE refuse_half_a_state refuse_misspelt",
-    "geartrain.launch": "bootstrap rendezvous sockets",
-    "geartrain.launch.cluster": "ClusterEnvironment STARTED_BY detect starts_rank_0",
-    "geartrain.launch.failures": "Failure",
-    "geartrain.launch.forks": "share_temporary_folder",
-    "geartrain.launch.launch": "variables",
-    "geartrain.launch.patience": "Patience",
-    "geartrain.launch.reports": "ERROR_FILE report",
-    "geartrain.launch.signals": "SIGNALS raise_on_signals",
-    "geartrain.launch.supervisor": "Supervisor",
+    "geartrain.launch.cluster": "ClusterEnvironment STARTED_BY check_processes detect starts_rank_0",
+    "geartrain.launch.forks": "call_before_forks not_inherited share_temporary_folder",
+    "geartrain.launch.rerun_command": "START_DIRECTORY reason_not_rerunnable",
+    "geartrain.launch.signals": "Interrupted SIGNALS raise_on_signals",
     "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.fit": "backward epoch_is_over",
     "geartrain.loop.optimizers": "about_to_step clip mean_over_ranks needs_closure parameters_of read_optimizers",

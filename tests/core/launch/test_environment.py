@@ -1,13 +1,11 @@
 """Who started this process, and which rank it is: the variables of every launcher."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from geartrain import UsageError
-from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment, detect, master, node_rank
+from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment, detect
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -191,62 +189,3 @@ def test_contradictions_are_refused(environ, words):
         detect(environ)
     for word in words:
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "environ", "words"),
-    [
-        (2, {"NODE_RANK": "2"}, ("NODE_RANK=2", "num_nodes=2", "0 to 1")),
-        (1, {"NODE_RANK": "1"}, ("NODE_RANK=1", "num_nodes=1")),
-        (2, {}, ("num_nodes=2", "NODE_RANK", "MASTER_ADDR")),
-        (2, {"NODE_RANK": "-1"}, ("NODE_RANK='-1'",)),
-    ],
-)
-def test_node_rank_is_refused_by_name(nodes, environ, words):
-    with pytest.raises(UsageError) as caught:
-        node_rank(nodes, environ)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_node_rank():
-    assert [node_rank(1, {}), node_rank(2, {"NODE_RANK": "1"}), node_rank(2, {"GROUP_RANK": "1"})] == [0, 1, 1]
-
-
-@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
-def test_several_nodes_need_an_address(environ):
-    with pytest.raises(UsageError, match=r"MASTER_ADDR.*MASTER_PORT"):
-        master(2, environ)
-
-
-def test_one_node_needs_none():
-    assert master(1, {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}) == ("127.0.0.1", None)
-
-
-DISAGREE = """
-import sys, torch, geartrain as gt
-from geartrain.parallel import launch
-class Strategy:
-    @gt.hookimpl
-    def plan_processes(self, request): return gt.Layout(2, 1)
-    @gt.hookimpl
-    def launch(self, run, worker): return launch(run, worker)
-    @gt.hookimpl
-    def setup_process_group(self, run): ...
-class Model(gt.Module):
-    def training_step(self, batch, batch_idx): ...
-    def configure_optimizers(self): ...
-try:
-    gt.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=Strategy()).fit(Model(), [torch.ones(1)])
-except gt.UsageError as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-"""
-
-
-def test_a_plan_that_disagrees_with_the_launcher_shows_both_numbers():
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))} | BY_HAND
-    done = subprocess.run([sys.executable, "-c", DISAGREE], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2, done.stderr
-    for words in ("4 processes (2 on each of 2 nodes)", "environment started 3", "--devices 3 --num-nodes 1"):
-        assert words in done.stderr

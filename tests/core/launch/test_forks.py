@@ -1,4 +1,4 @@
-"""What a forked child of a rank, such as a loader worker or one of a Pool, does not keep of it."""
+"""What a forked child, such as a loader worker or one of a Pool, does not keep of its parent."""
 
 import multiprocessing
 import os
@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from geartrain.launch import forks
-from geartrain.launch.forks import guard_forks, not_inherited
+from geartrain.launch.forks import not_inherited
 from geartrain.launch.signals import Interrupted, raise_on_signals
-
-guard_forks()
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_a_signal_to_a_child_that_was_just_forked_is_not_lost():
 
 
 def test_a_signal_that_comes_in_the_middle_of_a_fork_still_ends_the_run(monkeypatch):
-    monkeypatch.setattr(forks, "_settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(forks, "_preparations", [lambda: os.kill(os.getpid(), signal.SIGTERM)])
     child = multiprocessing.get_context("fork").Process(target=int)
 
     def start_and_wait():

@@ -1,8 +1,4 @@
-"""The defaults of single hooks, for hooks that no plugin owns: one process on one device.
-
-If a strategy has several ranks, the collectives use torch.distributed's default process group. A strategy that makes this group need not
-write them.
-"""
+"""The defaults of single hooks, for hooks that no plugin owns: one process on one device."""
 
 from __future__ import annotations
 
@@ -13,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import parallel
 from geartrain.checkpoint import files as checkpoint_file
 from geartrain.checkpoint.checkpoints import read
 from geartrain.data.loaders import Through, moves_nothing
 from geartrain.hookspecs import hookimpl
-from geartrain.launch.reports import disconnect_if_failed
+from geartrain.launch.cluster import check_processes
+from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.fit import train_step
 from geartrain.loop.run import Run, World
 from geartrain.plan import Layout, PlanRequest
@@ -39,11 +34,14 @@ class Defaults:
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        owner = run.hooks.owner("setup_process_group")
-        if run.plan.processes == 1 and run.cluster is None and (owner is None or owner.kind == "default"):
-            with parallel.raise_on_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
-                return worker(0)
-        return parallel.launch(run, worker)  # gives a strategy that joins others its rank and store, also on one rank
+        if run.cluster is not None:
+            check_processes(run.plan, run.cluster)
+            if run.cluster.launcher == "torchrun":  # it shows the error that ended a process, if the process has written it to a file
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                run.report_failure = get_error_handler().record_exception
+        with raise_on_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
+            return worker(0)
 
     @hookimpl
     def setup_device(self) -> torch.device:
@@ -54,15 +52,12 @@ class Defaults:
         return World()
 
     @hookimpl
-    def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
-        return loader if run.world.size == 1 else parallel.shard(run, loader, stage)
+    def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return loader
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        model = model.to(run.device)
-        if run.world.size > 1:
-            parallel.broadcast_weights(run, model)
-        return model
+        return model.to(run.device)
 
     @hookimpl
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -107,21 +102,20 @@ class Defaults:
         return None
 
     @hookimpl
-    def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
-        return values[None] if run.world.size == 1 else parallel.gather_values(run, values)
+    def log_sync(self, values: torch.Tensor) -> torch.Tensor:
+        return values[None]
 
     @hookimpl
-    def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        return tensor[None] if run.world.size == 1 else parallel.gather_uneven(run, tensor)
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        return tensor[None]
 
     @hookimpl
-    def broadcast(self, run: Run, obj: Any, src: int) -> Any:
-        return obj if run.world.size == 1 else parallel.broadcast_object(run, obj, src)
+    def broadcast(self, obj: Any) -> Any:
+        return obj
 
     @hookimpl
-    def barrier(self, run: Run) -> None:
-        if run.world.size > 1:
-            parallel.wait_for_all(run)
+    def barrier(self) -> None:
+        pass
 
     @hookimpl
     def save_checkpoint(self, run: Run, state: dict[str, Any], path: Path) -> None:
@@ -130,9 +124,7 @@ class Defaults:
 
     @hookimpl
     def teardown_process_group(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            disconnect_if_failed()
-            dist.destroy_process_group()
+        pass
 
     @hookimpl
     def teardown_device(self) -> None:

@@ -1,1 +1,1 @@
-"""Ranks: the launcher of this process, starting and watching other ranks, how they meet, and how they report failures."""
+"""What one process knows of its launcher, signals that end a run, and what forked children do not keep."""

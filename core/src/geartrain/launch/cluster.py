@@ -10,8 +10,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from geartrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from geartrain.plan import Plan
 
 #: Set by geartrain in the processes that it starts, to the process's own id: a program that a rank runs inherits it and is no rank.
 STARTED_BY = "GEARTRAIN_STARTED_BY"
@@ -67,22 +71,6 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
     return None
 
 
-def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of this node if no launcher has started this process, so that only ``NODE_RANK`` says it.
-
-    Raises:
-        UsageError: with several nodes it is not set, or it is outside ``num_nodes``.
-    """
-    text = environ.get("NODE_RANK", environ.get("GROUP_RANK", "0" if num_nodes == 1 else ""))
-    if not text.isdigit():
-        raise UsageError(
-            f"num_nodes={num_nodes}: set NODE_RANK (0 to {num_nodes - 1}), MASTER_ADDR and MASTER_PORT on each node; NODE_RANK={text!r}"
-        )
-    if int(text) >= num_nodes:
-        raise UsageError(f"NODE_RANK={text} is outside num_nodes={num_nodes}: nodes are numbered 0 to {num_nodes - 1}.")
-    return int(text)
-
-
 def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int, environ: Mapping[str, str] = os.environ) -> bool:
     """True if this process is rank 0 or starts it."""
     if place is not None:
@@ -90,21 +78,22 @@ def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int, environ: Map
     return num_nodes == 1 or environ.get("NODE_RANK", environ.get("GROUP_RANK", "0")) == "0"
 
 
-def master(num_nodes: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
-    """Return the address of rank 0's store if geartrain starts the processes itself: on one node loopback and any free port.
+def check_processes(plan: Plan, place: ClusterEnvironment) -> None:
+    """Refuse a plan whose number of processes is not the launcher's.
 
     Raises:
-        UsageError: with several nodes ``MASTER_ADDR`` or ``MASTER_PORT`` is not set.
+        UsageError: with both numbers, and how to start as many as are planned.
     """
-    if num_nodes == 1:
-        return "127.0.0.1", None
-    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if not address or not port.isdigit():
-        raise UsageError(
-            f"num_nodes={num_nodes}: every node must know where rank 0 is. Fix: set MASTER_ADDR (node 0's address) and MASTER_PORT "
-            f"(a free port there) on each node; MASTER_ADDR={address!r}, MASTER_PORT={port!r}"
-        )
-    return address, int(port)
+    planned = plan.processes
+    if planned is None or planned == place.size:
+        return
+    per_node, nodes = plan.layout.processes_per_node, plan.num_nodes
+    who = "the first fit of this program" if place.launcher == "geartrain" else place.launcher
+    raise UsageError(
+        f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but {who} started {place.size} "
+        f"({place.local_size} on each of {place.nodes} nodes). "
+        f"Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
+    )
 
 
 # --- launchers -----------------------------------------------------------------------------------------------------------

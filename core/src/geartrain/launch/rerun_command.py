@@ -1,50 +1,16 @@
-"""The command line that starts another rank of this program: the same one, in the directory where the program started."""
+"""Whether this program can be started again as another rank, and in which directory it started."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from pathlib import Path
-
-from geartrain.errors import UsageError
 
 #: Where the program started, read when geartrain is first imported: relative paths in its command line count from there.
 try:
-    DIRECTORY = os.getcwd()
+    START_DIRECTORY = os.getcwd()
 except FileNotFoundError:  # it was removed; nothing can be run again there, and nothing else depends on it
-    DIRECTORY = os.sep
-
-
-def command() -> list[str]:
-    """Return the command to run again.
-
-    Raises:
-        UsageError: there is none to run again, it would not do the same, or its file cannot be found from the start directory.
-    """
-    reason = reason_not_rerunnable()
-    if reason:
-        raise UsageError(
-            f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
-            "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
-        )
-    main = sys.modules["__main__"]
-    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None  # python -m has a spec
-    # A program that runs another script as __main__ does not name that script in its arguments.
-    named = [argument for argument in sys.orig_argv[1:] if script is not None and Path(argument).name == Path(script).name]
-    if script is not None and named and not any(_is_same_file(Path(DIRECTORY, argument), script) for argument in named):
-        raise UsageError(
-            f"other ranks are started by running the same command again, and {script} is not found from {DIRECTORY}, the current "
-            "directory when geartrain was imported. Fix: import geartrain before os.chdir()"
-        )
-    return [sys.executable, *sys.orig_argv[1:]]
-
-
-def _is_same_file(path: Path, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except (OSError, ValueError):
-        return False
+    START_DIRECTORY = os.sep
 
 
 def reason_not_rerunnable() -> str | None:

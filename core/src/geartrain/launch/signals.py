@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from geartrain.launch.failures import is_connection
 from geartrain.launch.forks import handlers_not_inherited, is_forking
-from geartrain.launch.reports import ERROR_FILE, failed_at
 
 #: Signals that end a run; each would kill this process outright, or stay unheard while it is blocked.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -26,44 +23,32 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def raise_on_signals(signals: Sequence[signal.Signals] = SIGNALS) -> Iterator[None]:
+def raise_on_signals(
+    signals: Sequence[signal.Signals] = SIGNALS, is_expected: Callable[[int], bool] = lambda number: False
+) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
 
     A handler of the program's own stays, and so does a signal that it ignores, as SIGHUP under nohup. In another thread than the main one
     nothing changes: Python allows handlers in that one only.
+
+    Args:
+        is_expected: True for the number of a signal that is to raise nothing, because the process is about to end already.
     """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_forking():  # Python drops an exception here: send the signal again, until it comes outside of a fork
+            threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
+        elif not is_expected(number):
+            raise Interrupted(f"ended by {signal.Signals(number).name}")
+
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: own for number in signals if (own := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     try:
         with handlers_not_inherited(before):
             yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if is_forking():  # Python drops an exception here: send the signal again, until it comes outside of a fork
-        threading.Timer(_AGAIN, os.kill, (os.getpid(), number)).start()
-        return
-    if number == signal.SIGTERM and ERROR_FILE in os.environ and _is_ending():
-        return
-    raise Interrupted(f"ended by {signal.Signals(number).name}")
-
-
-def _is_ending() -> bool:
-    """True if this rank, which another process has started, is about to end already."""
-    if failed_at() is not None:
-        return True  # it is tearing down
-    error = sys.exception()
-    if isinstance(error, Interrupted):
-        return True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
-    # It has just lost its peers. The signal came while it was in a collective and is handled only now: another error here would keep it
-    # from tearing down.
-    if error is None or not is_connection(str(error)):
-        return False
-    error.add_note("and then this rank was asked to end, by SIGTERM")
-    return True

@@ -54,6 +54,10 @@ class Stage:
         return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)  # loaders stay in their process
 
 
+def _report_nothing(*_: object) -> None:
+    """Do nothing: no process watches this one."""
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """One call of ``fit``, ``validate``, ``test`` or ``predict``, as hooks see it."""
@@ -76,6 +80,10 @@ class Run:
     cluster: ClusterEnvironment | None = None
     #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
     store: Store | None = None
+    #: Called with the error that ends the run, before plugins and modules tear down. Set by ``launch`` for a rank that is watched.
+    report_failure: Callable[[BaseException], None] = _report_nothing
+    #: Called when plugins and modules have torn down: this process only has to leave the others. Set by ``launch`` likewise.
+    report_teardown: Callable[[], None] = _report_nothing
     #: The run's folder, or ``None``.
     output: Path | None = None
     #: The wrapped ``StepForwarder(module)``; only the ``forward`` hook calls it.
@@ -147,11 +155,11 @@ class Run:
     def again(self) -> None:
         """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
         come and go. The module keeps its weights: ``memory_checkpoint`` says where ``fit`` goes on."""
-        cluster, state = self.cluster, self.__getstate__()
+        cluster, reports, state = self.cluster, (self.report_failure, self.report_teardown), self.__getstate__()
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)
-        self.cluster = cluster
+        self.cluster, (self.report_failure, self.report_teardown) = cluster, reports
 
     @property
     def current_stage(self) -> Stage:

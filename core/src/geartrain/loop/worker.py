@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
@@ -22,7 +20,6 @@ from geartrain.data.uneven_inputs import is_sure
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.launch.forks import share_temporary_folder
-from geartrain.launch.reports import leave, report
 from geartrain.loop import fit as loop
 from geartrain.loop.evaluate import evaluate
 from geartrain.loop.optimizers import needs_closure, read_optimizers
@@ -231,7 +228,7 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
         run.hooks.blame(error)
         if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := write_instead("Module", str(error.name))):
             error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
-        report(error)
+        run.report_failure(error)
         _guard(failures, partial(run.hooks.on_exception, run=run, error=error))
     for owner in owners:
         if run.module._run is run:
@@ -239,12 +236,8 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     for loader in chain.from_iterable(stage.loaders for stage in run.stages.values()):
         _guard(failures, partial(end_workers, loader))
     if run.world.size > 1:
-        # What wraps the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
-        # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
-        run.model, run.step_functions = None, {}
-        if dist.is_available() and dist.is_initialized():
-            gc.collect()
-    leave()
+        run.model, run.step_functions = None, {}  # what wraps the model may own the process group, and goes before it
+    run.report_teardown()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))
     run.module._run = None

@@ -11,12 +11,11 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import average_gradients, broadcast_weights, launch
+from geartrain.parallel import ProcessGroupStrategy
 from geartrain.plugin_api import load_optimizer, map_tensors
 from geartrain_bagua import environment
 from geartrain_bagua.algorithm import Algorithm, Context
@@ -118,7 +117,7 @@ class BaguaStrategy(DDPStrategy):
                 f"{label} and manual optimisation do not go together: there manual_backward averages gradients over all ranks. "
                 "Fix: algorithm='gradient_allreduce', or automatic_optimization = True"
             )
-        return launch(run, worker, self.timeout)
+        return ProcessGroupStrategy.launch(self, run, worker)
 
     # --- beginning and end -----------------------------------------------------------------------------------------------
 
@@ -129,10 +128,7 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        model = model.to(run.device)
-        if run.world.size > 1:
-            broadcast_weights(run, model)  # without a seed every rank has made other weights
-        return model
+        return ProcessGroupStrategy.wrap_model(self, run, model)  # not ddp's: nothing here wraps the model
 
     @hookimpl(wrapper=True)
     def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
@@ -173,8 +169,7 @@ class BaguaStrategy(DDPStrategy):
         try:
             self._end()
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            super().teardown_process_group()
 
     def _end(self) -> None:
         """Let go of everything that refers to a process group, which must not outlive its run. Called twice, it does nothing."""
@@ -218,7 +213,7 @@ class BaguaStrategy(DDPStrategy):
         if self._channel is None:
             if run.mode == "session":
                 parameters = list(dict.fromkeys(p for o in run.optimizers for group in o.param_groups for p in group["params"]))
-                average_gradients(run, parameters, [parameter.grad is not None for parameter in parameters])
+                self.average_gradients(run, parameters, [parameter.grad is not None for parameter in parameters])
             return
         if self._reducer is not None:
             self._reducer.finish()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from geartrain.parallel import detect
+from geartrain.plugin_api import detect
 
 #: What the calls of the starting process gave, in order; ranks inherit it: ``{"pid": 12, "calls": [{"n": 2, "devices": [0, 1]}]}``.
 RECORD = "GEARTRAIN_CUDA_CHOSEN"

@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from geartrain import Plan, Run, UsageError, World, hookimpl
-from geartrain.parallel import broadcast_weights, launch, name_absent_ranks
+from geartrain.parallel import ProcessGroupStrategy, name_absent_ranks
 from geartrain_ddp import hookspecs
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-class DDPStrategy:
+class DDPStrategy(ProcessGroupStrategy):
     """Starts one process a device (or joins those that torchrun, SLURM or MPI started) and trains with DistributedDataParallel.
 
     Args:
@@ -113,7 +113,7 @@ class DDPStrategy:
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         self.refuse_buckets(run)
-        return launch(run, worker, self.timeout)
+        return super().launch(run, worker)
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
@@ -125,15 +125,10 @@ class DDPStrategy:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        model = model.to(run.device)
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
-        # Manual optimisation calls the bare module, and manual_backward averages: DDP would only keep buckets of their size.
+        # Manual optimisation calls the bare module, and manual_backward averages its gradients: DDP would only keep buckets of their size.
         trains = run.command == "fit" and run.mode != "manual" and any(parameter.requires_grad for parameter in model.parameters())
-        if trains:
-            return self.configure_ddp(run, model)
-        if run.world.size > 1:
-            broadcast_weights(run, model)  # as DDP does: without a seed every rank has made other weights
-        return model
+        return self.configure_ddp(run, model.to(run.device)) if trains else super().wrap_model(run, model)
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from geartrain.plugin_api import ClusterEnvironment, Failure, Patience, Supervisor, bootstrap, detect, report
+from geartrain.parallel import ClusterEnvironment, Failure, Patience, Supervisor, bootstrap, detect, report
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -100,7 +100,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
         error, and the end of its output.
     """
-    from geartrain.plugin_api import raise_on_signals, rendezvous, sockets
+    from geartrain.parallel import raise_on_signals, rendezvous, sockets
 
     began, patience = time.monotonic(), Patience.from_environment()
     facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
@@ -133,7 +133,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 @contextmanager
 def _later() -> Iterator[None]:
     """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
-    from geartrain.plugin_api import SIGNALS
+    from geartrain.parallel import SIGNALS
 
     heard: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
@@ -147,7 +147,7 @@ def _later() -> Iterator[None]:
 
 
 def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -> _Rank:
-    from geartrain.plugin_api import ERROR_FILE, variables
+    from geartrain.parallel import ERROR_FILE, variables
 
     number = place.rank
     leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
@@ -215,7 +215,7 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     import torch.distributed as dist
 
     from geartrain import TrainingError
-    from geartrain.plugin_api import rendezvous, sockets
+    from geartrain.parallel import rendezvous, sockets
 
     place = detect()
     assert place is not None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from geartrain import Module, Plan, UsageError
-from geartrain.parallel import detect
+from geartrain.plugin_api import detect
 from geartrain_horovod.installed import missing
 from geartrain_horovod.launching import horovod, launcher, left_mpi, meets_by_itself, meets_by_mpi
 

@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, TrainingError
-from geartrain.parallel import ClusterEnvironment, detect, launch, name_absent_ranks, raise_on_signals
+from geartrain.parallel import launch, name_absent_ranks, raise_on_signals
+from geartrain.plugin_api import ClusterEnvironment, detect
 
 if TYPE_CHECKING:
     from geartrain_horovod.elastic import Elastic

@@ -6,7 +6,7 @@ Horovod: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
+from geartrain.parallel import shard
 from geartrain.plugin_api import user_path
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
@@ -161,6 +162,10 @@ class HorovodStrategy:
         if elastic is not None:
             elastic.agree(run, self.collectives)  # last: where it fails, teardown_process_group finds all that it ends
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+
+    @hookimpl
+    def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+        return shard(run, loader, stage)
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:

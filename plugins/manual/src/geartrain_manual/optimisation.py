@@ -87,7 +87,7 @@ class ManualOptimisation:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         run.step_functions, run.manual, self._run = run.unwrapped.calls(run.unwrapped), self, run
-        self._averages = _averages(run)
+        self._average_gradients = _average_gradients_of(run)
         self._taken = [self._take_over(optimizer) for optimizer in run.optimizers]
 
     @hookimpl
@@ -140,7 +140,7 @@ class ManualOptimisation:
         if options and owner is not None and owner.distribution not in _TAKE_OPTIONS:
             raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
         on.on_before_backward(loss)
-        parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._averages else []
+        parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._average_gradients else []
         before = gradients_now(parameters)
         self.options = options
         try:
@@ -149,12 +149,10 @@ class ManualOptimisation:
         finally:
             self.options = {}
             torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
-        if self._averages:
-            from geartrain.parallel import average_gradients  # not above: one rank averages nothing
-
+        if self._average_gradients:
             # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
-            self._averaged.update(average_gradients(run, parameters, changed_since(parameters, before)))
+            self._averaged.update(self._average_gradients(run, parameters, changed_since(parameters, before)))
         self._seen.clear()
         on.on_after_backward()
 
@@ -213,7 +211,7 @@ class ManualOptimisation:
         return losses[0] if losses else None
 
     def _look_for_own_backward(self, optimizer: Optimizer) -> None:
-        if not self._averages or optimizer in self._looked_at:
+        if not self._average_gradients or optimizer in self._looked_at:
             return
         with_gradient = [parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None]
         if with_gradient and self._averaged.isdisjoint(with_gradient):
@@ -302,18 +300,24 @@ class ManualOptimisation:
         return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _averages(run: Run) -> bool:
-    """True if ``manual_backward`` averages gradients itself: on several ranks with a process group.
+def _average_gradients_of(run: Run) -> Callable[[Run, Sequence[torch.nn.Parameter], Sequence[bool]], list[torch.nn.Parameter]] | None:
+    """Return the strategy's ``average_gradients``, which ``manual_backward`` calls; ``None`` if ``reduce_gradients`` does it.
 
-    It then does so whichever part owns ``reduce_gradients``. A strategy that reduces in its wrapper's backward does nothing there. A
-    strategy that really averages finds means, which averaging leaves as they are.
+    A strategy with a process group needs it, whoever owns ``reduce_gradients``: if the strategy reduces in its wrapper's backward,
+    ``reduce_gradients`` does nothing; and one that really averages finds means, which averaging leaves as they are.
+
+    Raises:
+        TrainingError: neither would average gradients.
     """
-    if run.world.size == 1 or dist.is_initialized():
-        return run.world.size > 1
+    if run.world.size == 1:
+        return None
+    strategy = next(part.plugin for part in run.hooks.parts if part.info.kind == "strategy")
+    if average := getattr(strategy, "average_gradients", None):
+        return average  # type: ignore[no-any-return]
     owner = run.hooks.owner("reduce_gradients")
-    if owner is None or owner.kind == "default":
+    if owner is None or owner.kind == "default" or (dist.is_available() and dist.is_initialized()):
         raise TrainingError(
-            f"{run.plan.strategy.label} has {run.world.size} ranks, no torch.distributed process group and no reduce_gradients, so in "
-            "manual optimisation nobody would average gradients. Fix: make a group in setup_process_group, or implement reduce_gradients"
+            f"{run.plan.strategy.label} has {run.world.size} ranks and no method average_gradients, so manual optimisation would average "
+            "no gradients. Fix: extend geartrain.parallel.ProcessGroupStrategy (pip install geartrain-parallel), or define the method"
         )
-    return False
+    return None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,8 +79,6 @@ class SessionRun:
         for each in (run, *self._runs):
             each.model, each.step_functions, each.optimizers = None, {}, []
         run.module = Models()
-        if dist.is_available() and dist.is_initialized():
-            gc.collect()
 
     # --- setting up ------------------------------------------------------------------------------------------------------
 

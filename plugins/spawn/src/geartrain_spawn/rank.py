@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import ClusterEnvironment, die_with_parent, join, threads, variables, write_output_to
-from geartrain.plugin_api import report
+from geartrain.parallel import ClusterEnvironment, die_with_parent, join, report, threads, variables, write_output_to
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import World, hookimpl
-from geartrain.parallel import launch
+from geartrain.parallel import ProcessGroupStrategy
 
 
-class Plain:
+class Plain(ProcessGroupStrategy):
     """Averages gradients one parameter at a time, after the last backward.
 
     Args:
@@ -22,10 +22,6 @@ class Plain:
 
     def __init__(self, timeout: float = 60.0) -> None:
         self.timeout = timedelta(seconds=timeout)
-
-    @hookimpl
-    def launch(self, run, worker):
-        return launch(run, worker, self.timeout)
 
     @hookimpl
     def setup_process_group(self, run):

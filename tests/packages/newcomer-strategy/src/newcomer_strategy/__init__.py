@@ -3,9 +3,10 @@
 import torch.distributed as dist
 
 from geartrain import World, hookimpl
+from geartrain.parallel import ProcessGroupStrategy
 
 
-class NewcomerStrategy:
+class NewcomerStrategy(ProcessGroupStrategy):
     @hookimpl
     def setup_process_group(self, run):
         dist.init_process_group("gloo")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from geartrain import Run, UsageError, World, hookimpl
-from geartrain.parallel import launch, name_absent_ranks
+from geartrain.parallel import ProcessGroupStrategy, name_absent_ranks
 
 
-class MineStrategy:
+class MineStrategy(ProcessGroupStrategy):
     """One process a device; gradients are averaged over all of them once a step.
 
-    What is not here is core's: it gives each rank its part of the data, rank 0's weights at the start, gathers what is
-    logged, and leaves the process group. The conformance kit tests the whole. What this strategy cannot do would be
-    declared as ``capabilities = {"multi_node": False}``.
+    The base class starts this node's other ranks by running the same command again, or joins those of torchrun, SLURM
+    or MPI; it ends all of them with the first error. It gives each rank its part of the data and rank 0's weights at
+    the start, gathers what is logged, and leaves the process group. The conformance kit tests the whole. What this
+    strategy cannot do would be declared as ``capabilities = {"multi_node": False}``.
 
     Args:
         timeout: seconds that a rank waits for the others before the run ends with an error.
@@ -32,15 +31,9 @@ class MineStrategy:
         self.timeout = timedelta(seconds=timeout)
 
     @hookimpl
-    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
-        # Core starts this node's other ranks by running the same command again, or joins those of torchrun, SLURM or
-        # MPI; it ends all of them with the first error. Without this hook it would do the same with its own timeout.
-        return launch(run, worker, self.timeout)
-
-    @hookimpl
     def setup_process_group(self, run: Run) -> World:
         # `launch` has said which rank this is, and has made a store that every rank reaches: on one machine it listens
-        # on loopback only. Core's collectives (metrics, all_gather, barrier) go through the group that is made here.
+        # on loopback only. Collectives (metrics, all_gather, barrier) go through the group that is made here.
         place = run.cluster
         assert place is not None
         backend = "nccl" if run.device.type == "cuda" else "gloo"

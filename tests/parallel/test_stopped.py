@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from geartrain.launch.patience import Patience
-from geartrain.launch.supervisor import Supervisor, is_stopped
+from geartrain_parallel.patience import Patience
+from geartrain_parallel.supervisor import Supervisor, is_stopped
 from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0

@@ -24,14 +24,15 @@ from multiprocessing import util
 from pathlib import Path
 from typing import NoReturn
 
-from geartrain.errors import TrainingError
-from geartrain.launch import bootstrap, rerun_command
-from geartrain.launch.failures import Failure, is_timeout
-from geartrain.launch.forks import TEMPORARY, not_inherited, remove_temporary_folder
-from geartrain.launch.patience import Patience
-from geartrain.launch.reports import ERROR_FILE, failed_at, is_tearing_down
-from geartrain.launch.signals import SIGNALS, raise_on_signals
-from geartrain.launch.supervisor import Supervisor
+from geartrain import TrainingError
+from geartrain.plugin_api import SIGNALS, START_DIRECTORY, not_inherited
+from geartrain_parallel import bootstrap, rerun_command
+from geartrain_parallel.failures import Failure, is_timeout
+from geartrain_parallel.forks import TEMPORARY, remove_temporary_folder
+from geartrain_parallel.patience import Patience
+from geartrain_parallel.reports import ERROR_FILE, failed_at, is_tearing_down
+from geartrain_parallel.signals import raise_on_signals
+from geartrain_parallel.supervisor import Supervisor
 
 _exit = os._exit
 
@@ -52,7 +53,7 @@ class _Worker:
         error_file.unlink(missing_ok=True)
         process = subprocess.Popen(
             bootstrap.command(logs / f"rank-{number}.log", command),
-            cwd=rerun_command.DIRECTORY,
+            cwd=START_DIRECTORY,
             env={**os.environ, **environment, TEMPORARY: util.get_temp_dir(), ERROR_FILE: str(error_file)},
             start_new_session=True,  # Ctrl-C is this process's business
         )

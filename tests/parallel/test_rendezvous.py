@@ -5,8 +5,8 @@ from datetime import timedelta
 import pytest
 
 from geartrain import TrainingError
-from geartrain.launch import rendezvous, sockets
-from geartrain.launch.cluster import ClusterEnvironment
+from geartrain.parallel import ClusterEnvironment
+from geartrain_parallel import rendezvous, sockets
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from geartrain.launch.cluster import STARTED_BY
-from geartrain.launch.failures import is_timeout
-from geartrain.launch.reports import ERROR_FILE, begin, failed_at, is_tearing_down, leave, report
+from geartrain_parallel.failures import is_timeout
+from geartrain_parallel.reports import ERROR_FILE, begin, failed_at, is_tearing_down, leave, report
 
 
 @pytest.fixture(autouse=True)

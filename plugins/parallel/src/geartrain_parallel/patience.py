@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from geartrain.errors import UsageError
+from geartrain import UsageError
 
 #: The environment variable that changes the defaults: ``GEARTRAIN_PATIENCE=grace=30,stopped=60``.
 PATIENCE = "GEARTRAIN_PATIENCE"

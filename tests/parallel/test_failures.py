@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from geartrain.launch import supervisor as supervisors
-from geartrain.launch.failures import Failure, judge
-from geartrain.launch.patience import Patience
-from geartrain.launch.reports import ERROR_FILE, begin, report
-from geartrain.launch.supervisor import Supervisor
+from geartrain_parallel import supervisor as supervisors
+from geartrain_parallel.failures import Failure, judge
+from geartrain_parallel.patience import Patience
+from geartrain_parallel.reports import ERROR_FILE, begin, report
+from geartrain_parallel.supervisor import Supervisor
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 WAITED = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"

@@ -15,16 +15,15 @@ import torch
 # it by way of torch._dynamo, and a group that outlives destroy_process_group() may abort the interpreter at its end.
 import torch.distributed.nn.functional
 
-from geartrain.errors import UsageError
-from geartrain.launch import cluster as environment, rendezvous, sockets
-from geartrain.launch.cluster import STARTED_BY, ClusterEnvironment
-from geartrain.launch.forks import adopt_temporary_folder, guard_forks
-from geartrain.launch.reports import begin, disconnect_if_failed, report
-from geartrain.launch.signals import raise_on_signals
-from geartrain.launch.workers import Workers, at_exit
+from geartrain.plugin_api import STARTED_BY, ClusterEnvironment, check_processes, detect
+from geartrain_parallel import nodes, rendezvous, sockets
+from geartrain_parallel.forks import adopt_temporary_folder, guard_forks
+from geartrain_parallel.reports import begin, disconnect_if_failed, leave, report
+from geartrain_parallel.signals import raise_on_signals
+from geartrain_parallel.workers import Workers, at_exit
 
 if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+    from geartrain import Run
 
 #: The ranks that this process has started; a second run of the same program works with the same ranks.
 _workers: list[Workers] = []
@@ -44,7 +43,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
     """
     global _runs, _excepthook
     with ExitStack() as around:
-        place = environment.detect()
+        place = detect()
         if place is None:
             before, place = dict(os.environ), start(run, timeout)
             if place.size == 1:  # a program that is started later is no rank of this run
@@ -87,7 +86,7 @@ def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta
     """
     guard_forks()
     adopt_temporary_folder()
-    run.cluster = place
+    run.cluster, run.report_failure, run.report_teardown = place, report, leave
     before = sockets.open_sockets()
     begin(lambda: sockets.shut_down(sockets.open_sockets() - before))
     try:
@@ -109,21 +108,7 @@ def check(run: Run, place: ClusterEnvironment) -> None:
     Raises:
         UsageError: the numbers of processes differ, or rank 0's address is not known.
     """
-    planned = run.plan.processes
-    if place.master_addr is None:
-        raise UsageError(
-            f"{place.launcher} started {place.size} processes on {place.nodes} nodes, and does not say where rank 0 is, which "
-            f"{run.plan.strategy.label} must know. Fix: set MASTER_ADDR and MASTER_PORT on every node, or --strategy horovod"
-        )
-    if planned is None or planned == place.size:
-        return
-    per_node, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
-    who = "the first fit of this program" if place.launcher == "geartrain" else place.launcher
-    raise UsageError(
-        f"the plan has {planned} processes ({per_node} on each of {nodes} nodes), but {who} started {place.size} "
-        f"({place.local_size} on each of {place.nodes} nodes). "
-        f"Fix: --devices {place.local_size} --num-nodes {place.nodes}, or start {planned}"
-    )
+    check_processes(run.plan, place)
 
 
 def start(run: Run, timeout: timedelta) -> ClusterEnvironment:
@@ -145,15 +130,15 @@ def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
     Raises:
         UsageError: with several nodes, the environment does not say which this is or where rank 0 will be.
     """
-    local_size, nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
+    local_size, num_nodes = run.plan.layout.processes_per_node, run.plan.num_nodes
     assert local_size is not None
-    node = environment.node_rank(nodes)
-    address, port = environment.master(nodes)
+    node = nodes.node_rank(num_nodes)
+    address, port = nodes.master(num_nodes)
     if node == 0:
         port = rendezvous.serve_program(address, port, timeout)
     assert port is not None
     return [
-        ClusterEnvironment("geartrain", node * local_size + i, local_size * nodes, i, local_size, node, address, port)
+        ClusterEnvironment("geartrain", node * local_size + i, local_size * num_nodes, i, local_size, node, address, port)
         for i in range(local_size)
     ]
 

@@ -3,7 +3,7 @@
 import pytest
 
 import geartrain as gt
-from geartrain.launch.patience import Patience
+from geartrain_parallel.patience import Patience
 
 
 def test_defaults():

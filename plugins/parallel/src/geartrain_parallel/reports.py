@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from geartrain.launch.cluster import STARTED_BY
-from geartrain.launch.failures import is_connection
+from geartrain.plugin_api import STARTED_BY
+from geartrain_parallel.failures import is_connection
 
 #: The environment variable that names the file for a rank's error, the same as torchelastic's.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -11,8 +11,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Protocol
 
-from geartrain.launch.failures import Failure, Verdict, judge
-from geartrain.launch.patience import Patience
+from geartrain_parallel.failures import Failure, Verdict, judge
+from geartrain_parallel.patience import Patience
 
 #: Seconds after which a rank that has not reported an error is asked to end again.
 _AGAIN = 1.0
@@ -180,7 +180,7 @@ class Supervisor:
     # --- afterwards ------------------------------------------------------------------------------------------------------
 
     def judge(self, own: Sequence[Failure] = (), silent: Sequence[int] = (), left: Sequence[int] = ()) -> Verdict | None:
-        """Decide which rank is to blame; see :func:`geartrain.launch.failures.judge`.
+        """Decide which rank is to blame; see :func:`geartrain_parallel.failures.judge`.
 
         Args:
             own: the failure of the supervising process, if that is a rank too.

@@ -13,9 +13,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
-from geartrain.errors import TrainingError
-from geartrain.launch.cluster import ClusterEnvironment
-from geartrain.launch.sockets import bind, own_address
+from geartrain import TrainingError
+from geartrain.plugin_api import ClusterEnvironment
+from geartrain_parallel.sockets import bind, own_address
 
 #: The program's store by the process that made it: a forked rank must connect again, and must not destroy its starter's server.
 _program: dict[int, TCPStore] = {}

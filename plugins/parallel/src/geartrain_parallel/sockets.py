@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import TrainingError
-from geartrain.launch.cluster import ClusterEnvironment
+from geartrain import TrainingError
+from geartrain.plugin_api import ClusterEnvironment
 
 _LOOPBACK = "127.0.0.1"
 

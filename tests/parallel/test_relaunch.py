@@ -7,24 +7,24 @@ import sys
 import pytest
 
 from geartrain import UsageError
-from geartrain.launch import rerun_command as relaunch
+from geartrain_parallel import rerun_command as relaunch
 
 #: Prints the command; as another rank, says so.
 ASK = """
 import os, subprocess, sys
-from geartrain.launch import rerun_command as relaunch
+from geartrain_parallel import rerun_command as relaunch
 if "AGAIN" in os.environ:
     print("again", sys.argv[1:], flush=True)
 else:
     os.chdir(os.sep)
     try:
-        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.DIRECTORY, env={**os.environ, "AGAIN": "1"}).returncode)
+        sys.exit(subprocess.run(relaunch.command(), cwd=relaunch.START_DIRECTORY, env={**os.environ, "AGAIN": "1"}).returncode)
     except relaunch.UsageError as error:
         print("refused:", error, flush=True)
 """
 THREAD = f"import threading\nthread = threading.Thread(target=exec, args=({ASK!r}, {{}}))\nthread.start()\nthread.join()\n"
 SESSION = """\
-from geartrain.launch import rerun_command as relaunch
+from geartrain_parallel import rerun_command as relaunch
 try: relaunch.command()
 except Exception as error: print("refused:", error)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import geartrain as gt
-from geartrain.launch import rerun_command as relaunch, workers
-from geartrain.launch.reports import begin, leave, report
-from geartrain.launch.signals import Interrupted
-from geartrain.launch.supervisor import is_stopped
-from geartrain.launch.workers import Workers
+from geartrain_parallel import rerun_command as relaunch, workers
+from geartrain_parallel.reports import begin, leave, report
+from geartrain_parallel.signals import Interrupted
+from geartrain_parallel.supervisor import is_stopped
+from geartrain_parallel.workers import Workers
 from geartrain_testing.launching import HAS_PROC, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read from /proc")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not HAS_PROC, reason="a process's state is read 
 #: What a rank runs: the code in its variable DO.
 RANK = """
 import os, signal, sys, time
-from geartrain.launch.reports import report
+from geartrain_parallel.reports import report
 
 def tell(error):
     try:
@@ -90,7 +90,7 @@ def is_running(pid):
 def node(tmp_path, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5,teardown=2,stopped=0.5")
     monkeypatch.setattr(relaunch, "command", lambda: [sys.executable, "-c", RANK])
-    monkeypatch.setattr(relaunch, "DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(workers, "START_DIRECTORY", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     begin()
     node = Node(tmp_path)

@@ -1,0 +1,105 @@
+"""What strategies of several processes share; users import it as ``geartrain.parallel``.
+
+- ``ProcessGroupStrategy``: the base class of a strategy whose ranks talk through torch.distributed.
+- ``launch``: become a rank and start the others, or join a launcher's; ``detect``: which launcher started this process, as which rank.
+- ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``, ``raise_on_signals``, ``report``: for a
+  strategy that starts its ranks in another way; ``geartrain-spawn`` is one. ``bootstrap``, ``rendezvous`` and ``sockets`` are what
+  ``launch`` starts and connects them with.
+- ``Supervisor``, ``RankHandle``, ``Failure``, ``Patience``: watch the ranks that a strategy has started, decide which failed first, and
+  end the others; ``is_connection``: whether an error only says that another rank has gone.
+- ``shard``, ``gather_uneven``, ``average_gradients``, ``broadcast_weights``, ``broadcast_object``, ``name_absent_ranks``: data and
+  collectives on torch.distributed; ``refuse_unequal``: tensors that ``all_gather`` cannot put together.
+
+A name is imported when it is first used: watching ranks needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from geartrain_parallel._version import __version__
+
+if TYPE_CHECKING:
+    from geartrain.plugin_api import SIGNALS, ClusterEnvironment, detect
+    from geartrain_parallel import bootstrap, rendezvous, sockets
+    from geartrain_parallel.bootstrap import die_with_parent, write_output_to
+    from geartrain_parallel.collectives import (
+        average_gradients,
+        broadcast_object,
+        broadcast_weights,
+        gather_uneven,
+        name_absent_ranks,
+        refuse_unequal,
+    )
+    from geartrain_parallel.failures import Failure, is_connection
+    from geartrain_parallel.launching import join, launch, reserve, threads, variables
+    from geartrain_parallel.patience import Patience
+    from geartrain_parallel.reports import ERROR_FILE, report
+    from geartrain_parallel.sharding import shard
+    from geartrain_parallel.signals import raise_on_signals
+    from geartrain_parallel.strategy import ProcessGroupStrategy
+    from geartrain_parallel.supervisor import RankHandle, Supervisor
+
+#: Module -> the names that it has, as above.
+_NAMES = {
+    "geartrain.plugin_api": "ClusterEnvironment SIGNALS detect",
+    "geartrain_parallel": "bootstrap rendezvous sockets",
+    "geartrain_parallel.bootstrap": "die_with_parent write_output_to",
+    "geartrain_parallel.collectives": "average_gradients broadcast_object broadcast_weights gather_uneven name_absent_ranks refuse_unequal",
+    "geartrain_parallel.failures": "Failure is_connection",
+    "geartrain_parallel.launching": "join launch reserve threads variables",
+    "geartrain_parallel.patience": "Patience",
+    "geartrain_parallel.reports": "ERROR_FILE report",
+    "geartrain_parallel.sharding": "shard",
+    "geartrain_parallel.signals": "raise_on_signals",
+    "geartrain_parallel.strategy": "ProcessGroupStrategy",
+    "geartrain_parallel.supervisor": "RankHandle Supervisor",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = [
+    "ERROR_FILE",
+    "SIGNALS",
+    "ClusterEnvironment",
+    "Failure",
+    "Patience",
+    "ProcessGroupStrategy",
+    "RankHandle",
+    "Supervisor",
+    "__version__",
+    "average_gradients",
+    "bootstrap",
+    "broadcast_object",
+    "broadcast_weights",
+    "detect",
+    "die_with_parent",
+    "gather_uneven",
+    "is_connection",
+    "join",
+    "launch",
+    "name_absent_ranks",
+    "raise_on_signals",
+    "refuse_unequal",
+    "rendezvous",
+    "report",
+    "reserve",
+    "shard",
+    "sockets",
+    "threads",
+    "variables",
+    "write_output_to",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES[name]
+    value = import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

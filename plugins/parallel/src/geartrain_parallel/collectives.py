@@ -1,0 +1,194 @@
+"""Collectives on torch.distributed's default process group."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geartrain import TrainingError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from geartrain import Run
+
+#: Bytes of gradients that one all-reduce carries, as DDP's buckets do.
+_BUCKET = 25 * 2**20
+
+
+def group(run: Run) -> None:
+    """Make sure that there is a process group for a collective.
+
+    Raises:
+        TrainingError: the strategy has several ranks but made none.
+    """
+    if not dist.is_initialized():
+        raise TrainingError(
+            f"{run.plan.strategy.label} has {run.world.size} ranks and no torch.distributed process group. "
+            "Fix: make one in setup_process_group, or override log_sync, all_gather, broadcast and barrier"
+        )
+
+
+def gather_values(run: Run, values: torch.Tensor) -> torch.Tensor:
+    """``log_sync`` on torch.distributed: ``[n]`` on the CPU -> ``[world_size, n]`` on the CPU."""
+    group(run)
+    mine = values.to(run.device)
+    table = [torch.empty_like(mine) for _ in range(run.world.size)]
+    dist.all_gather(table, mine)
+    return torch.stack(table).cpu()
+
+
+def broadcast_object(run: Run, obj: Any, src: int) -> Any:
+    """``broadcast`` on torch.distributed; its own ``broadcast_object_list`` needs NumPy, which torch does not bring."""
+    group(run)
+    mine = run.world.rank == src
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(data)], device=run.device)
+    dist.broadcast(size, src)
+    data = data.to(run.device) if mine else torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    dist.broadcast(data, src)
+    data = data.cpu()
+    return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
+
+
+def broadcast_weights(run: Run, model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, in place: ranks that start apart stay apart, with no error."""
+    group(run)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if isinstance(tensor, torch.Tensor):
+            same = tensor.detach().contiguous()
+            dist.broadcast(same, src=0)
+            if same.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(same)
+
+
+@torch.no_grad()
+def average_gradients(run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
+    """Make gradients the mean over ranks, in place. A rank without a gradient that another has takes part with zeros, and gets the mean.
+
+    The CPU waits for the device here: ranks agree first on whose gradients they average, since unequal collectives would hang.
+
+    Args:
+        parameters: the same ones on every rank, in the same order.
+        changed: which of them have a gradient to average on this rank; averaged are those that any rank names.
+
+    Returns:
+        Whose gradients were averaged.
+
+    Raises:
+        TrainingError: a gradient is sparse.
+    """
+    group(run)
+    named = torch.tensor(changed, dtype=torch.int32, device=run.device)
+    dist.all_reduce(named, op=dist.ReduceOp.MAX)
+    averaged = [parameter for parameter, by_any in zip(parameters, named.tolist(), strict=True) if by_any]
+    buckets: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in averaged:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        if grad.layout is not torch.strided:
+            raise TrainingError("sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding")
+        kind = (grad.dtype, grad.device)
+        buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
+        filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()
+    for grads in buckets.values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(run.world.size)  # first, as DDP does: 16 bits could not hold the sum
+        dist.all_reduce(flat)
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+    return averaged
+
+
+def wait_for_all(run: Run) -> None:
+    """``barrier`` on torch.distributed."""
+    group(run)
+    dist.barrier(device_ids=None if run.device.type == "cpu" else [run.device.index or 0])
+
+
+def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+    """``all_gather`` on torch.distributed; first dimensions may differ between ranks.
+
+    Returns:
+        ``[world_size, *shape]``, or a list with one tensor a rank where first dimensions differ.
+
+    Raises:
+        TrainingError: other dimensions or types differ; unequal collectives would end the process where Python cannot catch it.
+    """
+    group(run)
+    tensor = tensor.detach().to(run.device).contiguous()
+    # Sizes first: gloo ends the process by terminate() on unequal ones. The header has 64 numbers, as many as torch has dimensions.
+    kind = zlib.crc32(str(tensor.dtype).encode())
+    shape = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device)
+    shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
+    dist.all_gather(shapes, shape)
+    sizes = [s.tolist() for s in shapes]
+    refuse_unequal([size[1 : 1 + size[0]] for size in sizes], [size[-1] for size in sizes], tensor.dtype)
+    if tensor.ndim == 0 or len({size[1] for size in sizes}) == 1:
+        table = [torch.empty_like(tensor) for _ in sizes]
+        dist.all_gather(table, tensor)
+        return torch.stack(table)
+    longest = max(size[1] for size in sizes)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    table = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(table, padded)
+    return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]
+
+
+def refuse_unequal(shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: torch.dtype) -> None:
+    """Refuse tensors that ``all_gather`` cannot put together.
+
+    Args:
+        shapes: each rank's.
+        kinds: each rank's type, in any form that can be compared.
+        mine: this rank's.
+
+    Raises:
+        TrainingError: they differ in more than the first dimension.
+    """
+    first = list(shapes[0])
+    for rank, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
+        if kind != kinds[0]:
+            raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {mine}.")
+        theirs = list(shape)
+        if len(theirs) != len(first) or theirs[1:] != first[1:]:
+            raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")
+
+
+@contextmanager
+def name_absent_ranks(run: Run) -> Iterator[None]:
+    """Say which ranks did not come when a process group could not be made.
+
+    Raises:
+        TrainingError: with the ranks that are missing.
+    """
+    place, store = run.cluster, run.store
+    assert place is not None
+    assert store is not None
+    try:
+        store.set(f"here/{place.rank}", "1")
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        missing = [rank for rank in range(place.size) if not _came(store, rank)]
+        if not missing:
+            raise
+        raise TrainingError(
+            f"ranks {missing} of {place.size} did not come: {str(error).splitlines()[0]}. Fix: start them, on every node"
+        ) from error
+
+
+def _came(store: Store, rank: int) -> bool:
+    try:
+        return bool(store.check([f"here/{rank}"]))
+    except (dist.DistError, RuntimeError):
+        return True  # rank 0 has gone, which kept the store: nothing is known of the others

@@ -1,0 +1,41 @@
+"""The command line that starts another rank of this program: the same one, in the directory where the program started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from geartrain import UsageError
+from geartrain.plugin_api import START_DIRECTORY, reason_not_rerunnable
+
+
+def command() -> list[str]:
+    """Return the command to run again.
+
+    Raises:
+        UsageError: there is none to run again, it would not do the same, or its file cannot be found from the start directory.
+    """
+    reason = reason_not_rerunnable()
+    if reason:
+        raise UsageError(
+            f"other ranks are started by running the same command again, and {reason}. Fix: put the program in a file and run "
+            "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
+        )
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None  # python -m has a spec
+    # A program that runs another script as __main__ does not name that script in its arguments.
+    named = [argument for argument in sys.orig_argv[1:] if script is not None and Path(argument).name == Path(script).name]
+    if script is not None and named and not any(_is_same_file(Path(START_DIRECTORY, argument), script) for argument in named):
+        raise UsageError(
+            f"other ranks are started by running the same command again, and {script} is not found from {START_DIRECTORY}, the current "
+            "directory when geartrain was imported. Fix: import geartrain before os.chdir()"
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _is_same_file(path: Path, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,82 @@
+"""The base class of strategies whose ranks talk through torch.distributed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geartrain import Run, hookimpl
+from geartrain_parallel import collectives, sharding
+from geartrain_parallel.launching import launch
+from geartrain_parallel.reports import disconnect_if_failed
+
+
+class ProcessGroupStrategy:
+    """Starts or joins ranks, gives each its part of the data, and answers collectives with torch.distributed's default process group.
+
+    A subclass makes this group in ``setup_process_group`` and reduces gradients. It may override every other hook, too.
+    """
+
+    #: How long ranks wait for each other to come.
+    timeout: timedelta = timedelta(minutes=30)
+
+    @hookimpl
+    def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
+        return launch(run, worker, self.timeout)
+
+    @hookimpl
+    def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
+        return sharding.shard(run, loader, stage)
+
+    @hookimpl
+    def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
+        model = model.to(run.device)
+        if run.world.size > 1:
+            collectives.broadcast_weights(run, model)  # without a seed every rank has made other weights
+        return model
+
+    def average_gradients(self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
+        """Make gradients the mean over ranks, in place. In manual optimisation the loop calls this after each backward.
+
+        Args:
+            parameters: the same ones on every rank, in the same order.
+            changed: which of them have a gradient to average on this rank; averaged are those that any rank names.
+
+        Returns:
+            Whose gradients were averaged.
+        """
+        return collectives.average_gradients(run, parameters, changed)
+
+    # --- collectives -----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
+        return values[None] if run.world.size == 1 else collectives.gather_values(run, values)
+
+    @hookimpl
+    def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        return tensor[None] if run.world.size == 1 else collectives.gather_uneven(run, tensor)
+
+    @hookimpl
+    def broadcast(self, run: Run, obj: Any, src: int) -> Any:
+        return obj if run.world.size == 1 else collectives.broadcast_object(run, obj, src)
+
+    @hookimpl
+    def barrier(self, run: Run) -> None:
+        if run.world.size > 1:
+            collectives.wait_for_all(run)
+
+    @hookimpl
+    def teardown_process_group(self) -> None:
+        if dist.is_initialized():
+            # What wrapped the model goes before the process group. As the group's last owner, DDP's reducer would end gloo's threads while
+            # it holds the GIL, and hang where one of them waits for it; and a group that outlives the run may abort the interpreter.
+            gc.collect()
+            disconnect_if_failed()
+            dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""Forks of a rank: they wait until it is safe, and the children of the main thread die with the rank."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from geartrain.plugin_api import Interrupted
+from geartrain_parallel import forks
+from geartrain_parallel.signals import raise_on_signals
+
+forks.guard_forks()
+
+
+def fork():
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    return child
+
+
+def test_a_fork_waits_for_the_threads_of_the_process_group(monkeypatch):
+    waited = []
+    monkeypatch.setattr(forks, "_settle", lambda: waited.append(threading.current_thread()))
+    fork().join(10)
+    assert waited == [threading.main_thread()]
+
+
+def test_a_signal_that_comes_while_a_fork_waits_still_ends_the_run(monkeypatch):
+    monkeypatch.setattr(forks, "_settle", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def start_and_wait():
+        fork()
+        time.sleep(10)
+
+    with raise_on_signals(), pytest.raises(Interrupted, match="ended by SIGTERM"):
+        start_and_wait()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_child_of_a_rank_that_is_killed_dies_too():
+    program = """
+        import os, signal, time
+        from geartrain_parallel.forks import guard_forks
+        guard_forks()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        print(child, flush=True)
+        time.sleep(60)
+    """
+    rank = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    ended = os.pidfd_open(child)
+    try:
+        rank.kill()
+        rank.wait(10)
+        assert multiprocessing.connection.wait([ended], 10)
+    finally:
+        os.close(ended)
+        rank.stdout.close()
