@@ -77,7 +77,12 @@ def site(tmp_path_factory):
     """A fresh environment with core, ddp and the packages, each from its wheel."""
     wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
     root = installed.ROOT
-    sources = [root / "core", root / "plugins" / "ddp", *(root / "tests" / "packages" / name for name in PACKAGES)]
+    sources = [
+        root / "core",
+        root / "plugins" / "parallel",
+        root / "plugins" / "ddp",
+        *(root / "tests" / "packages" / name for name in PACKAGES),
+    ]
     return installed.environment(folder, installed.build(wheels, sources))
 
 

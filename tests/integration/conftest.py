@@ -1,4 +1,4 @@
-"""Wheels of tests/packages/*, of core and of geartrain-cli, built and installed for real, once a session."""
+"""Wheels of tests/packages/*, of core, geartrain-cli and geartrain-parallel, built and installed for real, once a session."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ TARGET = Path(__file__).with_name("downhill.py")
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory):
-    """A wheel of core, of geartrain-cli and of each of tests/packages/*, built by the ``hatchling`` that is installed here."""
+    """A wheel of core, of geartrain-cli, of geartrain-parallel and of each of tests/packages/*, built by the ``hatchling`` that is installed here."""
     folder = tmp_path_factory.mktemp("wheels")
     # geartrain-wrong is the conformance kit's: forty strategies that nobody here asks for.
     sources = [path.parent for path in sorted(PACKAGES.glob("*/pyproject.toml")) if path.parent.name != "geartrain-wrong"]
-    return build(folder, [ROOT / "core", ROOT / "plugins" / "cli", *sources])
+    return build(folder, [ROOT / "core", ROOT / "plugins" / "cli", ROOT / "plugins" / "parallel", *sources])
 
 
 @pytest.fixture(scope="session")

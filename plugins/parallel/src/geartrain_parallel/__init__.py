@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from geartrain_parallel._version import __version__
+from geartrain_parallel._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from geartrain.plugin_api import SIGNALS, ClusterEnvironment, detect
@@ -67,7 +67,6 @@ __all__ = [
     "ProcessGroupStrategy",
     "RankHandle",
     "Supervisor",
-    "__version__",
     "average_gradients",
     "bootstrap",
     "broadcast_object",
