@@ -220,7 +220,6 @@ def log_table() -> str:
     return table(("argument", "default", "what it does"), rows)
 
 
-
 GENERATED = {
     "trainer": trainer_table,
     "methods": trainer_methods,

@@ -16,7 +16,7 @@ ROOMS = (
     *("accelerators", "strategies", "loggers", "callbacks", "parallel", "testing", "tuning", "__init__"),
 )
 #: What every room may name in annotations.
-CONTRACT = {"Run", "World", "Plan", "PlanRequest", "Layout", "Module", "DataModule", "Trainer", "Hooks"}
+CONTRACT = {"Run", "World", "OneRank", "Plan", "PlanRequest", "Layout", "Module", "DataModule", "Trainer", "Hooks"}
 #: Public modules of core -> the packages of other distributions that have their names; and all modules of core that plugins may import.
 FORWARDS = {
     "geartrain.callbacks": "geartrain_callbacks",

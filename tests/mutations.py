@@ -173,7 +173,7 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics",
-        f"{CORE}/metrics/sync.py",
+        "plugins/parallel/src/geartrain_parallel/metrics.py",
         "stop = bool(header[:, 2].any())",
         "stop = bool(header[0, 2])",
         "only rank 0 can stop a run",

@@ -5,7 +5,7 @@ from several_ranks import succeeded
 from torch.utils.data import DataLoader
 
 import geartrain as gt
-import geartrain.loop.predictions
+import geartrain_parallel.predictions
 
 from .cases import ddp, one_trainer
 from .predictions import Doubles, all_in_order, numbers, of_ranks
@@ -27,7 +27,7 @@ class Predicts(Doubles):
 
 
 def predict_everything():
-    geartrain.loop.predictions._CHUNK = 1  # a chunk for each output
+    geartrain_parallel.predictions._CHUNK = 1  # a chunk for each output
     shuffled = DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())
     shuffled.generator.seed()  # another seed on each rank
     one = ddp().predict(Doubles(), shuffled)

@@ -97,7 +97,7 @@ def test_hook_has_a_section(hook, reference):
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_is_in_the_picture_or_called_on_demand(hook):
     picture = (DOCS / "how-a-run-flows.svg").read_text(encoding="utf-8")
-    assert f">{hook}</" in picture or hook in ("all_gather", "barrier", "broadcast", "device_stats", "find_checkpoint")
+    assert f">{hook}</" in picture or hook in ("all_gather", "barrier", "broadcast", "device_stats", "find_checkpoint", "make_ranks")
 
 
 def test_fields_keep_their_lines_together(reference):

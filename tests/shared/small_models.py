@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import geartrain as gt
 from geartrain import hookimpl
+from geartrain.parallel import SeveralRanks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 DEADLINE = 30
@@ -220,6 +221,10 @@ class Pretend:
     @hookimpl
     def setup_process_group(self):
         return self.world
+
+    @hookimpl
+    def make_ranks(self):
+        return SeveralRanks()
 
     @hookimpl
     def log_sync(self, values):

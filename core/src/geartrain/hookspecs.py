@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from geartrain.loop.ranks import OneRank
     from geartrain.loop.run import Run, World
     from geartrain.module.module import Module
     from geartrain.plan import Layout, Plan, PlanRequest
@@ -97,6 +98,16 @@ def setup_process_group(run: Run) -> World:
         run ends: a strategy that silently trains alone is an error.
     Default: a world of one. After ``geartrain.parallel.launch`` ``run.cluster`` says which rank this is, ``run.store`` is a fresh
         store, and ``MASTER_ADDR`` and ``MASTER_PORT`` name it, so ``torch.distributed.init_process_group("gloo")`` meets there.
+    """
+
+
+@single
+def make_ranks(run: Run) -> OneRank:
+    """Say how the ranks do together what one process does alone: check their set-up, count batches, reduce metrics, collect predictions.
+
+    Fired: once in each process, after ``setup_process_group``, if the world has several ranks.
+    Returns: ``geartrain.parallel.SeveralRanks()``, which needs only the collectives below, or an object of a subclass.
+    Default: that of a rank that is alone.
     """
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Single hooks whose defaults are right for one process only.
 _OF_SEVERAL_PROCESSES = (
-    *("launch", "setup_process_group", "shard_dataloader", "wrap_model", "log_sync", "all_gather", "broadcast", "barrier"),
+    *("launch", "setup_process_group", "make_ranks", "shard_dataloader", "wrap_model", "log_sync", "all_gather", "broadcast", "barrier"),
     "teardown_process_group",
 )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from geartrain.data.sharding import (
         Shard as Shard,
+        batches_in_turn as batches_in_turn,
         generators as generators,
         has_no_own_samples as has_no_own_samples,
         samplers as samplers,
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     )
     from geartrain.launch.rerun_command import START_DIRECTORY as START_DIRECTORY, reason_not_rerunnable as reason_not_rerunnable
     from geartrain.launch.signals import SIGNALS as SIGNALS, Interrupted as Interrupted, raise_on_signals as raise_on_signals
-    from geartrain.loop.evaluate import broadcast_buffers as broadcast_buffers
     from geartrain.loop.fit import backward as backward, epoch_is_over as epoch_is_over
     from geartrain.loop.optimizers import (
         about_to_step as about_to_step,
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         parameters_of as parameters_of,
         read_optimizers as read_optimizers,
     )
+    from geartrain.loop.ranks import OneRank as OneRank
     from geartrain.loop.run import Stage as Stage
     from geartrain.loop.step_forwarder import (
         STEPS as STEPS,
@@ -87,14 +88,11 @@ if TYPE_CHECKING:
         check_module as check_module,
         refuse_unrun as refuse_unrun,
     )
-    from geartrain.loop.worker import (
-        always_tear_down as always_tear_down,
-        check_ranks_agree as check_ranks_agree,
-        init_process_group as init_process_group,
-    )
+    from geartrain.loop.worker import always_tear_down as always_tear_down, init_process_group as init_process_group
     from geartrain.metrics import reductions as reductions
+    from geartrain.metrics.local import LocalMetric as LocalMetric, MetricOptions as MetricOptions
+    from geartrain.metrics.objects import libraries as libraries
     from geartrain.metrics.store import MetricStore as MetricStore, check_name as check_name, scalar as scalar
-    from geartrain.metrics.sync import LocalMetric as LocalMetric, MetricOptions as MetricOptions, is_idle as is_idle, sync as sync
     from geartrain.module.hparams import HyperParameters as HyperParameters, hyperparameters as hyperparameters
     from geartrain.module.module import overridden as overridden
     from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
@@ -118,7 +116,7 @@ _NAMES = {
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
-    "geartrain.data.sharding": "Shard generators has_no_own_samples samplers set_epoch",
+    "geartrain.data.sharding": "Shard batches_in_turn generators has_no_own_samples samplers set_epoch",
     "geartrain.errors": "describe nearest",
     "geartrain.errors.hints": "hint write_instead",
     "geartrain.errors.known": "KNOWN",
@@ -132,15 +130,16 @@ _NAMES = {
     "geartrain.launch.forks": "call_before_forks not_inherited share_temporary_folder",
     "geartrain.launch.rerun_command": "START_DIRECTORY reason_not_rerunnable",
     "geartrain.launch.signals": "Interrupted SIGNALS raise_on_signals",
-    "geartrain.loop.evaluate": "broadcast_buffers",
     "geartrain.loop.fit": "backward epoch_is_over",
     "geartrain.loop.optimizers": "about_to_step clip mean_over_ranks needs_closure parameters_of read_optimizers",
+    "geartrain.loop.ranks": "OneRank",
     "geartrain.loop.run": "Stage",
     "geartrain.loop.step_forwarder": ("ModuleHooks STEPS StepForwarder check_data check_module refuse_unrun"),
-    "geartrain.loop.worker": "always_tear_down check_ranks_agree init_process_group",
+    "geartrain.loop.worker": "always_tear_down init_process_group",
     "geartrain.metrics": "reductions",
+    "geartrain.metrics.objects": "libraries",
     "geartrain.metrics.store": "MetricStore check_name scalar",
-    "geartrain.metrics.sync": "LocalMetric MetricOptions is_idle sync",
+    "geartrain.metrics.local": "LocalMetric MetricOptions",
     "geartrain.module.hparams": "HyperParameters hyperparameters",
     "geartrain.module.module": "overridden",
     "geartrain.module.nested": "map_nested map_tensors move not_plain",

@@ -8,7 +8,7 @@ from regression import one_trainer
 from threads import on_threads
 from torch.utils.data import DataLoader, DistributedSampler
 
-import geartrain.loop.predictions
+import geartrain_parallel.predictions
 from geartrain import TrainingError
 
 from ...ddp.predictions import Doubles, Numbers, all_in_order, numbers
@@ -33,7 +33,7 @@ def predicted(loaders, form=None, **options):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_ranks_predict_what_one_process_predicts(monkeypatch):
-    monkeypatch.setattr(geartrain.loop.predictions, "_CHUNK", 1)  # a chunk for each output
+    monkeypatch.setattr(geartrain_parallel.predictions, "_CHUNK", 1)  # a chunk for each output
     strategies = []
 
     def trainer(**options):

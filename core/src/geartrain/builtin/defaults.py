@@ -19,6 +19,7 @@ from geartrain.hookspecs import hookimpl
 from geartrain.launch.cluster import check_processes
 from geartrain.launch.signals import raise_on_signals
 from geartrain.loop.fit import train_step
+from geartrain.loop.ranks import OneRank
 from geartrain.loop.run import Run, World
 from geartrain.plan import Layout, PlanRequest
 
@@ -50,6 +51,10 @@ class Defaults:
     @hookimpl
     def setup_process_group(self) -> World:
         return World()
+
+    @hookimpl
+    def make_ranks(self) -> OneRank:
+        return OneRank()
 
     @hookimpl
     def shard_dataloader(self, loader: Iterable[Any]) -> Iterable[Any]:

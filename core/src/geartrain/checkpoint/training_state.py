@@ -79,7 +79,7 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "schedulers": [{**_named(schedule.scheduler), "progress": schedule.progress()} for schedule in run.schedulers],
         "parts": shared,
         "seeds": {name: [order_seeds(loader) for loader in stage.loaders] for name, stage in run.stages.items()},
-        "ranks": _from_all_ranks(run, mine),
+        "ranks": run.ranks.gather_states(run, mine),
     }
 
 
@@ -153,16 +153,6 @@ def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, by whose order its state knows them; ``""`` for one that is not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
     return [named.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _from_all_ranks(run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every rank's, in order, on rank 0; the others keep their own. One rank at a time: so few are in memory at once."""
-    ranks = [mine]
-    for rank in range(1, run.world.size):
-        theirs = run.hooks.broadcast(run=run, obj=mine if run.world.rank == rank else None, src=rank)
-        if run.world.rank == 0:
-            ranks.append(theirs)
-    return ranks
 
 
 # --- loading -------------------------------------------------------------------------------------------------------------

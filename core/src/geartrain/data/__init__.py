@@ -1,1 +1,1 @@
-"""Loaders: what users give, the move to the device, the shards of ranks, ranks with unequal numbers of batches."""
+"""Loaders: what users give, the move to the device, the seeds, and what the loop asks of samplers."""

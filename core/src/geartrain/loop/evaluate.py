@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from geartrain.data.loaders import close_batches
-from geartrain.data.uneven_inputs import repeated, until_all_ranks_are_done
-from geartrain.loop.predictions import from_all_ranks
-from geartrain.metrics.objects import libraries
 from geartrain.module.nested import map_tensors
 
 if TYPE_CHECKING:
@@ -34,13 +31,13 @@ def evaluate(run: Run, stage: str) -> Any:
     before, run.stage = (run.stage, run.dataloader_idx), stage
     try:
         with _eval_mode(run.module), torch.no_grad(), run.logs.scope(keep=stage != "sanity_check"):
-            broadcast_buffers(run)
+            run.ranks.broadcast_buffers(run)
             run.hooks.on_validation_start(run=run)
             getattr(on, f"on_{prefix}_start")()
             getattr(on, f"on_{prefix}_epoch_start")()
             outputs = [_one_loader(run, index, prefix) for index in range(len(run.current_stage.loaders))]
-            if stage == "predict" and run.world.size > 1:
-                outputs = [from_all_ranks(run, mine, loader) for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)]
+            if stage == "predict":
+                outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)]
             collected = outputs[0] if len(outputs) == 1 else outputs
             if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
                 run.logs.refresh_epoch()
@@ -54,54 +51,34 @@ def evaluate(run: Run, stage: str) -> Any:
     return collected if stage == "predict" else metrics
 
 
-def broadcast_buffers(run: Run) -> None:
-    """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
-    buffers = list(run.module.buffers()) if run.world.size > 1 else []
-    if not buffers:
-        return
-    mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
-    for buffer, first in zip(buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True):
-        buffer.copy_(first)
-
-
 def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     """Make one pass over a loader. Return the outputs of its steps, if anything wants them."""
     options, hooks, on, stage = run.plan.options, run.hooks, run.module_hooks, run.current_stage
     run.dataloader_idx, loader = index, stage.loaders[index]
-    limit, rounds = stage.batches[index], stage.max_batches[index]
+    limit = stage.batches[index]
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
         limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
-        rounds = None if rounds is None else min(rounds, options.num_sanity_val_steps)
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
     batches = hooks.device_batches(run=run, loader=loader, stage="validate" if run.stage == "sanity_check" else run.stage)
-    turns = until_all_ranks_are_done(run, batches, limit) if stage.lengths_unknown else repeated(batches, limit, rounds)
+    turns = run.ranks.batches(run, batches, limit)
     try:
-        for batch_idx, (batch, again) in enumerate(turns):
-            run.batch, run.repeating = batch, again
-            with _thrown_away(run) if run.repeating else nullcontext():
-                starts(batch, batch_idx, *more)
-                output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
-                ends(output, batch, batch_idx, *more)
+        for batch_idx, batch in enumerate(turns):
+            run.batch = batch
+            starts(batch, batch_idx, *more)
+            output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
+            ends(output, batch, batch_idx, *more)
             if keeps and not run.repeating:
                 outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
             if (batch_idx + 1) % options.log_every_n_steps == 0:
                 run.logs.drain()
     finally:
+        close_batches(turns, loader)
         close_batches(batches, loader)
-    run.batch, run.repeating = None, False
+    run.batch = None
     return outputs
-
-
-@contextmanager
-def _thrown_away(run: Run) -> Iterator[None]:
-    """Leave no trace of what is logged, nor of what other libraries' metrics see."""
-    with run.logs.scope(keep=False), ExitStack() as stack:
-        for library in libraries().values():
-            stack.enter_context(library.temporary_copies(run.module))
-        yield
 
 
 @contextmanager

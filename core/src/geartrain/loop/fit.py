@@ -12,9 +12,8 @@ import torch
 from geartrain.checkpoint.training_state import begin_epoch
 from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
-from geartrain.data.uneven_inputs import until_first_rank_is_done
 from geartrain.errors import TrainingError, UsageError
-from geartrain.loop.evaluate import broadcast_buffers, evaluate
+from geartrain.loop.evaluate import evaluate
 from geartrain.loop.optimizers import mean_over_ranks, parameters_of, step_plateaus, step_schedules, zero_grad
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ def train_epoch(run: Run) -> None:
     run.logs.end_epoch()
     step_plateaus(run, "epoch")
     with torch.no_grad():
-        broadcast_buffers(run)
+        run.ranks.broadcast_buffers(run)
     run.batches_seen += run.batch_idx
     hooks.on_epoch_end(run=run)
 
@@ -188,9 +187,7 @@ def _train_batches(run: Run) -> None:
     hooks, loader, limit, ended = run.hooks, run.stages["train"].loaders[0], run.stages["train"].batches[0], False
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
-    batches: Iterator[Any] = islice(device_batches, limit)
-    if run.stages["train"].lengths_unknown:
-        batches = until_first_rank_is_done(run, batches)
+    batches = run.ranks.batches(run, device_batches, limit)
     try:
         if run.resumed is not None and run.resumed.batch_idx:  # the run resumes within this epoch
             run.resumed.skip(run, batches)

@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from geartrain.loop.ranks import OneRank
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
@@ -96,6 +98,8 @@ class Run:
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
+    #: What the ranks do together, beside the collectives among the hooks.
+    ranks: OneRank = field(default_factory=OneRank)
     #: What plugins want called between ``prepare_data`` and ``setup`` of data module and module.
     before_setup: list[Callable[[], None]] = field(default_factory=list)
     #: Optimizer steps done; in manual optimisation, batches.

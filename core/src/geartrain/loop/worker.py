@@ -10,13 +10,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-
 from geartrain.checkpoint.checkpoints import Start, load
 from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
 from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sharding import batches_in_turn, has_no_own_samples
-from geartrain.data.uneven_inputs import is_sure
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.launch.forks import share_temporary_folder
@@ -53,7 +50,8 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         if options.seed is not None:
             seed_everything(options.seed)
         _attach(run, source)
-        check_ranks_agree(run, start)
+        # Of a checkpoint the name: nodes may keep their copies in different folders.
+        run.ranks.check(run, None if start.path is None or run.memory_checkpoint is not None else start.path.name)
         _set_up_loaders(run, source)
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:
@@ -91,6 +89,8 @@ def init_process_group(run: Run) -> None:
             f"the plan has {planned} processes, but setup_process_group of {whose} made a world of "
             f"{run.world.size}: each would train alone. Fix: let the strategy join all of them, or devices=1"
         )
+    if run.world.size > 1:
+        run.ranks = run.hooks.make_ranks(run=run)
 
 
 def _attach(run: Run, source: DataSource) -> None:
@@ -105,37 +105,6 @@ def _attach(run: Run, source: DataSource) -> None:
         set_up()
     for owner in owners:
         owner.setup(run.command)
-
-
-def check_ranks_agree(run: Run, start: Start | None = None) -> None:
-    """Refuse ranks that were set up differently: they would hang, or average gradients of different parameters.
-
-    Raises:
-        TrainingError: what differs, and on which rank.
-    """
-    if run.world.size == 1:
-        return
-    # A module's arguments may well differ, as a folder's name does; what it became must not.
-    # What a launcher decides may differ from node to node, and from ranks that came at first to those that came later.
-    own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
-    plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
-    parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
-    # Of a checkpoint the name: nodes may keep their copies in different folders.
-    read = None if start is None or start.path is None or run.memory_checkpoint is not None else start.path.name
-    mine = {"the plan": plan, "the command": run.command, "the checkpoint": read, "parameters": parameters}
-    first = run.hooks.broadcast(run=run, obj=mine, src=0)
-    odd = [f"{what}: {_first_difference(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
-    if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
-        raise TrainingError(
-            f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
-        )
-
-
-def _first_difference(first: Any, mine: Any) -> str:
-    if isinstance(first, dict) and isinstance(mine, dict):
-        keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
-        return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
-    return f"{first!r} there and {mine!r} here"
 
 
 def _set_up_loaders(run: Run, source: DataSource) -> None:
@@ -155,7 +124,8 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
             check_loader_count(run.module, stage, len(loaders))
         loaders = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
         share_temporary_folder(loaders)
-        run.stages[stage] = _count_batches(run, stage, loaders, [_count(loader, limit, stage) for loader in loaders])
+        counts = [_count(loader, limit, stage) for loader in loaders]
+        run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
     if size is not None:  # the plan had what the user's loader or data module said before it started
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
@@ -168,26 +138,6 @@ def _count(loader: Iterable[Any], limit: int | float | None, stage: str) -> int 
         return 0 if has_no_own_samples(loader) else count_batches(loader, limit, stage)
     total = count_batches(loader, limit, stage, length(dealer.sampler))
     return None if total is None else len(range(dealer.rank, total, dealer.size))
-
-
-def _count_batches(run: Run, name: str, loaders: list[Iterable[Any]], mine: list[int | None]) -> Stage:
-    """Learn how many batches the longest rank has in each loader; in training all must have equally many.
-
-    Raises:
-        TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
-    """
-    if run.world.size == 1 or not mine:
-        return Stage(loaders, mine, mine)
-    numbers = [all(map(is_sure, loaders)), *(-1 if n is None else n for n in mine)]
-    table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
-    lengths_unknown = not table[:, 0].all()
-    if name == "train" and not lengths_unknown and bool((table != table[0]).any()):
-        raise TrainingError(
-            f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
-            "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
-        )
-    most = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
-    return Stage(loaders, mine, most, lengths_unknown)
 
 
 def _set_up_model(run: Run, start: Start) -> None:

@@ -19,7 +19,7 @@ from geartrain.errors import TrainingError
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
-    from geartrain.metrics.sync import MetricOptions
+    from geartrain.metrics.local import MetricOptions
 
 
 class MetricLibrary(Protocol):

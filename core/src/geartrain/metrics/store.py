@@ -20,8 +20,8 @@ from torch import nn
 from geartrain.data.loaders import BatchSizer
 from geartrain.errors import TrainingError, printable
 from geartrain.metrics import reductions
+from geartrain.metrics.local import LocalMetric, MetricOptions
 from geartrain.metrics.objects import libraries, library_of, refuse_unknown
-from geartrain.metrics.sync import LocalMetric, MetricOptions, sync
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -289,16 +289,17 @@ class MetricStore:
             )
 
     def _reduce(self, shares: Mapping[str, LocalMetric]) -> dict[str, float]:
-        """Each metric's value; those with ``sync_dist`` over all ranks, which agree here whether to stop."""
-        run = self._run
-        values = {name: share.value(name) for name, share in shares.items()}
-        if run.world.size == 1:
-            self.stop = run.should_stop
-            return values
-        synced, specs, self.stop = sync(run, {name: share for name, share in shares.items() if share.spec.sync_dist})
+        """Return each metric's value; those with ``sync_dist`` over all ranks, which agree here whether to stop."""
+        values, specs, self.stop = self._values(shares)
         for name, spec in specs.items():
-            self._metrics.setdefault(name, _Metric(name, spec, step=run.step))
-        return values | synced
+            self._metrics.setdefault(name, _Metric(name, spec, step=self._run.step))
+        return values
+
+    def _values(self, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+        """Return the values; how those with ``sync_dist`` were logged, also those that only other ranks logged; and whether to stop."""
+        synced, specs, stop = self._run.ranks.reduce(self._run, {name: share for name, share in shares.items() if share.spec.sync_dist})
+        values = {name: synced[name] if share.spec.sync_dist else share.value(name) for name, share in shares.items()}
+        return values | synced, specs, stop
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
         run = self._run
@@ -333,13 +334,11 @@ class MetricStore:
             TrainingError: ranks logged different metrics.
         """
         run, found = self._run, self._not_reported(names)
-        values = {name: metric.newest().value(name) for name, metric in found.items()}
-        specs = {name: metric.spec for name, metric in found.items()}
-        if run.world.size > 1:
-            synced, theirs, _ = sync(run, {name: metric.newest() for name, metric in found.items() if metric.spec.sync_dist})
-            values, specs = values | synced, specs | theirs
+        values, specs, _ = self._values({name: metric.newest() for name, metric in found.items()})
         for name, value in values.items():
-            self._put(name, specs[name], "_step", value, found[name].step if name in found else run.step)
+            metric = found.get(name)
+            spec, step = (specs[name], run.step) if metric is None else (metric.spec, metric.step)
+            self._put(name, spec, "_step", value, step)
         for metric in found.values():
             metric.unread = False
 

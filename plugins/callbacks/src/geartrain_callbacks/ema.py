@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError, hookimpl
-from geartrain.plugin_api import broadcast_buffers
 from geartrain_callbacks.stopping import say
 
 
@@ -118,7 +117,7 @@ class EMA:
     @torch.no_grad()
     def _into_module(self, run: Run) -> None:
         torch._foreach_copy_(self._weights, self._average)
-        broadcast_buffers(run)
+        run.ranks.broadcast_buffers(run)
 
     @torch.no_grad()
     def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
-from geartrain.parallel import shard
+from geartrain.parallel import SeveralRanks, shard
 from geartrain.plugin_api import user_path
 from geartrain_horovod import checks, installed, rates
 from geartrain_horovod.collectives import Collectives
@@ -162,6 +162,10 @@ class HorovodStrategy:
         if elastic is not None:
             elastic.agree(run, self.collectives)  # last: where it fails, teardown_process_group finds all that it ends
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+
+    @hookimpl
+    def make_ranks(self) -> SeveralRanks:
+        return SeveralRanks()
 
     @hookimpl
     def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:

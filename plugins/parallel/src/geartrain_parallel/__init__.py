@@ -1,6 +1,7 @@
 """What strategies of several processes share; users import it as ``geartrain.parallel``.
 
 - ``ProcessGroupStrategy``: the base class of a strategy whose ranks talk through torch.distributed.
+- ``SeveralRanks``: what ranks do together with these collectives, for the hook ``make_ranks`` of a strategy without torch.distributed.
 - ``launch``: become a rank and start the others, or join a launcher's; ``detect``: which launcher started this process, as which rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``, ``raise_on_signals``, ``report``: for a
   strategy that starts its ranks in another way; ``geartrain-spawn`` is one. ``bootstrap``, ``rendezvous`` and ``sockets`` are what
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from geartrain_parallel.failures import Failure, is_connection
     from geartrain_parallel.launching import join, launch, reserve, threads, variables
     from geartrain_parallel.patience import Patience
+    from geartrain_parallel.ranks import SeveralRanks
     from geartrain_parallel.reports import ERROR_FILE, report
     from geartrain_parallel.sharding import shard
     from geartrain_parallel.signals import raise_on_signals
@@ -50,6 +52,7 @@ _NAMES = {
     "geartrain_parallel.failures": "Failure is_connection",
     "geartrain_parallel.launching": "join launch reserve threads variables",
     "geartrain_parallel.patience": "Patience",
+    "geartrain_parallel.ranks": "SeveralRanks",
     "geartrain_parallel.reports": "ERROR_FILE report",
     "geartrain_parallel.sharding": "shard",
     "geartrain_parallel.signals": "raise_on_signals",
@@ -66,6 +69,7 @@ __all__ = [
     "Patience",
     "ProcessGroupStrategy",
     "RankHandle",
+    "SeveralRanks",
     "Supervisor",
     "average_gradients",
     "bootstrap",

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from geartrain import Run, hookimpl
+from geartrain.plugin_api import OneRank
 from geartrain_parallel import collectives, sharding
 from geartrain_parallel.launching import launch
+from geartrain_parallel.ranks import SeveralRanks
 from geartrain_parallel.reports import disconnect_if_failed
 
 
@@ -29,6 +31,10 @@ class ProcessGroupStrategy:
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         return launch(run, worker, self.timeout)
+
+    @hookimpl
+    def make_ranks(self) -> OneRank:
+        return SeveralRanks()
 
     @hookimpl
     def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from geartrain import Run, UsageError
-from geartrain.plugin_api import LocalMetric, MetricOptions, map_tensors, sync
+from geartrain.plugin_api import LocalMetric, MetricOptions, map_tensors
 
 #: How a Session logs the mean over ranks.
 _MEAN = MetricOptions(prog_bar=False, logger=True, on_step=True, on_epoch=False, reduce_fx="mean", sync_dist=True, rank_zero_only=False)
@@ -46,5 +46,5 @@ def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float
     """
     if run.world.size == 1:
         return values
-    means, _, _ = sync(run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()})
+    means, _, _ = run.ranks.reduce(run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()})
     return means

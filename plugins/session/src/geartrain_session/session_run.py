@@ -14,7 +14,6 @@ from geartrain.plugin_api import (
     STEPS,
     Stage,
     check_name,
-    check_ranks_agree,
     complete,
     count_batches,
     needs_closure,
@@ -94,7 +93,7 @@ class SessionRun:
             check_optimizer(module, optimizer)
         own = self._run_of(self.run, module)
         self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
-        check_ranks_agree(own)
+        own.ranks.check(own)
         own.unwrapped = Called(module)  # type: ignore[assignment]  # stands in for StepForwarder
         own.model = own.hooks.wrap_model(run=own, model=own.unwrapped)
         methods = [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]

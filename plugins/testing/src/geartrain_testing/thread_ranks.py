@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from geartrain import Layout, Plan, PlanRequest, Run, UsageError, World, hookimpl
-from geartrain.parallel import refuse_unequal, shard
+from geartrain.parallel import SeveralRanks, refuse_unequal, shard
 from geartrain.plugin_api import ClusterEnvironment, about_to_step
 from geartrain_testing.turns import Turns
 
@@ -88,6 +88,10 @@ class ThreadRanks:
     def setup_process_group(self, run: Run) -> World:
         assert run.cluster is not None
         return World(run.cluster.rank, run.cluster.size, run.cluster.local_rank, run.cluster.local_size, run.cluster.node_rank)
+
+    @hookimpl
+    def make_ranks(self) -> SeveralRanks:
+        return SeveralRanks()
 
     @hookimpl
     def shard_dataloader(self, run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from geartrain import TrainingError
-from geartrain.plugin_api import is_idle, map_tensors
+from geartrain.plugin_api import map_tensors
 
 if TYPE_CHECKING:
     from geartrain import Run
@@ -137,7 +137,8 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
     header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64))
     if not bool((header != header[0]).any()):
         return {}
-    told = [run.hooks.broadcast(run=run, obj=(mine, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    idle = run.stage != "train" and 0 in run.current_stage.batches  # without a batch of its own of some loader
+    told = [run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)]
     first, _ = min((one for one in told if one[0]), key=lambda one: one[1])  # of the first rank that has batches of every loader
     for rank, (theirs, idle) in enumerate(told):
         compared = theirs if idle or not theirs else {**first, **theirs}

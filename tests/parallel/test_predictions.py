@@ -1,4 +1,4 @@
-"""Predictions of several ranks, sent to all of them, and their file."""
+"""Predictions of several ranks, sent to all of them."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError
-from geartrain.loop import predictions
+from geartrain_parallel import predictions
 from geartrain_parallel.sharding import StridedShard
 
 

@@ -1,4 +1,4 @@
-"""What ``predict_step`` returned: every rank's outputs on every rank."""
+"""What ``predict_step`` returned on every rank, sent to all of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from geartrain.data.sharding import batches_in_turn
-from geartrain.errors import TrainingError
-from geartrain.module.nested import map_tensors
-
-if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+from geartrain import Run, TrainingError
+from geartrain.plugin_api import batches_in_turn, map_tensors
 
 #: Bytes of outputs after which a broadcast ends: a rank's predictions may need more memory than a device has left.
 _CHUNK = 64 * 2**20

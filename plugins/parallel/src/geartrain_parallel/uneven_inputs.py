@@ -1,20 +1,17 @@
-"""How many times each rank calls its step: as often as the others, or collectives in it would wait for ever."""
+"""Uneven inputs: every rank calls its step equally often, so that collectives inside it cannot deadlock."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-from geartrain.data.loaders import length
-from geartrain.errors import TrainingError
-
-if TYPE_CHECKING:
-    from geartrain.loop.run import Run
+from geartrain import Run, TrainingError
+from geartrain.plugin_api import length
 
 #: In place of a batch where a rank has run out.
 _OUT = object()

@@ -4,50 +4,12 @@ vector."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 import torch
 
-from geartrain.errors import TrainingError
-from geartrain.metrics import reductions
-
-if TYPE_CHECKING:
-    from geartrain.loop.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class MetricOptions:
-    """How a metric was asked to be logged; the same on every call and every rank."""
-
-    prog_bar: bool
-    logger: bool
-    on_step: bool
-    on_epoch: bool
-    #: The name of a reduction, or what a function of the user's own is called.
-    reduce_fx: str
-    sync_dist: bool
-    rank_zero_only: bool
-
-
-@dataclass(slots=True)
-class LocalMetric:
-    """What this rank has of one metric."""
-
-    spec: MetricOptions
-    #: A sum for a mean, else the reduced value.
-    total: float
-    weight: int
-    #: The user's own reduction, and the values that it gets.
-    function: Callable[[torch.Tensor], Any] | None
-    samples: list[float]
-
-    def value(self, name: str) -> float:
-        """The metric's value on this rank alone."""
-        if self.function is not None:
-            return reductions.apply(name, self.function, self.samples)
-        return reductions.value(self.spec.reduce_fx, [self.total], [self.weight])
+from geartrain import Run, TrainingError
+from geartrain.plugin_api import LocalMetric, MetricOptions, reductions
 
 
 def sync(run: Run, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
@@ -111,5 +73,5 @@ def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]
 
 
 def is_idle(run: Run) -> bool:
-    """True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
+    """Return True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
     return run.stage != "train" and 0 in run.current_stage.batches

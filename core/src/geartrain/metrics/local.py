@@ -1,0 +1,43 @@
+"""What one rank has of a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from geartrain.metrics import reductions
+
+
+@dataclass(frozen=True, slots=True)
+class MetricOptions:
+    """How a metric was asked to be logged; the same on every call and every rank."""
+
+    prog_bar: bool
+    logger: bool
+    on_step: bool
+    on_epoch: bool
+    #: The name of a reduction, or what a function of the user's own is called.
+    reduce_fx: str
+    sync_dist: bool
+    rank_zero_only: bool
+
+
+@dataclass(slots=True)
+class LocalMetric:
+    """What this rank has of one metric."""
+
+    spec: MetricOptions
+    #: A sum for a mean, else the reduced value.
+    total: float
+    weight: int
+    #: The user's own reduction, and the values that it gets.
+    function: Callable[[torch.Tensor], object] | None
+    samples: list[float]
+
+    def value(self, name: str) -> float:
+        """The metric's value on this rank alone."""
+        if self.function is not None:
+            return reductions.apply(name, self.function, self.samples)
+        return reductions.value(self.spec.reduce_fx, [self.total], [self.weight])

@@ -1,0 +1,115 @@
+"""What the ranks of a run do together, on top of the collectives of its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from geartrain import Run, TrainingError
+from geartrain.plugin_api import LocalMetric, MetricOptions, OneRank, Stage, libraries
+from geartrain_parallel import metrics as metrics_of_ranks, predictions
+from geartrain_parallel.uneven_inputs import is_sure, repeated, until_all_ranks_are_done, until_first_rank_is_done
+
+
+class SeveralRanks(OneRank):
+    """A rank among others. It needs ``log_sync``, ``all_gather``, ``broadcast`` and ``barrier`` of the strategy, and nothing else."""
+
+    def check(self, run: Run, checkpoint: str | None = None) -> None:
+        # A module's arguments may well differ, as a folder's name does; what it became must not.
+        # What a launcher decides may differ from node to node, and from ranks that came at first to those that came later.
+        own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
+        plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
+        # Ranks with other parameters would hang, or average gradients of different ones.
+        parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
+        mine = {"the plan": plan, "the command": run.command, "the checkpoint": checkpoint, "parameters": parameters}
+        first = run.hooks.broadcast(run=run, obj=mine, src=0)
+        odd = [f"{what}: {_first_difference(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
+        if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
+            raise TrainingError(
+                f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
+            )
+
+    def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
+        """Learn how many batches the longest rank has in each loader; in training all must have equally many.
+
+        Raises:
+            TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
+        """
+        if not stage.loaders:
+            return stage
+        numbers = [all(map(is_sure, stage.loaders)), *(-1 if n is None else n for n in stage.batches)]
+        table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
+        lengths_unknown = not table[:, 0].all()
+        if name == "train" and not lengths_unknown and bool((table != table[0]).any()):
+            raise TrainingError(
+                f"the ranks' training loaders have different lengths: {[int(n) for n in table[:, 1]]} batches, rank by rank. "
+                "Fix: give every rank the same data and let it be sharded, or make the shards equally long"
+            )
+        most = [None if int(column.min()) < 0 else int(column.max()) for column in table[:, 1:].T]
+        return replace(stage, max_batches=most, lengths_unknown=lengths_unknown)
+
+    def batches(self, run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
+        stage = run.current_stage
+        if run.stage == "train":
+            batches = islice(batches, limit)
+            return until_first_rank_is_done(run, batches) if stage.lengths_unknown else batches
+        if stage.lengths_unknown:
+            return _marked(run, until_all_ranks_are_done(run, batches, limit))
+        most, sanity = stage.max_batches[run.dataloader_idx], run.plan.options.num_sanity_val_steps
+        if run.stage == "sanity_check" and sanity != -1 and most is not None:
+            most = min(most, sanity)
+        return _marked(run, repeated(batches, limit, most))
+
+    def broadcast_buffers(self, run: Run) -> None:
+        buffers = list(run.module.buffers())
+        if not buffers:
+            return
+        mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
+        for buffer, first in zip(buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True):
+            buffer.copy_(first)
+
+    def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
+        return predictions.from_all_ranks(run, mine, loader)
+
+    def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        ranks = [mine]
+        for rank in range(1, run.world.size):  # one at a time: so few are in memory at once
+            theirs = run.hooks.broadcast(run=run, obj=mine if run.world.rank == rank else None, src=rank)
+            if run.world.rank == 0:
+                ranks.append(theirs)
+        return ranks
+
+    def reduce(self, run: Run, metrics: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+        return metrics_of_ranks.sync(run, metrics)
+
+
+def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
+    """Yield batches. While a repeated one is used, ``run.repeating`` is true, and what is logged and seen by metrics is thrown away."""
+    for batch, again in batches:
+        with _thrown_away(run) if again else nullcontext():
+            yield batch
+
+
+@contextmanager
+def _thrown_away(run: Run) -> Iterator[None]:
+    """Leave no trace of what is logged, nor of what other libraries' metrics see."""
+    run.repeating = True
+    try:
+        with run.logs.scope(keep=False), ExitStack() as stack:
+            for library in libraries().values():
+                stack.enter_context(library.temporary_copies(run.module))
+            yield
+    finally:
+        run.repeating = False
+
+
+def _first_difference(first: Any, mine: Any) -> str:
+    if isinstance(first, dict) and isinstance(mine, dict):
+        keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
+        return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
+    return f"{first!r} there and {mine!r} here"
