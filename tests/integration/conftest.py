@@ -12,7 +12,7 @@ TARGET = Path(__file__).with_name("downhill.py")
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory):
-    """A wheel of core, of geartrain-cli, of geartrain-parallel and of each of tests/packages/*, built by the ``hatchling`` that is installed here."""
+    """Wheels of core, geartrain-cli, geartrain-parallel and each of tests/packages/*, built by the ``hatchling`` that is installed here."""
     folder = tmp_path_factory.mktemp("wheels")
     # geartrain-wrong is the conformance kit's: forty strategies that nobody here asks for.
     sources = [path.parent for path in sorted(PACKAGES.glob("*/pyproject.toml")) if path.parent.name != "geartrain-wrong"]
