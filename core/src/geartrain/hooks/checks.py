@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -63,42 +63,40 @@ def _check_hookimpl(part: LoadedPlugin, impl: Impl, opts: Any, specs: Mapping[st
         brought = "If it is a hook of another plugin or strategy, choose that one too"
         fix = f"select {bringer}, which brings this hook" if bringer else f"{nearest(hook, specs)} {brought}"
         wrong(part, name, "implements no known hook", fix)
+    for what, fix in _faults(part.plugin, impl, opts, specs[hook]):
+        wrong(part, name, what, fix)
+
+
+def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with an implementation of a known hook, and the fix."""
     if opts["tryfirst"] or opts["trylast"]:
-        wrong(part, name, "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out")
+        yield "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out"
     if opts["hookwrapper"]:
-        wrong(part, name, "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield")
-    function = getattr(part.plugin, name)
+        yield "uses the old hookwrapper=True", "write @hookimpl(wrapper=True) and return the result of the yield"
+    function = getattr(plugin, impl.attribute)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        wrong(part, name, "is 'async def', and nothing would await it", "write 'def'; asyncio.run(...) inside it runs a coroutine")
-    if opts["wrapper"] and not inspect.isgeneratorfunction(function):
-        wrong(part, name, "is marked wrapper=True but does not yield", wrapper_form(specs[hook]))
-    if inspect.isgeneratorfunction(function) and not opts["wrapper"] and "Iterator" not in result_of(specs[hook]):
-        wrong(part, name, "yields but is not marked as a wrapper", wrapper_form(specs[hook]))
-    spec = specs[hook].spec
-    assert spec is not None
-    if inspect.ismethod(function) and function.__self__ is part.plugin:
+        yield "is 'async def', and nothing would await it", "write 'def'; asyncio.run(...) inside it runs a coroutine"
+    if impl.wrapper and not inspect.isgeneratorfunction(function):
+        yield "is marked wrapper=True but does not yield", wrapper_form(caller)
+    if inspect.isgeneratorfunction(function) and not impl.wrapper and "Iterator" not in result_of(caller):
+        yield "yields but is not marked as a wrapper", wrapper_form(caller)
+    assert caller.spec is not None
+    known = caller.spec.argnames
+    if inspect.ismethod(function) and function.__self__ is plugin:
         first = next(iter(inspect.signature(function.__func__).parameters), None)
-        if first in spec.argnames:
-            wrong(part, name, f"has no 'self', and would get the plugin as {first!r}", f"def {name}(self, {first}, ...)")
-    for parameter in inspect.signature(function).parameters.values():
+        if first in known:
+            yield f"has no 'self', and would get the plugin as {first!r}", f"def {impl.attribute}(self, {first}, ...)"
+    for name, parameter in inspect.signature(function).parameters.items():
+        has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.KEYWORD_ONLY:
-            wrong(part, name, f"takes {parameter.name!r} by keyword only, which pluggy never passes", "take out the '*'")
+            yield f"takes {name!r} by keyword only, which pluggy never passes", "take out the '*'"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            wrong(
-                part,
-                name,
-                f"takes '*{parameter.name}', which would always be empty",
-                f"name what it needs of: {', '.join(spec.argnames)}",
-            )
-        if parameter.name in spec.argnames and parameter.default is not parameter.empty:
-            wrong(part, name, f"gives {parameter.name!r} a default, which every call of the hook overrules", "take out the default")
-        if parameter.name not in spec.argnames and parameter.default is parameter.empty:
-            wrong(
-                part,
-                name,
-                f"takes an argument {parameter.name!r} that the hook does not have",
-                f"the hook is {hook}({', '.join(spec.argnames)}). {nearest(parameter.name, spec.argnames)}",
-            )
+            yield f"takes '*{name}', which would always be empty", f"name what it needs of: {', '.join(known)}"
+        if name in known and has_default:
+            yield f"gives {name!r} a default, which every call of the hook overrules", "take out the default"
+        if name not in known and not has_default:
+            fix = f"the hook is {impl.hook}({', '.join(known)}). {nearest(name, known)}"
+            yield f"takes an argument {name!r} that the hook does not have", fix
 
 
 def own_hookspecs(plugin: Any) -> ModuleType | None:
