@@ -7,7 +7,7 @@ from torch import nn
 
 from geartrain import UsageError, hookimpl
 from geartrain.callbacks import EMA, ModelCheckpoint
-from geartrain.checkpoint.checkpoints import checkpoint_state, save
+from geartrain.checkpoint.checkpoints import checkpoint_state, save_checkpoint_file
 
 
 class Follows:
@@ -173,7 +173,7 @@ class SavesWithin:
     @hookimpl
     def on_validation_start(self, run):
         if run.stage == "validate":
-            save(run, checkpoint_state(run, run.epoch), run.output / "within.ckpt")
+            save_checkpoint_file(run, checkpoint_state(run, run.epoch), run.output / "within.ckpt")
 
 
 @pytest.mark.parametrize("first", [True, False])

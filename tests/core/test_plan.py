@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 import geartrain as gt
 from geartrain import Layout, UsageError, hookimpl
 from geartrain.builtin.cpu import CPUAccelerator
-from geartrain.plan import complete
 
 from .contract_fixtures import accelerator_source, dists as dists, strategy_source
 
@@ -466,7 +465,7 @@ def test_batch_sizes(layout, nodes, accumulate, processes, per_device, whole):
     made = plan(accelerator="cpu", devices=4, strategy=Plans(layout), num_nodes=nodes, accumulate_grad_batches=accumulate)
     assert made.processes == processes
     assert (made.per_device_batch, made.global_batch) == (None, None)
-    sized = complete(made, 32, {})
+    sized = dataclasses.replace(made, loader_batch_size=32, hyperparameters={})
     assert (sized.per_device_batch, sized.global_batch) == (per_device, whole)
     assert sized.as_dict()["batch_size"] == {"per_device": per_device, "global": whole}
 
@@ -490,7 +489,7 @@ def test_plan_is_frozen():
     for holder, name in ((made, "devices"), (made.accelerator, "name"), (made.layout, "processes_per_node"), (made.options, "max_epochs")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(holder, name, 1)
-    complete(made, 32, {})
+    dataclasses.replace(made, loader_batch_size=32, hyperparameters={})
     assert made.loader_batch_size is None
 
 

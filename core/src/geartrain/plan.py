@@ -112,11 +112,6 @@ class Plan:
         }
 
 
-def complete(plan: Plan, batch_size: int | None, hyperparameters: Mapping[str, Any], resumes: bool = False) -> Plan:
-    """Return the plan with the facts of module and loaders."""
-    return replace(plan, loader_batch_size=batch_size, hyperparameters=hyperparameters, resumes=resumes)
-
-
 def make_plan(
     hooks: Hooks, *, accelerator: PluginInfo, strategy: LoadedPlugin, devices: tuple[int, ...], num_nodes: int, **rest: Any
 ) -> Plan:

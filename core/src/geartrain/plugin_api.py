@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from geartrain.builtin.precision.precision import SKIPPED as SKIPPED, ScaledPrecision as ScaledPrecision
     from geartrain.checkpoint.checkpoints import (
         checkpoint_state as checkpoint_state,
-        find as find,
+        find_checkpoint_file as find_checkpoint_file,
         is_last as is_last,
-        save as save,
+        save_checkpoint_file as save_checkpoint_file,
     )
     from geartrain.checkpoint.files import peek as peek, progress as progress
     from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         AppendedFile as AppendedFile,
         remove_abandoned as remove_abandoned,
         replacing as replacing,
-        write as write,
+        write_text_file as write_text_file,
     )
     from geartrain.files.paths import is_url as is_url, user_path as user_path
     from geartrain.hooks.manager import Hooks as Hooks
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from geartrain.module.module import overridden as overridden
     from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
     from geartrain.options import Options as Options
-    from geartrain.plan import check_joins as check_joins, complete as complete
+    from geartrain.plan import check_joins as check_joins
     from geartrain.planning.components import (
         TrainerArguments as TrainerArguments,
         build_components as build_components,
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
     "geartrain.builtin.precision.precision": "SKIPPED ScaledPrecision",
-    "geartrain.checkpoint.checkpoints": "checkpoint_state find is_last save",
+    "geartrain.checkpoint.checkpoints": "checkpoint_state find_checkpoint_file is_last save_checkpoint_file",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",
     "geartrain.data.loaders": "BatchSizer DataSource Through close_batches count_batches length loader_batch_size",
@@ -121,7 +121,7 @@ _NAMES = {
     "geartrain.errors.hints": "hint write_instead",
     "geartrain.errors.known": "KNOWN",
     "geartrain.errors.panel": "TRACEBACK panel traceback_text",
-    "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write",
+    "geartrain.files.atomic": "AppendedFile remove_abandoned replacing write_text_file",
     "geartrain.files.paths": "is_url user_path",
     "geartrain.hooks.manager": "Hooks",
     "geartrain.hooks.plugin_info": "LoadedPlugin PluginInfo state_of",
@@ -144,7 +144,7 @@ _NAMES = {
     "geartrain.module.module": "overridden",
     "geartrain.module.nested": "map_nested map_tensors move not_plain",
     "geartrain.options": "Options",
-    "geartrain.plan": "check_joins complete",
+    "geartrain.plan": "check_joins",
     "geartrain.planning.components": "TrainerArguments build_components core_parts reserved_folder",
     "geartrain.planning.plugin_files": "file_plugin is_file load_file",
     "geartrain.planning.rank_properties": "RankProperties",

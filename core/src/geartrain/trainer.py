@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find
+from geartrain.checkpoint.checkpoints import Start, best_checkpoints, find_checkpoint_file
 from geartrain.data.loaders import DataSource, loader_batch_size, read_loaders
 from geartrain.data.seeding import seed_everything
 from geartrain.errors import TrainingError, UsageError
@@ -27,7 +28,7 @@ from geartrain.loop.wrapped_module import as_module
 from geartrain.module.hparams import hyperparameters
 from geartrain.module.module import DataModule, Module
 from geartrain.options import Options, refuse_unknown
-from geartrain.plan import Plan, check_joins, complete
+from geartrain.plan import Plan, check_joins
 from geartrain.planning.components import (
     TrainerArguments,
     build_components,
@@ -254,7 +255,8 @@ class Trainer(RankProperties):
             )
             if datamodule is not None:
                 warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
-        self.plan = complete(self.plan, batch_size, hyperparameters(None if isinstance(model, type) else model, datamodule), resumes)
+        known = hyperparameters(None if isinstance(model, type) else model, datamodule)
+        self.plan = replace(self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes)
         if command == "fit" and not model.automatic_optimization:
             # First without the parts of manual optimisation: what a strategy says of it is clearer than that two parts own a hook.
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
@@ -300,7 +302,7 @@ class Trainer(RankProperties):
     ) -> Any:
         size = loader_batch_size(given.get("train"))
         self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
-        start = Start(find(checkpoint, self.hooks, self.output, resumes), resumes)
+        start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.builtin.folder_lock import locked
-from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save
+from geartrain.checkpoint.checkpoints import LAST, checkpoint_state, save_checkpoint_file
 from geartrain.errors import TrainingError, UsageError
-from geartrain.files.atomic import AppendedFile, remove_abandoned, write
+from geartrain.files.atomic import AppendedFile, remove_abandoned, write_text_file
 from geartrain.hookspecs import hookimpl
 from geartrain.loop.run import Run
 from geartrain.plan import Plan
@@ -148,7 +148,7 @@ class LastCheckpoint:
     def on_epoch_end(self, run: Run) -> Generator[None, Any, Any]:
         results = yield
         if run.output is not None:
-            save(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
+            save_checkpoint_file(run, checkpoint_state(run, run.epoch + 1), run.output / LAST)
         return results
 
 
@@ -168,4 +168,4 @@ def _writable(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    write(path, f"{json.dumps(facts, indent=2)}\n")
+    write_text_file(path, f"{json.dumps(facts, indent=2)}\n")

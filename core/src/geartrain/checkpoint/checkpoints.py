@@ -48,7 +48,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
     return state
 
 
-def save(run: Run, state: dict[str, Any], path: Path) -> None:
+def save_checkpoint_file(run: Run, state: dict[str, Any], path: Path) -> None:
     """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path.
 
     A checkpoint that a plugin writes says which plugin that was: the same plugin may be needed to read it.
@@ -130,7 +130,7 @@ def load(run: Run, start: Start) -> None:
 # --- which file "best" and "last" mean -----------------------------------------------------------------------------------
 
 
-def find(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False) -> Path | None:
+def find_checkpoint_file(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False) -> Path | None:
     """Return the file that ``ckpt_path=`` means, or ``None`` for none.
 
     Args:

@@ -53,7 +53,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             beside.unlink(missing_ok=True)
 
 
-def write(path: Path, text: str) -> None:
+def write_text_file(path: Path, text: str) -> None:
     """Write a text file whole or not at all; raises as :func:`replacing`."""
     with replacing(path) as file:
         file.write(text.encode())

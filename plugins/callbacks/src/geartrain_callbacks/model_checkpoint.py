@@ -11,7 +11,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import checkpoint_state, is_last, remove_abandoned, save, user_path
+from geartrain.plugin_api import checkpoint_state, is_last, remove_abandoned, save_checkpoint_file, user_path
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.own_files import check_name, delete, is_own, written_after
@@ -327,7 +327,7 @@ class ModelCheckpoint:
         try:
             state = checkpoint_state(run, epochs) if names else {}
             for name in names:
-                save(run, state, Path(self._path(name)))
+                save_checkpoint_file(run, state, Path(self._path(name)))
         except BaseException:
             self.load_state_dict(before)
             raise

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from geartrain import Trainer, UsageError
-from geartrain.plugin_api import check_module, find
+from geartrain.plugin_api import check_module, find_checkpoint_file
 from geartrain_cli.arguments import read_arguments
 from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
@@ -22,7 +22,7 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
     values, files = request.values, {"ckpt_path": request.values.checkpoint}
     if name == "fit":
         files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
-        find(values.resume, trainer.hooks, trainer.output, resumes=True)
+        find_checkpoint_file(values.resume, trainer.hooks, trainer.output, resumes=True)
     # The run checks again with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()

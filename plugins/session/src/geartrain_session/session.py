@@ -27,7 +27,7 @@ from geartrain.plugin_api import (
     detect,
     parameters_of,
     reserved_folder,
-    save,
+    save_checkpoint_file,
     user_path,
     write_instead,
 )
@@ -416,7 +416,7 @@ class Session(RankProperties):
         Raises:
             UsageError: something else, which :meth:`load` could not read.
         """
-        save(self._launched("save").run, states.collect(state), user_path(path, "path"))
+        save_checkpoint_file(self._launched("save").run, states.collect(state), user_path(path, "path"))
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
         """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -14,7 +15,6 @@ from geartrain.plugin_api import (
     STEPS,
     Stage,
     check_name,
-    complete,
     count_batches,
     needs_closure,
     scalar,
@@ -54,7 +54,7 @@ class SessionRun:
         if self._has_begun:
             return
         self._has_begun, run = True, self.run
-        self.session.plan = plan = complete(run.plan, None, hyperparameters_of(self.models))
+        self.session.plan = plan = replace(run.plan, hyperparameters=hyperparameters_of(self.models))
         for each in (run, *self._runs):
             each.plan = plan
         seed = plan.options.seed
