@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geartrain.builtin.precision.precision import SKIPPED as SKIPPED, ScaledPrecision as ScaledPrecision
+    from geartrain.builtin.precision import SKIPPED as SKIPPED, ScaledPrecision as ScaledPrecision
     from geartrain.checkpoint.checkpoints import (
         checkpoint_state as checkpoint_state,
         find_checkpoint_file as find_checkpoint_file,
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
 
 #: Module -> the names that plugins may use, as above.
 _NAMES = {
-    "geartrain.builtin.precision.precision": "SKIPPED ScaledPrecision",
+    "geartrain.builtin.precision": "SKIPPED ScaledPrecision",
     "geartrain.checkpoint.checkpoints": "checkpoint_state find_checkpoint_file is_last save_checkpoint_file",
     "geartrain.checkpoint.files": "peek progress",
     "geartrain.checkpoint.training_state": "load_optimizer",

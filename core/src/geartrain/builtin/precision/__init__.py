@@ -1,1 +1,0 @@
-"""Precisions: which floating-point format the step methods compute in."""
