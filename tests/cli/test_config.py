@@ -90,7 +90,7 @@ def test_strategy_of_the_command_line_wins(plan, write):
 
 def test_plugins_of_both_come_together_those_of_the_file_first(plan, fit, write):
     write("conf.yaml", "plugins: [bell]\nbell: {times: 2}\n")
-    assert [choice["name"] for choice in plan("--config conf.yaml --plugin my_hooks.py")["plugins"]] == ["bell", "my_hooks"]
+    assert [choice["name"] for choice in plan("--config conf.yaml --plugin my_hooks.py")["plugins"]] == ["bell", "my_hooks", "progress"]
     printed = fit("--config conf.yaml --plugin my_hooks.py --my_hooks.every 4 --bell.sound dong").splitlines()
     assert "dongdong" in printed
     assert "step 4" in printed

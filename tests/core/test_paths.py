@@ -87,7 +87,7 @@ class Net(Module):
     assert main(["explain", *given, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["options"]["max_epochs"] == 7
-    assert [plugin["name"] for plugin in plan["plugins"]] == ["hooks_at_home"]
+    assert [plugin["name"] for plugin in plan["plugins"]] == ["hooks_at_home", "progress"]
 
 
 def test_a_ported_script_goes_into_the_home_folder(home):

@@ -95,7 +95,7 @@ def test_strategy_and_observer_with_options_work_together(fit):
     run = fit("--strategy", "polite", "--strategy.scale", "0.25", "--plugin", "gradient_norm", "--gradient_norm.norm-type", "1")
     assert run.weights == [1.5, 2.0]
     assert run.metrics["grad_norm"] == 1.75
-    assert [plugin["name"] for plugin in run.plan["plugins"]] == ["gradient_norm"]
+    assert [plugin["name"] for plugin in run.plan["plugins"]] == ["gradient_norm", "progress"]
 
 
 def test_observer_watches_core_s_own_strategy_too(fit):
@@ -224,7 +224,7 @@ def test_what_is_not_chosen_changes_nothing(fit):
     accelerator, and says why it was passed over."""
     run = fit()
     assert run.weights == [6.0, 8.0]
-    assert (run.plan["strategy"]["name"], run.plan["plugins"]) == ("single", [])
+    assert (run.plan["strategy"]["name"], [plugin["name"] for plugin in run.plan["plugins"]]) == ("single", ["progress"])
     assert set(run.metrics) == {"step", "epoch", "stage", "train_loss"}
     assert "geartrain_test_absent_runtime" in run.plan["passed_over"]["missing-dependency[missing_dependency]"]
     assert "polite" not in run.printed
