@@ -1,6 +1,6 @@
 """Whatever happens to a rank: the run ends, says whose error came first, and leaves no process.
 
-tests/core/launch has the decisions (test_failures.py) and the supervisor without training (test_workers.py).
+tests/parallel has the decisions (test_failures.py) and the supervisor without training (test_workers.py).
 """
 
 import os

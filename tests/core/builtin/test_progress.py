@@ -10,7 +10,7 @@ from small_models import EvalNet, Logging, Pretend, Stream, fit, loader, trainer
 import geartrain as gt
 from geartrain import hookimpl
 
-from .contract_fixtures import dists as dists
+from ..contract_fixtures import dists as dists
 
 #: As without geartrain-callbacks.
 ALONE = {"enable_progress_bar": True, "block": ["progress"]}

@@ -7,7 +7,7 @@ from geartrain import Module, UsageError, hookimpl
 from geartrain.builtin.defaults import Defaults
 from geartrain.hooks.manager import Hooks
 
-from .contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, strategy
+from ..contract_fixtures import ALONE, Doubles, gather, hooks_of, owns, part, strategy
 
 # --- freezing ------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from geartrain.errors.known import KNOWN, NOT_SHIPPED
 from geartrain.hooks.plugin_info import PluginInfo
 from geartrain.planning.registry import Registry, make
 
-from .contract_fixtures import dists as dists
+from ..contract_fixtures import dists as dists
 
 
 def found(registry, name):

@@ -19,7 +19,7 @@ from geartrain.callbacks import Callback
 from geartrain.hooks.spelling import DATA, MODULE, STATE, nearly, on_methods
 from geartrain_callbacks.callback import CALLED
 
-from .contract_fixtures import accelerator, hooks_of, part, strategy
+from ..contract_fixtures import accelerator, hooks_of, part, strategy
 
 OF_A_MODULE = frozenset(MODULE | on_methods())
 
@@ -220,7 +220,7 @@ def _public_names():
 
 def test_names_of_other_libraries_are_no_misspellings():
     """They are mixed into users' classes, and show how people name things."""
-    examples = Path(__file__).parents[2].glob("examples/*.py")
+    examples = Path(__file__).parents[3].glob("examples/*.py")
     names = _public_names() | {name for file in examples for name in re.findall(r"def ([a-z]\w+)", file.read_text())}
     hooks = frozenset(hooks_of().names) | STATE
     assert len(names) > 200

@@ -9,7 +9,7 @@ from pluggy import HookCaller, PluginManager
 from geartrain import GeartrainError, hookimpl, hookspecs
 from geartrain.hooks.manager import Hooks
 
-from .contract_fixtures import part
+from ..contract_fixtures import part
 
 SINGLE = {
     "forward": ("run", "method", "args"),

@@ -8,7 +8,7 @@ import pytest
 
 from geartrain import UsageError, hookimpl
 
-from .contract_fixtures import Doubles, dists as dists, gather, hooks_of, owns, part, strategy
+from ..contract_fixtures import Doubles, dists as dists, gather, hooks_of, owns, part, strategy
 
 
 def refused(function, *words, name=None):

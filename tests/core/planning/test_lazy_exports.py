@@ -12,7 +12,7 @@ import geartrain.strategies
 from geartrain.builtin.cpu import CPUAccelerator
 from geartrain.builtin.single import SingleDeviceStrategy
 
-from .contract_fixtures import dists as dists
+from ..contract_fixtures import dists as dists
 
 CUDA = """
 class CUDAAccelerator: ...

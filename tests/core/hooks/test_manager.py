@@ -8,7 +8,7 @@ from geartrain import TrainingError, UsageError, hookimpl, hookspec
 from geartrain.hooks.manager import Hooks
 from geartrain.plan import PlanRequest
 
-from .contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
+from ..contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
 
 # --- owners --------------------------------------------------------------------------------------------------------------
 

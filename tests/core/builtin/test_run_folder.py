@@ -19,7 +19,7 @@ from geartrain import GeartrainError, Session, TrainingError, UsageError, hookim
 from geartrain.builtin.folder_lock import fcntl, locked
 from geartrain.files import atomic as whole_files
 
-from .test_whole_files import files_of_at_most
+from ..files.test_atomic import files_of_at_most
 
 
 def read(path):

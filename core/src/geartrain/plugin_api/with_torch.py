@@ -1,0 +1,65 @@
+"""The names of ``geartrain.plugin_api`` whose modules import torch."""
+
+from geartrain.builtin.precision import SKIPPED as SKIPPED, ScaledPrecision as ScaledPrecision
+from geartrain.checkpoint.checkpoints import (
+    checkpoint_state as checkpoint_state,
+    find_checkpoint_file as find_checkpoint_file,
+    is_last as is_last,
+    save_checkpoint_file as save_checkpoint_file,
+)
+from geartrain.checkpoint.files import peek as peek, progress as progress
+from geartrain.checkpoint.training_state import load_optimizer as load_optimizer
+from geartrain.data.loaders import (
+    BatchSizer as BatchSizer,
+    DataSource as DataSource,
+    Through as Through,
+    close_batches as close_batches,
+    count_batches as count_batches,
+    length as length,
+    loader_batch_size as loader_batch_size,
+)
+from geartrain.data.sharding import (
+    Shard as Shard,
+    batches_in_turn as batches_in_turn,
+    generators as generators,
+    has_no_own_samples as has_no_own_samples,
+    samplers as samplers,
+    set_epoch as set_epoch,
+)
+from geartrain.launch.forks import (
+    call_before_forks as call_before_forks,
+    not_inherited as not_inherited,
+    share_temporary_folder as share_temporary_folder,
+)
+from geartrain.launch.signals import SIGNALS as SIGNALS, Interrupted as Interrupted, raise_on_signals as raise_on_signals
+from geartrain.loop.fit import backward as backward, epoch_is_over as epoch_is_over
+from geartrain.loop.optimizers import (
+    about_to_step as about_to_step,
+    clip as clip,
+    mean_over_ranks as mean_over_ranks,
+    needs_closure as needs_closure,
+    parameters_of as parameters_of,
+    read_optimizers as read_optimizers,
+)
+from geartrain.loop.ranks import OneRank as OneRank
+from geartrain.loop.step_forwarder import (
+    STEPS as STEPS,
+    ModuleHooks as ModuleHooks,
+    StepForwarder as StepForwarder,
+    check_data as check_data,
+    check_module as check_module,
+    refuse_unrun as refuse_unrun,
+)
+from geartrain.loop.worker import always_tear_down as always_tear_down, init_process_group as init_process_group
+from geartrain.metrics import reductions as reductions
+from geartrain.metrics.local import LocalMetric as LocalMetric, MetricOptions as MetricOptions
+from geartrain.metrics.objects import libraries as libraries
+from geartrain.metrics.store import MetricStore as MetricStore, check_name as check_name, scalar as scalar
+from geartrain.module.module import overridden as overridden
+from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
+from geartrain.planning.components import (
+    TrainerArguments as TrainerArguments,
+    build_components as build_components,
+    core_parts as core_parts,
+    reserved_folder as reserved_folder,
+)
