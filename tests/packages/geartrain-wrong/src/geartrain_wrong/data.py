@@ -77,7 +77,7 @@ class LogsItsOwn(Plain):
 
     @hookimpl
     def log_sync(self, run, values):
-        table = parallel.gather_values(run, values)
+        table = super().log_sync(run, values)
         if run.stage == "validate" and len(values) > 3:  # the vector of values, not the header
             return values.repeat(run.world.size, 1)
         return table
@@ -88,7 +88,7 @@ class HidesDifferences(Plain):
 
     @hookimpl
     def log_sync(self, run, values):
-        table = parallel.gather_values(run, values)
+        table = super().log_sync(run, values)
         return table[:1].repeat(run.world.size, 1) if run.stage == "train" and run.step and len(values) == 3 else table
 
 
