@@ -67,5 +67,5 @@ def test_priorities_of_the_page():
     from geartrain.builtin.cpu import CPUAccelerator
     from geartrain_mps import MPSAccelerator
 
-    (numbers,) = re.findall(r"(\d+) for cuda, (\d+) for mps, (\d+) for\s+the cpu", PAGE)
+    (numbers,) = re.findall(r"cuda (\d+), mps (\d+), cpu (\d+)", PAGE)
     assert [int(number) for number in numbers[1:]] == [MPSAccelerator.priority, CPUAccelerator.priority]

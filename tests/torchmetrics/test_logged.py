@@ -141,3 +141,14 @@ def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch
     monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
     with pytest.raises(TrainingError, match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install geartrain-torchmet"):
         trainer().validate(Measured(), loader())
+
+
+def test_without_the_distribution_an_object_that_is_never_logged_gives_a_warning(monkeypatch):
+    monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
+
+    class Unlogged(Measured):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    with pytest.warns(UserWarning, match=r"^Unlogged.mse is an object of torchmetrics.*Fix: pip install geartrain-torchmetrics"):
+        trainer().validate(Unlogged(), loader())

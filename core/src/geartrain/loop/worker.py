@@ -22,6 +22,7 @@ from geartrain.loop.evaluate import evaluate
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, Stage, World
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
+from geartrain.metrics.objects import warn_of_unknown
 from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
@@ -105,6 +106,7 @@ def _attach(run: Run, source: DataSource) -> None:
         set_up()
     for owner in owners:
         owner.setup(run.command)
+    warn_of_unknown(run.module)
 
 
 def _set_up_loaders(run: Run, source: DataSource) -> None:

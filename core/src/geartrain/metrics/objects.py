@@ -7,6 +7,7 @@ functions of :class:`MetricLibrary`. It is imported only if the script has impor
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -78,6 +79,19 @@ def refuse_unknown(name: str, value: nn.Module) -> None:
         raise TrainingError(
             f"self.log({name!r}): {type(value).__name__} is an object of torchmetrics. Fix: pip install geartrain-torchmetrics"
         )
+
+
+def warn_of_unknown(module: nn.Module) -> None:
+    """Warn about a module's objects of torchmetrics if no installed distribution knows them: they are in no checkpoint."""
+    if "torchmetrics" in sys.modules and "torchmetrics" not in _declared():
+        for name, part in module.named_modules():
+            if type(part).__module__.partition(".")[0] == "torchmetrics":
+                warnings.warn(
+                    f"{type(module).__name__}.{name} is an object of torchmetrics: a run that resumes within an epoch starts it from "
+                    "scratch. Fix: pip install geartrain-torchmetrics",
+                    stacklevel=2,
+                )
+                return
 
 
 @cache
