@@ -173,7 +173,7 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics",
-        "plugins/parallel/src/geartrain_parallel/metrics.py",
+        f"{PARALLEL}/metrics.py",
         "stop = bool(header[:, 2].any())",
         "stop = bool(header[0, 2])",
         "only rank 0 can stop a run",
@@ -224,7 +224,7 @@ MUTATIONS = [
     ),
     Mutation(
         "launch",
-        f"{CORE}/launch/cluster.py",
+        f"{PARALLEL}/nodes.py",
         "if int(text) >= num_nodes:",
         "if int(text) > num_nodes:",
         "a node numbered from 1 waits for ever",
@@ -260,9 +260,9 @@ MUTATIONS = [
     ),
     Mutation(
         "ddp",
-        f"{DDP}/strategy.py",
-        "        if run.world.size > 1:\n",
-        '        if run.world.size > 1 and run.command == "fit":\n',
+        f"{PARALLEL}/strategy.py",
+        "        if run.world.size > 1:\n            collectives.broadcast_weights",
+        '        if run.world.size > 1 and run.command == "fit":\n            collectives.broadcast_weights',
         "without a seed each rank evaluates other weights",
     ),
     Mutation(
@@ -274,14 +274,14 @@ MUTATIONS = [
     ),
     Mutation(
         "ddp",
-        f"{CORE}/parallel.py",
+        f"{PARALLEL}/collectives.py",
         ".div_(run.world.size)",
         "",
         "manual optimisation steps by the sum over ranks",
     ),
     Mutation(
         "ddp",
-        f"{CORE}/parallel.py",
+        f"{PARALLEL}/collectives.py",
         "return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]",
         "return [part[: len(tensor)] for part in table]",
         "all_gather cuts or pads other ranks' rows",
