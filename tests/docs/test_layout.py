@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from geartrain.errors.known import DISTRIBUTIONS
+
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
     project["name"]: project
@@ -26,6 +28,10 @@ def test_the_rooms_are_those_of_the_import_rules():
 
 def test_every_distribution_has_a_row():
     assert ROWS.keys() == PROJECTS.keys()
+
+
+def test_errors_know_every_distribution_as_ours():
+    assert PROJECTS.keys() == DISTRIBUTIONS
 
 
 @pytest.mark.parametrize("name", PROJECTS)

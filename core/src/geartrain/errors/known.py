@@ -32,6 +32,9 @@ KNOWN = {
     ("command", "tune"): "geartrain-tuner",
 }
 
+#: All of geartrain's own distributions.
+DISTRIBUTIONS = {"geartrain", "geartrain-parallel", "geartrain-session", "geartrain-torchmetrics", *KNOWN.values()}
+
 #: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.
 HOOKS = {"reduce_bucket": ("strategy", "ddp")}
 

@@ -89,10 +89,10 @@ def _is_own(frame: FrameType) -> bool:
     """True if the frame is neither of geartrain and its distributions nor of an installed package."""
     import sysconfig
 
-    from geartrain.errors.known import KNOWN
+    from geartrain.errors.known import DISTRIBUTIONS
 
     file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-    if file.startswith("<frozen") or module.partition(".")[0].replace("_", "-") in {"geartrain", *KNOWN.values()}:
+    if file.startswith("<frozen") or module.partition(".")[0].replace("_", "-") in DISTRIBUTIONS:
         return False
     folders = Path(file).parents
     depth = module.count(".") + (Path(file).name == "__init__.py")  # of the folder that the package stands in

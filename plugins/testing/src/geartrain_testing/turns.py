@@ -24,7 +24,7 @@ PATIENCE = 2.0
 #: Seconds between two looks for Ctrl-C: Python does not hear one that comes just before a thread blocks.
 _LOOK = 0.2
 #: Packages whose frames are not the user's.
-_NOT_THE_USERS = ("geartrain", "geartrain_testing", "pluggy", "torch", "threading", "contextlib")
+_NOT_THE_USERS = ("geartrain", "geartrain_parallel", "geartrain_testing", "pluggy", "torch", "threading", "contextlib")
 
 
 class Turns:
