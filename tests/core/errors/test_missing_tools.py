@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from small_models import Net, loader  # before ``alone``: it needs geartrain.parallel
 
 import geartrain as gt
 import geartrain_callbacks
@@ -103,8 +104,6 @@ def test_help_names_the_distributions_of_missing_commands(alone, capsys):
 
 
 def test_core_trains_without_the_tools(alone, tmp_path):
-    from small_models import Net, loader
-
     one = gt.Trainer(accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False)
     one.fit(Net(), loader())
     assert one.global_step == 6
@@ -112,8 +111,6 @@ def test_core_trains_without_the_tools(alone, tmp_path):
 
 
 def test_a_module_in_manual_optimisation(alone):
-    from small_models import Net, loader
-
     class Manual(Net):
         automatic_optimization = False
 
