@@ -35,4 +35,4 @@ def test_a_run_has_the_result_of_one_process_and_leaves_nothing(case, tmp_path):
     assert differences(case, found, train(case, tmp_path / "reference", 1, reference=True)) == []
     assert unexpected_files(tmp_path / "run") == []
     assert multiprocessing.active_children() == []
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended

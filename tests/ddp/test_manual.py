@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import hookimpl
-from geartrain.parallel import ProcessGroupStrategy, launch, shard
+from geartrain.parallel import ProcessGroupStrategy, SeveralRanks, launch, shard
 
 from .cases import ddp, one_trainer, samples, weights
 from .manual import STEPS, Two, by_hand, on_ranks
@@ -161,6 +161,10 @@ class Alone:
 
     @hookimpl
     def teardown_process_group(self): ...
+
+    @hookimpl
+    def make_ranks(self):
+        return SeveralRanks()
 
     @hookimpl
     def all_gather(self, tensor):
