@@ -11,7 +11,7 @@ Both loops run in this process, in turn, and the median round is compared, so th
 
     python benchmarks/gpu.py [--steps 500] [--rounds 11] [--what overhead,prefetch] [--megabytes 64]
 
-It needs geartrain, geartrain-cuda and what they depend on (pluggy, importlib-metadata, rich, nvidia-ml-py). Where they are
+It needs geartrain, geartrain-cuda and what they depend on (pluggy, importlib-metadata, packaging, nvidia-ml-py). Where they are
 not installed: ``PYTHONPATH=core/src:plugins/cuda/src``; the accelerator is then given as an object, and found without entry points.
 """
 

@@ -179,7 +179,7 @@ def step(run: Run, micro_batches: Sequence[Any]) -> None:
 
     Fired: once for each window of ``accumulate_grad_batches`` batches; the last window of an epoch may be shorter.
     Arguments: ``micro_batches`` on the device, as many as the window holds.
-    Default: ``geartrain.loop.fit.train_step``; in manual optimisation one call of ``training_step``, which does the rest itself.
+    Default: ``geartrain.loop.fit.train_step``. In manual optimisation geartrain-manual owns it: one call of ``training_step``.
     """
 
 
@@ -204,7 +204,7 @@ def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
         another of the model's, and ``args`` is ``((args, kwargs),)`` of its call.
     Returns: what the method returned.
     Default: ``run.model(method, *args)`` in training; in evaluation the bare module, because a wrapper's forward may communicate
-        and ranks may have unequal numbers of batches; in manual optimisation always the bare module.
+        and ranks may have unequal numbers of batches. In manual optimisation geartrain-manual owns it: always the bare module.
     """
 
 

@@ -168,7 +168,7 @@ class ScaledPrecision(MixedPrecision):
     @hookimpl(wrapper=True)
     def wrap_optimizer(self, run: Run) -> Generator[None, Optimizer, Optimizer]:
         optimizer = yield
-        if run.closure:
+        if run.needs_closure:
             raise UsageError(f"{self._label} cannot skip steps of an optimizer that needs a closure. Fix: --precision bf16-mixed or 32")
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if mine & self._seen:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from geartrain.data.loaders import length
-
-if TYPE_CHECKING:
-    pass
 
 
 class Shard(Sampler[Any]):

@@ -1,1 +1,1 @@
-"""What one process knows of its launcher, signals that end a run, and what forked children do not keep."""
+"""One process: its launcher, its command, the signals that end it, and what its forked children do not keep."""

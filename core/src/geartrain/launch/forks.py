@@ -1,4 +1,4 @@
-"""Forks: a forked child, such as a DataLoader worker, must keep neither its parent's signal handlers nor its parent's locks."""
+"""Forks: a forked child, such as a DataLoader worker, must keep neither its parent's signal handlers nor its descriptors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
         for i, batch in enumerate(micro_batches):
             run.batch, batch_idx, last = batch, run.batch_idx + i, i == size - 1
             if module_hooks.on_train_batch_start(batch, batch_idx) == -1:
-                raise epoch_is_over(run)
+                raise end_of_epoch(run)
             with hooks.micro_step(run=run, first=i == 0, last=last):
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
@@ -55,7 +55,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
         return mean_loss
 
     stepped = False
-    if run.closure:
+    if run.needs_closure:
         stepped = _closure_step(run, compute_gradients)
     elif compute_gradients() is not None:
         for optimizer in run.optimizers:
@@ -128,7 +128,7 @@ class EpochIsOver(Exception):
     """``on_train_batch_start`` returned -1; ``train_epoch`` catches it."""
 
 
-def epoch_is_over(run: Run) -> Exception:
+def end_of_epoch(run: Run) -> Exception:
     """Return what ends the epoch if ``on_train_batch_start`` returns -1: on one of several ranks an error, as its peers would wait."""
     if run.world.size > 1:
         return TrainingError(
@@ -191,13 +191,13 @@ def _train_batches(run: Run) -> None:
     try:
         if run.resumed is not None and run.resumed.batch_idx:  # the run resumes within this epoch
             run.resumed.skip(run, batches)
-            ended = _ends_after(run, (run.batch_idx - 1) % size + 1, every)
+            ended = _finish_step(run, (run.batch_idx - 1) % size + 1, every)
         step, on_step_end = hooks.step, hooks.on_step_end
         for window in () if ended else _windows(batches, size):
             step(run=run, micro_batches=window)
             run.step, run.batch_idx, run.batch = run.step + 1, run.batch_idx + len(window), None
             on_step_end(run=run)
-            if _ends_after(run, len(window), every):
+            if _finish_step(run, len(window), every):
                 break
     except EpochIsOver:
         ended = True
@@ -221,7 +221,7 @@ def _windows(batches: Iterator[Any], size: int) -> Iterator[Sequence[Any]]:
     return zip(batches, strict=True) if size == 1 else iter(lambda: list(islice(batches, size)), [])
 
 
-def _ends_after(run: Run, taken: int, every: int | None) -> bool:
+def _finish_step(run: Run, taken: int, every: int | None) -> bool:
     """Validate and flush if the step that took so many batches makes it due. Return whether it ends the epoch.
 
     Args:

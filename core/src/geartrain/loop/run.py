@@ -117,7 +117,7 @@ class Run:
     #: What the newest ``training_step`` returned; ``None`` between epochs.
     step_output: Any = None
     #: Whether the optimizer computes the loss itself, as LBFGS does.
-    closure: bool = False
+    needs_closure: bool = False
     #: What the module's ``manual_backward`` and the like call: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on. The plugin
     #: ``manual_optimisation`` sets it.
     manual: Any = None

@@ -1,4 +1,4 @@
-"""What the loop knows about the user's module: the Step that is wrapped, its own hooks, and what cannot be run."""
+"""What the loop knows about the user's module: the StepForwarder that is wrapped, the module's own hooks, and what cannot be run."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class StepForwarder(nn.Module):
         self._ends = {name for name in self._arity if callable(getattr(module, f"{name}_end", None))}
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
-        """What calling each step method comes to, decided once.
+        """Return a function for each step method, decided once.
 
-        Training goes through ``model``, which is this Step as the strategy wrapped it. Where nothing wraps it, and in evaluation,
+        Training goes through ``model``, which is this StepForwarder as the strategy wrapped it. If nothing wraps it, and in evaluation,
         a call is the module's own method, without nn.Module's call machinery (1 µs), unless it takes fewer arguments or has a
         ``*_step_end``.
         """

@@ -17,8 +17,8 @@ from geartrain.data.sharding import batches_in_turn, has_no_own_samples
 from geartrain.errors import TrainingError, UsageError
 from geartrain.errors.hints import write_instead
 from geartrain.launch.forks import share_temporary_folder
-from geartrain.loop import fit as loop
 from geartrain.loop.evaluate import evaluate
+from geartrain.loop.fit import fit
 from geartrain.loop.optimizers import needs_closure, read_optimizers
 from geartrain.loop.run import Run, Stage, World
 from geartrain.loop.step_forwarder import ModuleHooks, StepForwarder, check_loader_count
@@ -61,7 +61,7 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         run.hooks.on_run_start(run=run)
         result = None
         if run.command == "fit":
-            loop.fit(run)
+            fit(run)
         else:
             result = evaluate(run, run.command)
         run.hooks.on_run_end(run=run)
@@ -157,7 +157,7 @@ def _set_up_model(run: Run, start: Start) -> None:
             raise UsageError(
                 f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
             )
-        run.closure = needs_closure(optimizers, automatic)
+        run.needs_closure = needs_closure(optimizers, automatic)
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)

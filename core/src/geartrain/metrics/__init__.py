@@ -1,1 +1,1 @@
-"""What self.log collects: the store, the reduction over steps and ranks, the objects of other libraries."""
+"""What self.log collects: the store, the reduction over an epoch, the objects of other libraries."""

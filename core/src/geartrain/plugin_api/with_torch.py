@@ -32,7 +32,7 @@ from geartrain.launch.forks import (
     share_temporary_folder as share_temporary_folder,
 )
 from geartrain.launch.signals import SIGNALS as SIGNALS, Interrupted as Interrupted, raise_on_signals as raise_on_signals
-from geartrain.loop.fit import backward as backward, epoch_is_over as epoch_is_over
+from geartrain.loop.fit import backward as backward, end_of_epoch as end_of_epoch
 from geartrain.loop.optimizers import (
     about_to_step as about_to_step,
     clip as clip,

@@ -67,7 +67,7 @@ class Algorithm:
     reduces: str | None = None
     #: Buckets are padded with zeros to a multiple of the world's size.
     pads: ClassVar[bool] = False
-    #: What core's own averaging of gradients would break: manual optimisation and a Session are refused where this is false.
+    #: False if the strategy's ``average_gradients`` would break it: then manual optimisation and a Session are refused.
     averages_gradients: bool = False
     #: Whether groups inside and between nodes are wanted; an option where it is one.
     hierarchical: bool = False

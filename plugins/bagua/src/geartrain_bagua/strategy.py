@@ -225,7 +225,7 @@ class BaguaStrategy(DDPStrategy):
             return (yield)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """The algorithm's, where it was set up: it is not where core averages gradients."""
+        """Return the algorithm's context. There is none if ``average_gradients`` replaces the algorithm, as in manual optimisation."""
         return _NOTHING if self._channel is None else self.algorithm.computing()
 
     # --- pauses and checkpoints ------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class NaNGuard:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self.reason, self._first, self._drop = "", {}, False
-        if self.action == "skip" and run.closure:
+        if self.action == "skip" and run.needs_closure:
             raise UsageError(
                 "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs a closure. Fix: action='stop' or 'raise'"
             )

@@ -181,7 +181,7 @@ class HorovodStrategy:
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
-        if run.closure and self._meeting is not None and self._meeting.process_set is not None:
+        if run.needs_closure and self._meeting is not None and self._meeting.process_set is not None:
             raise UsageError(
                 f"{run.plan.strategy.label}: {type(optimizer).__name__} evaluates its closure as often as it likes, and ranks outside of "
                 f"process_set={self.ranks} another number of times than those in it. Fix: another optimizer, or no process_set"

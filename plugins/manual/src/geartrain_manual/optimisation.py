@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import LoadedPlugin, ScaledPrecision, backward, clip, epoch_is_over, mean_over_ranks, parameters_of
+from geartrain.plugin_api import LoadedPlugin, ScaledPrecision, backward, clip, end_of_epoch, mean_over_ranks, parameters_of
 from geartrain_manual.gradients import changed_since, gradients_now
 from geartrain_manual.scaling import ManuallyScaledPrecision
 
@@ -95,7 +95,7 @@ class ManualOptimisation:
         hooks, on = run.hooks, run.module_hooks
         (run.batch,) = micro_batches  # one: check_plan refuses accumulate_grad_batches
         if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
-            raise epoch_is_over(run)
+            raise end_of_epoch(run)
         with hooks.micro_step(run=run, first=True, last=True):
             run.step_output = hooks.forward(run=run, method="training_step", args=(run.batch, run.batch_idx))
         on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)

@@ -48,7 +48,7 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
             before, place = dict(os.environ), start(run, timeout)
             if place.size == 1:  # a program that is started later is no rank of this run
                 around.callback(_put_back, before, (*variables(place), "GLOO_SOCKET_IFNAME"))
-        check(run, place)
+        check_processes(run.plan, place)
         _runs += 1
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = _excepthook  # each init_process_group() wraps it again, and an error's lines would say [rank0] once a run
@@ -100,15 +100,6 @@ def _connected(run: Run, place: ClusterEnvironment, key: str, timeout: timedelta
         # Neither shutdown(), abort() nor destroy_process_group() closes gloo's connections while something refers to the group.
         disconnect_if_failed()
         raise
-
-
-def check(run: Run, place: ClusterEnvironment) -> None:
-    """Refuse a plan and an environment that disagree.
-
-    Raises:
-        UsageError: the numbers of processes differ, or rank 0's address is not known.
-    """
-    check_processes(run.plan, place)
 
 
 def start(run: Run, timeout: timedelta) -> ClusterEnvironment:

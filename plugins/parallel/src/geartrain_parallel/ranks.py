@@ -17,7 +17,7 @@ from geartrain_parallel.uneven_inputs import is_sure, repeated, until_all_ranks_
 
 
 class SeveralRanks(OneRank):
-    """A rank among others. It needs ``log_sync``, ``all_gather``, ``broadcast`` and ``barrier`` of the strategy, and nothing else."""
+    """A rank among others. It needs the strategy's ``log_sync``, ``all_gather`` and ``broadcast``."""
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:
         # A module's arguments may well differ, as a folder's name does; what it became must not.

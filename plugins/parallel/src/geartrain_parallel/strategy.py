@@ -48,15 +48,7 @@ class ProcessGroupStrategy:
         return model
 
     def average_gradients(self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
-        """Make gradients the mean over ranks, in place. In manual optimisation the loop calls this after each backward.
-
-        Args:
-            parameters: the same ones on every rank, in the same order.
-            changed: which of them have a gradient to average on this rank; averaged are those that any rank names.
-
-        Returns:
-            Whose gradients were averaged.
-        """
+        """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`. geartrain-manual calls it after each backward."""
         return collectives.average_gradients(run, parameters, changed)
 
     # --- collectives -----------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Stepper:
         if run.model is None:
             raise UsageError("the session is closed. Fix: step inside `with Session(...)`, or before session.close()")
         session_run.begin()
-        if run.closure:
+        if run.needs_closure:
             loss = self._closure_step(closure)
         else:
             if closure is not None:

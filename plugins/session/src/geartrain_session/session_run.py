@@ -127,7 +127,7 @@ class SessionRun:
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
         run = self._run_of(model._run, model.module)
         run.step_functions = model._run.step_functions
-        run.closure = needs_closure([optimizer])
+        run.needs_closure = needs_closure([optimizer])
         run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer)]
         self._runs.append(run)
         return session_optimizer(run.optimizers[0], Stepper(self, run, model))

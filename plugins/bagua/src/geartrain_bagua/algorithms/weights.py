@@ -115,7 +115,7 @@ def refuse_closure(context: Context) -> None:
     Raises:
         UsageError: the optimizer computes the loss itself.
     """
-    if context.run.closure:
+    if context.run.needs_closure:
         raise UsageError(
             "each rank has weights of its own under this algorithm, and an optimizer that needs a closure, such as LBFGS, would go another "
             "way on each, by a loss that is the mean over all, and ask for it another number of times: ranks would wait for each other for "
