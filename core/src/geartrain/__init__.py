@@ -46,7 +46,7 @@ _LAZY = {
     "seed_everything": "geartrain.data.seeding",
 }
 
-#: Modules that are there without an import of their own, as ``pl.callbacks`` is: ``gt.callbacks.EarlyStopping``.
+#: Modules that need no import, like ``pl.callbacks``: ``gt.callbacks.EarlyStopping``.
 _MODULES = ("accelerators", "callbacks", "loggers", "strategies", "testing", "tuning")
 
 __all__ = [

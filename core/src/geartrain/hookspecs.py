@@ -103,7 +103,7 @@ def setup_process_group(run: Run) -> World:
 
 @single
 def make_ranks(run: Run) -> OneRank:
-    """Say how the ranks do together what one process does alone: check their set-up, count batches, reduce metrics, collect predictions.
+    """Return how the ranks do together the work of one process: check their set-up, count batches, reduce metrics, collect predictions.
 
     Fired: once in each process, after ``setup_process_group``, if the world has several ranks.
     Returns: ``geartrain.parallel.SeveralRanks()``, which needs only the collectives below, or an object of a subclass.
@@ -168,7 +168,7 @@ def device_batches(run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]
     Fired: once an epoch and loader.
     Arguments: ``loader`` as ``shard_dataloader`` returned it; ``stage`` as there.
     Returns: an iterator of batches on ``run.device``. Call ``run.to_device(batch)``, which asks the module's
-        ``transfer_batch_to_device`` where it is overridden.
+        ``transfer_batch_to_device`` if it is overridden.
     Default: each batch when it is asked for.
     """
 
@@ -200,9 +200,9 @@ def forward(run: Run, method: str, args: tuple[Any, ...]) -> Any:
 
     Fired: once a (micro-)batch in every stage.
     Arguments: ``method`` is ``"training_step"``, ``"validation_step"``, ``"test_step"`` or ``"predict_step"``; ``args`` is
-        ``(batch, batch_idx)``, and ``dataloader_idx`` where there are several loaders. In a Session ``method`` is ``"forward"`` or
+        ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders. In a Session ``method`` is ``"forward"`` or
         another of the model's, and ``args`` is ``((args, kwargs),)`` of its call.
-    Returns: what the method returned.
+    Returns: the method's result.
     Default: ``run.model(method, *args)`` in training; in evaluation the bare module, because a wrapper's forward may communicate
         and ranks may have unequal numbers of batches. In manual optimisation geartrain-manual owns it: always the bare module.
     """
@@ -246,7 +246,7 @@ def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | 
     """Step one optimizer.
 
     Fired: once a step for each optimizer; in manual optimisation, in each ``optimizer.step()``.
-    Arguments: ``optimizer`` as ``wrap_optimizer`` returned it; ``closure`` computes loss and gradients anew, for LBFGS and the
+    Arguments: ``optimizer`` as ``wrap_optimizer`` returned it; ``closure`` computes loss and gradients again, for LBFGS and the
         like; ``None`` for the others.
     Returns: ``False`` if the step was skipped; schedulers then wait.
     Default: ``optimizer.step()`` or ``optimizer.step(closure)``.
@@ -327,8 +327,8 @@ def find_checkpoint(which: str, output: Path | None) -> Sequence[Path]:
 def device_stats(run: Run) -> dict[str, float] | None:
     """Report figures of the device, units in their names (``gpu0_memory_used_mib``).
 
-    Fired: when a monitor asks, in a thread of its own: do nothing here that waits for the device or talks to other ranks.
-    Returns: figures by name; ``None`` where there are none.
+    Fired: when a monitor asks, in the monitor's thread: do nothing here that waits for the device or talks to other ranks.
+    Returns: figures by name; ``None`` without any.
     """
 
 

@@ -165,7 +165,7 @@ class Trainer(RankProperties):
 
         Raises:
             UsageError: something that cannot work; nothing was started.
-            TrainingError: the run failed in a way that geartrain can explain. Errors of the user's own code come as they are,
+            TrainingError: the run failed in a way that geartrain can explain. Errors of user code come as they are,
                 with a note if a plugin's hook raised them.
         """
         refuse_unknown("Trainer.fit", unknown, self.fit)
@@ -258,7 +258,7 @@ class Trainer(RankProperties):
         known = hyperparameters(None if isinstance(model, type) else model, datamodule)
         self.plan = replace(self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes)
         if command == "fit" and not model.automatic_optimization:
-            # First without the parts of manual optimisation: what a strategy says of it is clearer than that two parts own a hook.
+            # First without the parts of manual optimisation: a strategy's refusal is clearer than two owners of a hook.
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
         self.hooks = self.hooks_for(model, command)
         check_joins(self.plan, self.hooks)
@@ -371,7 +371,7 @@ class Trainer(RankProperties):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Called for names that do not exist only: for Lightning's, the error says what to write."""
+            """Called for names that do not exist only: for Lightning's, the error has the replacement."""
             try:
                 return object.__getattribute__(self, name)  # again, for its error: a property's own among them
             except AttributeError as error:
@@ -402,7 +402,7 @@ class Trainer(RankProperties):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The newest value of every logged metric, a 0-d tensor on the CPU: what was logged since the last flush is read now."""
+        """The newest value of every logged metric, a 0-d tensor on the CPU: values logged since the last flush are read now."""
         return _as_tensors(self._run.metrics if self._run else {})
 
     @property

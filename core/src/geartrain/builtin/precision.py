@@ -226,7 +226,7 @@ class ScaledPrecision(MixedPrecision):
         self._stepped = overflow is None or not bool(overflow)
 
     def _finish(self, run: Run) -> None:
-        """After a step's last optimizer: count what was skipped, adjust the scale."""
+        """After a step's last optimizer: count skipped steps, adjust the scale."""
         if self._skipped:
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         if self._unscaled and run.mode == "session":

@@ -12,7 +12,7 @@ from geartrain.plan import Layout, PlanRequest
 class SingleDeviceStrategy:
     """Trains in this process on one device. Every other hook is core's default, which is made for just that."""
 
-    #: What the conformance kit may expect.
+    #: The capabilities that the conformance kit may expect.
     capabilities: ClassVar[dict[str, bool]] = {"multi_node": False}
 
     @hookimpl

@@ -1,1 +1,1 @@
-"""Checkpoints: what one holds, its file, and how a fit resumes."""
+"""Checkpoints: their contents, their file, and how a fit resumes."""

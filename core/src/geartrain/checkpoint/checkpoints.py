@@ -1,4 +1,4 @@
-"""Checkpoints: what one holds, how all ranks save it together, how it is read, and which file ``"best"`` and ``"last"`` mean.
+"""Save and read checkpoints, together on all ranks, and find the file that ``"best"`` and ``"last"`` mean.
 
 Parts rank and name their own files (``find_checkpoint``): the best are geartrain-callbacks' ModelCheckpoint's.
 """
@@ -31,14 +31,14 @@ LAST = "last.ckpt"
 
 
 def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
-    """What a checkpoint holds: the module's weights, the counters, during ``fit`` all that it needs to go on from here, and what the
-    module's ``on_save_checkpoint`` adds. Every rank calls this; rank 0's is what is to be saved.
+    """Return the contents of a checkpoint: weights, counters, during ``fit`` everything that it needs to resume, and the additions of the
+    module's ``on_save_checkpoint``. Every rank calls this, and rank 0's is saved.
 
     Args:
         epochs: epochs done: ``run.epoch`` within an epoch, one more in ``on_epoch_end``.
     """
     state: dict[str, Any] = {"geartrain": __version__, "step": run.step, "epoch": epochs}
-    # First: a strategy whose thread changes weights lets them be when it is asked for its state.
+    # First: a strategy whose thread changes weights pauses the thread when it returns its state.
     fit = training_state(run, epochs) if run.command == "fit" and run.mode != "session" else None
     state["model"] = run.module.state_dict()
     if fit is not None:
@@ -49,7 +49,7 @@ def checkpoint_state(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def save_checkpoint_file(run: Run, state: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint and tell plugins of it. Every rank calls this, with the same path.
+    """Save a checkpoint and call ``on_checkpoint_saved``. Every rank calls this, with the same path.
 
     A checkpoint that a plugin writes says which plugin that was: the same plugin may be needed to read it.
 
@@ -87,11 +87,11 @@ def read(run: Run, path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run starts from."""
+    """The start of a run."""
 
     #: A checkpoint, or ``None``.
     path: Path | None = None
-    #: Whether ``fit`` goes on with all that it holds, and not with its weights alone.
+    #: True if ``fit`` resumes with everything in it, not with its weights alone.
     resumes: bool = False
 
 
@@ -134,7 +134,7 @@ def find_checkpoint_file(given: str | Path | None, hooks: Hooks, output: Path | 
     """Return the file that ``ckpt_path=`` means, or ``None`` for none.
 
     Args:
-        given: ``"best"``, ``"last"``, a file or ``None``; where the run resumes, also ``"auto"``: the last, if there is one.
+        given: ``"best"``, ``"last"``, a file or ``None``; if the run resumes, also ``"auto"``: the last, if one exists.
         hooks: the trainer's.
         output: the run's folder.
 

@@ -77,7 +77,7 @@ def check(path: Path) -> bool:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return what a ``fit`` saved to resume from. Reads no tensors and compares no digest. Empty if the file cannot be read as such."""
+    """Return the state that a ``fit`` resumes from. Read no tensors and compare no digest. Empty if the file has none."""
     with suppress(Exception):  # a file of the user's may be anything
         fit = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["fit"]
         progress(fit)  # raises if it is something else

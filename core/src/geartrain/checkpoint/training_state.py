@@ -1,4 +1,4 @@
-"""What a checkpoint holds under ``"fit"``: all that a ``fit`` needs, beside the weights, to resume as if it had not stopped.
+"""Save and load a checkpoint's ``"fit"``: everything but the weights that a ``fit`` needs to resume as if it had not stopped.
 
 :func:`training_state` saves it; :func:`load_training_state`, :func:`begin_epoch` and :meth:`Resumed.skip` put it back.
 
@@ -34,7 +34,7 @@ from geartrain.module.nested import map_tensors, not_plain
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
-#: The version of what is under ``"fit"``.
+#: The version of the format under ``"fit"``.
 FORMAT = 1
 
 
@@ -43,16 +43,16 @@ FORMAT = 1
 
 #: Settings that a scheduler moves: they differ from those in the code after each step.
 _SCHEDULED = frozenset(("lr", "momentum", "betas"))
-#: What a group holds beside its settings; QAdam counts its steps there.
+#: State of a group, not a setting; QAdam counts its steps there.
 _NO_SETTINGS = frozenset(("params", "step"))
 #: The types of settings that can be compared.
 _COMPARED = {bool, int, float, str, tuple, list, Counter}
 
 
 def training_state(run: Run, epochs: int) -> dict[str, Any]:
-    """Return what a ``fit`` needs to resume from here. Every rank calls it.
+    """Return the state that a ``fit`` needs to resume from here. Every rank calls it.
 
-    It costs ``world_size - 1`` broadcasts of what one rank keeps: about 10 KB of random state and its parts' ``state_dict()``, which
+    It costs ``world_size - 1`` broadcasts of one rank's state: about 10 KB of random state and its parts' ``state_dict()``, which
     travels to all ranks although only rank 0 keeps it, because no hook sends to one rank alone. A part that says ``same_on_all_ranks``
     sends nothing.
 
@@ -168,7 +168,7 @@ class Resumed:
     batch_idx: int
     #: True if the checkpoint was saved at the end of the validation that was due there.
     validated: bool
-    #: What the file has of this rank; little if the world has another size.
+    #: The file's state of this rank; little if the world has another size.
     rank: dict[str, Any]
 
     def skip(self, run: Run, batches: Iterator[Any]) -> None:
@@ -281,7 +281,7 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 
 
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
-    """Warn if the training loader may not give again what it gave."""
+    """Warn if the training loader may not repeat its batches."""
     loader = run.stages["train"].loaders[0]
     one_shot, stream = isinstance(loader, Iterator), isinstance(getattr(loader, "dataset", None), IterableDataset)
     if run.world.rank == 0 and ((one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)):
@@ -354,7 +354,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _of_this_rank(run: Run, fit: dict[str, Any]) -> dict[str, Any]:
-    """Return what the file has of this rank; in a world of another size its random state, if the rank existed, and rank 0's metrics."""
+    """Return the file's state of this rank; in a world of another size its random state, if the rank existed, and rank 0's metrics."""
     ranks, rank = fit["ranks"], run.world.rank
     if len(ranks) == run.world.size:
         return dict(ranks[rank])

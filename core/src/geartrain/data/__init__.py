@@ -1,1 +1,1 @@
-"""Loaders: what users give, the move to the device, the seeds, and what the loop asks of samplers."""
+"""Data: loaders, the move to the device, seeds, and the samplers' epochs."""

@@ -25,11 +25,11 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class Through:
-    """Batches, each through a function: what a wrapper of ``device_batches`` returns.
+    """Batches, each through a function, as a wrapper of ``device_batches`` returns them.
 
     Args:
-        batches: what the hook's owner returned.
-        loader: what it was made from.
+        batches: the result of the hook's owner.
+        loader: their loader.
     """
 
     def __init__(self, batches: Iterator[Any], loader: Iterable[Any], function: Callable[[Any], Any]) -> None:
@@ -47,7 +47,7 @@ class Through:
 
 def close_batches(batches: Any, loader: Any) -> None:
     """Close an iterator of ``device_batches``: one that prefetches holds batches and streams, and a DataLoader's has workers, which an
-    error's traceback would keep. A generator of the user's own, which is the loader itself, continues in the next epoch, and so do
+    error's traceback would keep. A user's generator, which is the loader itself, continues in the next epoch, and so do
     persistent workers."""
     close = getattr(batches, "close", None) or getattr(batches, "_shutdown_workers", None)
     if close is not None and batches is not loader and batches is not getattr(loader, "_iterator", None):
@@ -66,7 +66,7 @@ def end_workers(loader: Any) -> None:
 
 
 def moves_nothing(run: Run) -> bool:
-    """Whether a batch can be used as the loader gave it: on the CPU, with no transfer hook of the module's own."""
+    """True if a batch can be used as the loader gave it: on the CPU, without a transfer hook in the module."""
     return run.device.type == "cpu" and not any(overridden(run.module, name) for name in TRANSFER_HOOKS)
 
 
@@ -106,7 +106,7 @@ def _first_dimensions(batch: Any) -> Iterator[int]:
 
 
 def _items(batch: Any) -> Iterable[Any]:
-    """What a batch holds, one level deep."""
+    """Return the items of a batch, one level deep."""
     if isinstance(batch, Mapping):
         return batch.values()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -192,7 +192,7 @@ class BatchSizer:
 class DataSource:
     """Where a run's loaders come from."""
 
-    #: stage -> what the user passed to ``Trainer``, if anything.
+    #: stage -> the loaders that the user passed to ``Trainer``, if any.
     given: Mapping[str, Any]
     datamodule: DataModule | None = None
 
@@ -202,10 +202,10 @@ class DataSource:
         return _METHODS[stage]
 
     def loaders(self, stage: str, module: Module) -> list[Iterable[Any]]:
-        """The loaders of a stage: those given, else the DataModule's, else the module's own; empty where there are none.
+        """Return the loaders of a stage: those given, else the DataModule's, else the module's; empty if none exist.
 
         Raises:
-            UsageError: what was given, or made, is neither loaders nor batches.
+            UsageError: the loaders are neither loaders nor batches.
         """
         given, method = self.given.get(stage), _METHODS[stage]
         owner = self.datamodule if self.datamodule is not None and overridden(self.datamodule, method) else module
@@ -256,7 +256,7 @@ def _leaves(thing: Any) -> Iterator[Any]:
 
 
 def _is_loader(item: Any) -> bool:
-    """Whether an item of a list is a loader, and not a batch, which can be moved or is an array or text."""
+    """True if an item of a list is a loader, and not a batch, which can be moved or is an array or text."""
     return isinstance(item, Iterable) and not isinstance(item, str | bytes) and not hasattr(item, "to") and not hasattr(item, "__array__")
 
 

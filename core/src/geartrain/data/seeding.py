@@ -13,7 +13,7 @@ import torch
 
 
 def seed_everything(seed: int) -> int:
-    """Seed Python's, NumPy's (where it is loaded) and torch's generators, on every device.
+    """Seed Python's, NumPy's (if it is loaded) and torch's generators, on every device.
 
     DataLoader workers draw their seeds from torch's, so they follow.
 
@@ -31,7 +31,7 @@ def seed_everything(seed: int) -> int:
 
 
 def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
-    """Where the global generators stand: torch's, Python's, NumPy's where it is loaded, and those of the device; tensors and plain values.
+    """Return the state of the global generators (torch's, Python's, NumPy's if it is loaded, the device's), as tensors and plain values.
 
     Args:
         every: of every device of this kind that the process sees, instead of one.
@@ -49,7 +49,7 @@ def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
 
 
 def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
-    """Let the global generators go on from what :func:`random_state` gave; those of a device of another kind stay as they are."""
+    """Restore the state that :func:`random_state` returned; generators of another kind of device stay as they are."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -68,7 +68,7 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
 
 @contextmanager
 def determinism(mode: bool | str) -> Iterator[None]:
-    """Ask torch for deterministic algorithms while the context is open; ``"warn"`` only warns where there is none.
+    """Ask torch for deterministic algorithms while the context is open; ``"warn"`` only warns if an operation has none.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

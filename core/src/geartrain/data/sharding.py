@@ -1,4 +1,4 @@
-"""What the loop asks a loader's samplers: the epoch's order, and whether they give this rank a part of the data only."""
+"""Read and set a loader's samplers: the epoch's order, and whether this rank gets only a part of the data."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def set_order_seeds(loader: Any, seeds: list[int]) -> None:
 
 
 def generators(loader: Any) -> Iterator[torch.Generator]:
-    """The generators of its own that a loader draws its order from."""
+    """Return a loader's generators, from which it draws its order."""
     for thing in (loader, *samplers(loader)):
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):

@@ -68,7 +68,7 @@ def _check_hookimpl(part: LoadedPlugin, impl: Impl, opts: Any, specs: Mapping[st
 
 
 def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with an implementation of a known hook, and the fix."""
+    """Yield each fault of an implementation of a known hook, and the fix."""
     if opts["tryfirst"] or opts["trylast"]:
         yield "asks for tryfirst or trylast", "order is the order in which plugins are given; take it out"
     if opts["hookwrapper"]:

@@ -18,7 +18,7 @@ from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
 
 _PROJECT = "geartrain"
-#: The kinds that may own a single hook, first claim first. A plugin owns one only if it says ``replaces``.
+#: The kinds that may own a single hook, first claim first. A plugin owns one only with ``replaces``.
 _OWNERS = ("strategy", "accelerator", "precision", "core", "default")
 
 
@@ -33,7 +33,7 @@ class _Manager(pluggy.PluginManager):
 
     @property
     def is_watched(self) -> bool:
-        """True while a monitor is on: then every call must go through pluggy, which tells the monitor."""
+        """True while a monitor is on: then every call must go through pluggy, which reports it."""
         return self._inner_hookexec is not self._unwatched
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
@@ -214,7 +214,7 @@ class Hooks:
                 if isinstance(frame.f_locals.get("self"), Module):
                     return
                 continue
-            # Two plugins may have inherited one function: then the frame's own object tells whose call it was.
+            # Two plugins may have inherited one function: then the frame's object identifies the caller.
             bound = [found for found in impls[frame.f_code] if any(found[0].plugin is value for value in frame.f_locals.values())]
             impl, hook = (bound or impls[frame.f_code])[0]
             choice = self._choice_of.get(id(impl.plugin))

@@ -135,7 +135,7 @@ def on_methods() -> frozenset[str]:
 
 @functools.cache
 def nearly(name: str, known: frozenset[str]) -> str | None:
-    """Return the known name that ``name`` misspells; ``None`` if it is known itself, or a name of its own.
+    """Return the known name that ``name`` misspells; ``None`` if it is known itself, or an unrelated name.
 
     It misspells one if it has the same words, but for the spelling of a word, the underscores, or a word of the same meaning.
     """
@@ -162,7 +162,7 @@ _Space = dict[str, Any]
 
 
 def _spaces(thing: Any, base: type) -> list[_Space]:
-    """Return what a module, or an object and each of its classes, defines itself, without what is of ``base``."""
+    """Return the definitions of a module, or of an object and each of its classes, without those of ``base``."""
     if isinstance(thing, types.ModuleType):
         return [{name: value for name, value in vars(thing).items() if getattr(value, "__module__", thing.__name__) == thing.__name__}]
     cls = thing if isinstance(thing, type) else type(thing)

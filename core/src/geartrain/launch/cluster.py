@@ -187,7 +187,7 @@ def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     if local_size is None and node and not rank:
         raise UsageError(f"NODE_RANK={node}: how many processes a node holds is not known. Fix: set RANK or LOCAL_WORLD_SIZE too")
     if local_size is None:
-        # Without it, nodes must hold equal numbers of processes: the rank tells how many, or all are on one node.
+        # Without it, nodes must hold equal numbers of processes: the rank gives the number, or all are on one node.
         local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
     return ClusterEnvironment("environment", rank[0] if rank else node * local_size[0] + local_rank, size, local_rank, local_size[0], node)
 

@@ -1,4 +1,4 @@
-"""Whether this program can be started again as another rank, and in which directory it started."""
+"""Find out if this program can be started again as another rank, and in which directory it started."""
 
 from __future__ import annotations
 

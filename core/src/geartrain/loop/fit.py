@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
     """Take one optimizer step over ``micro_batches``, which are on the device. :func:`train_epoch` counts it.
 
-    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module; a hook that nobody implements does nothing.
+    ``run.hooks`` calls plugins, ``run.module_hooks`` the user's module; a hook without implementation does nothing.
     """
     hooks, module_hooks, size = run.hooks, run.module_hooks, len(micro_batches)
 
@@ -104,7 +104,7 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
 
 
 def backward(run: Run, loss: torch.Tensor) -> None:
-    """Call the hook ``backward``, and say what is wrong with a loss that has none.
+    """Call the hook ``backward``, and explain why a loss has none.
 
     Raises:
         TrainingError: the loss needs no grad, or is not one number.

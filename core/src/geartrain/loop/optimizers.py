@@ -32,7 +32,7 @@ class Schedule:
     frequency: int = 1
     #: The metric that ReduceLROnPlateau reads.
     monitor: str | None = None
-    #: Whether a missing metric is an error.
+    #: True if a missing metric is an error.
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
@@ -44,7 +44,7 @@ class Schedule:
     judged: tuple[int, int] | None = None
 
     def progress(self) -> tuple[int, int, tuple[int, int] | None]:
-        """What a checkpoint keeps beside the scheduler's own state."""
+        """Return the state that a checkpoint keeps beside the scheduler's."""
         return self.count, self.due, self.judged
 
     def set_progress(self, progress: Any) -> None:
@@ -160,7 +160,7 @@ def mean_over_ranks(run: Run, loss: Any) -> Any:
 
 
 def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bool:
-    """Whether the optimizer computes the loss itself, several times a step, as LBFGS does.
+    """True if the optimizer computes the loss itself, several times a step, as LBFGS does.
 
     Args:
         automatic: whether the loop steps all of them; in manual optimisation the module steps each by itself.

@@ -1,4 +1,4 @@
-"""What the ranks of a run do together, beside the collectives of its hooks: here, in a run of one rank."""
+"""The common work of a run's ranks, beside the collectives of its hooks: here, of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OneRank:
         """
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
-        """Return a stage with what the loaders of all ranks have, from what this rank's have.
+        """Return a stage with the batches of all ranks, from a stage with this rank's.
 
         Args:
             name: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -36,7 +36,7 @@ class OneRank:
         """Return the batches for which this rank calls its step, at most ``limit`` of its own.
 
         Every rank calls its step equally often, so that collectives inside it cannot deadlock: if a rank has run out in an evaluation, it
-        repeats a batch. Then ``run.repeating`` is true, and what is logged leaves no trace.
+        repeats a batch. Then ``run.repeating`` is true, and logged values leave no trace.
         """
         return islice(batches, limit)
 
@@ -44,11 +44,11 @@ class OneRank:
         """Give every rank rank 0's buffers: each rank's BatchNorm has seen its own batches, and would evaluate by its own statistics."""
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
-        """Return what ``predict_step`` returned for the batches of a loader on all ranks, from what it returned on this one."""
+        """Return the outputs of ``predict_step`` for a loader on all ranks, from those of this rank."""
         return mine
 
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what each rank saves for itself, in order, on rank 0, which writes the checkpoint; the others get their own."""
+        """Return each rank's state, in order, on rank 0, which writes the checkpoint. The others get their own."""
         return [mine]
 
     def reduce(self, run: Run, metrics: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:

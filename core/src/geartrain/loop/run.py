@@ -49,7 +49,7 @@ class Stage:
     batches: list[int | None] = field(default_factory=list)
     #: The most batches that any rank has: so many times every rank calls the step in evaluation.
     max_batches: list[int | None] = field(default_factory=list)
-    #: True if ranks must agree at each batch whether another follows: some rank's loader cannot tell its length.
+    #: True if ranks must agree at each batch whether another follows: some rank's loader has no length.
     lengths_unknown: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,21 +64,21 @@ def _report_nothing(*_: object) -> None:
 class Run:
     """One call of ``fit``, ``validate``, ``test`` or ``predict``, as hooks see it."""
 
-    #: What was decided before anything started; frozen.
+    #: The decisions before anything started; frozen.
     plan: Plan
     #: The callers: ``run.hooks.barrier(run=run)``. Frozen after set-up; a hook without implementation does nothing.
     hooks: Hooks
     #: The user's module, never wrapped.
     module: Module
     trainer: Trainer
-    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: what was asked for.
+    #: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: the caller's command.
     command: str
     #: What does backward and steps: ``"automatic"``, the loop; ``"manual"``, the module's ``training_step``; ``"session"``, the user's own
     #: loop, without epochs and stages.
     mode: str = "automatic"
     #: What runs now: ``"train"``, ``"validate"``, ``"test"``, ``"predict"`` or ``"sanity_check"``.
     stage: str = "train"
-    #: This process among the others, as whoever started them says; ``None`` where it is alone.
+    #: This process among the others, as the launcher says; ``None`` if it is alone.
     cluster: ClusterEnvironment | None = None
     #: A fresh store that every rank of this run reaches; ``None`` where this process is alone.
     store: Store | None = None
@@ -92,13 +92,13 @@ class Run:
     model: nn.Module | None = None
     #: ``StepForwarder(module)`` as it was before ``wrap_model``: what evaluation calls.
     unwrapped: StepForwarder = field(init=False)
-    #: What calling each step method comes to: what the default ``forward`` calls.
+    #: The function for each step method, which the default ``forward`` calls.
     step_functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[Schedule] = field(default_factory=list)
     device: torch.device = field(init=False)
     world: World = field(default_factory=World)
-    #: What the ranks do together, beside the collectives among the hooks.
+    #: The common work of the ranks, beside the collectives among the hooks.
     ranks: OneRank = field(default_factory=OneRank)
     #: What plugins want called between ``prepare_data`` and ``setup`` of data module and module.
     before_setup: list[Callable[[], None]] = field(default_factory=list)
@@ -114,30 +114,30 @@ class Run:
     dataloader_idx: int = 0
     #: The batch that is in a step method now; ``None`` between batches.
     batch: Any = None
-    #: What the newest ``training_step`` returned; ``None`` between epochs.
+    #: The newest result of ``training_step``; ``None`` between epochs.
     step_output: Any = None
-    #: Whether the optimizer computes the loss itself, as LBFGS does.
+    #: True if the optimizer computes the loss itself, as LBFGS does.
     needs_closure: bool = False
-    #: What the module's ``manual_backward`` and the like call: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on. The plugin
+    #: The target of the module's ``manual_backward`` and the like: in mode ``"manual"``, from ``on_run_start`` of a ``fit`` on. The plugin
     #: ``manual_optimisation`` sets it.
     manual: Any = None
-    #: The newest value of each metric that was reported or read; ``metrics`` has what was logged since then too.
+    #: The newest value of each metric that was reported or read; ``metrics`` also has values that were logged since then.
     reported: dict[str, float] = field(default_factory=dict)
     logs: MetricStore = field(init=False)
     #: The module's own hooks that are overridden, each a bound method or ``None``.
     module_hooks: ModuleHooks = field(init=False)
     #: By name, ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; empty if the command does not need its loaders.
     stages: dict[str, Stage] = field(default_factory=lambda: defaultdict(Stage))
-    #: Whether this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
+    #: True if this rank has run out of batches and repeats one, so that collectives match; its outputs and logs are thrown away.
     repeating: bool = False
     #: Where the random generators stood as the running epoch began.
     epoch_start: dict[str, Any] | None = None
     #: Where a run resumes, in its first epoch; ``None`` after it, and in other runs.
     resumed: Resumed | None = None
-    #: A checkpoint in memory that ``fit`` goes on from, whatever it was to start from. Set in ``setup_process_group`` by a strategy whose
+    #: A checkpoint in memory from which ``fit`` resumes, before any file. Set in ``setup_process_group`` by a strategy whose
     #: ranks come and go; all ranks have the same.
     memory_checkpoint: dict[str, Any] | None = None
-    #: Set by anyone, takes effect on all ranks at the next flush.
+    #: May be set on any rank; takes effect on all ranks at the next flush.
     should_stop: bool = False
 
     def __copy__(self) -> Run:
@@ -158,7 +158,7 @@ class Run:
 
     def again(self) -> None:
         """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
-        come and go. The module keeps its weights: ``memory_checkpoint`` says where ``fit`` goes on."""
+        come and go. The module keeps its weights: ``memory_checkpoint`` is where ``fit`` resumes."""
         cluster, reports, state = self.cluster, (self.report_failure, self.report_teardown), self.__getstate__()
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
@@ -172,7 +172,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest value of every logged metric on this rank; what was logged since the last flush is read now.
+        """The newest value of every logged metric on this rank; values logged since the last flush are read now.
 
         The CPU waits for the GPU here, but no rank waits for another. So a metric with ``sync_dist`` that no flush has reduced yet is this
         rank's own: ``run.logs.refresh(name)``, called on every rank, reduces it.
@@ -186,7 +186,7 @@ class Run:
         self.logs.log(name, value, **options)
 
     def to_device(self, batch: Any) -> Any:
-        """Move a batch to ``run.device``, through the module's ``transfer_batch_to_device`` where it is overridden."""
+        """Move a batch to ``run.device``, through the module's ``transfer_batch_to_device`` if it is overridden."""
         from geartrain.data.loaders import transfer
 
         return transfer(self, batch)

@@ -1,4 +1,4 @@
-"""What the loop knows about the user's module: the StepForwarder that is wrapped, the module's own hooks, and what cannot be run."""
+"""The loop's view of the user's module: the StepForwarder that is wrapped, the module's hooks, and checks of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from geartrain.module.nested import map_tensors
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 _ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
-#: Methods of other frameworks' modules that geartrain would never call; the vocabularies of ``geartrain.hints`` say what to write instead.
+#: Methods of other frameworks' modules that geartrain would never call; the vocabularies of ``geartrain.hints`` have the replacements.
 NOT_CALLED = _ON_LOADERS | {
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping", "clip_gradients"),
     *("configure_callbacks", "configure_sharded_model", "configure_model", "on_post_move_to_device", "log_grad_norm"),
@@ -79,7 +79,7 @@ class StepForwarder(nn.Module):
         return getattr(self._modules["module"], method)(*args[: self._arity[method]])
 
     def has_end(self, method: str) -> bool:
-        """Whether the module has a ``*_step_end`` for this method."""
+        """True if the module has a ``*_step_end`` for this method."""
         return method in self._ends
 
     def end(self, method: str, outputs: list[Any]) -> Any:
@@ -102,7 +102,7 @@ class ModuleHooks:
     """The module's own hooks as attributes: each a bound method if the subclass overrides it, else :func:`nothing`."""
 
     def __init__(self, module: Module) -> None:
-        #: What this epoch's training steps returned, without their graphs, if ``training_epoch_end`` wants it.
+        #: The outputs of this epoch's training steps, without their graphs, if ``training_epoch_end`` wants it.
         self.outputs: list[Any] = []
         for name in dir(Module):
             if name.startswith("on_"):
@@ -121,7 +121,7 @@ class ModuleHooks:
         return any(getattr(self, name) is not nothing for name in names)
 
     def put_before(self, name: str, hook: Callable[..., Any]) -> None:
-        """Call ``hook`` before what is called by this name now, whose result counts."""
+        """Call ``hook`` before the present method of this name, whose result counts."""
         then = getattr(self, name)
 
         def both(*arguments: Any) -> Any:
@@ -159,12 +159,12 @@ def check_module(module: Any, command: str) -> None:
     for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
-    # What Module has itself is for manual optimisation: there a subclass may change what it calls.
+    # Module's own methods of these names are for manual optimisation, where a subclass may override them.
     own = {method for method in vars(Module) if not module.automatic_optimization or not overridden(module, method)}
     _refuse_not_called(cls, "Module", NOT_CALLED - own)
 
 
-#: Arguments that Lightning gives a step, or gave it once -> what to do instead.
+#: Arguments that Lightning gives a step, or gave it once -> the replacement.
 _NOT_GIVEN = {
     "optimizer_idx": "automatic_optimization = False in __init__, and self.optimizers() in training_step, see docs/manual-optimisation.md",
     "hiddens": "splitting the sequence in training_step",

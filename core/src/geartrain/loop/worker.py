@@ -1,4 +1,4 @@
-"""What each process does: set up, run the stage, tear down. The order here is the contract of hookspecs.py."""
+"""The work of each process: set up, run the stage, tear down. The order here is the contract of hookspecs.py."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
         counts = [_count(loader, limit, stage) for loader in loaders]
         run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
-    if size is not None:  # the plan had what the user's loader or data module said before it started
+    if size is not None:  # the plan had the size that the user's loader or data module gave before the start
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
 
@@ -166,10 +166,10 @@ def _set_up_model(run: Run, start: Start) -> None:
 
 @contextmanager
 def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterator[list[Callable[..., Any]]]:
-    """Tell plugins of an error, and undo set-up in reverse order, also after one. Yields the list of what to undo.
+    """Call plugins after an error, and undo the set-up in reverse order, also after one. Yield the list of undo functions.
 
     Args:
-        owners: whose ``teardown`` is called, where the module was set up.
+        owners: their ``teardown`` is called if the module was set up.
     """
     undo: list[Callable[..., Any]] = []
     failures: list[BaseException] = []

@@ -14,11 +14,11 @@ from geartrain.module.module import Module
 
 
 class WrappedModule(Module):
-    """A model of somebody's own with a loss and an optimizer; its checkpoints hold the model's own names.
+    """A plain model with a loss and an optimizer; its checkpoints have the model's names.
 
     Args:
         model: called with a batch: ``(*inputs, target)`` as ``model(*inputs)``, a mapping as ``model(**batch)``, anything else as it is.
-        loss: ``loss(output, target)``; where a batch has no target, it is the batch itself. ``None``: the model's
+        loss: ``loss(output, target)``; if a batch has no target, it is the batch itself. ``None``: the model's
             output has the loss as ``output.loss`` or ``output["loss"]``, as those of transformers have.
         optimizer: makes one from the parameters (a class with its defaults, or a ``functools.partial``), or is one.
     """
@@ -65,7 +65,7 @@ class WrappedModule(Module):
 
 
 def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
-    """What the model gets of a batch, and what the loss compares its output with."""
+    """Return the model's input, and the target that the loss compares the output with."""
     if isinstance(batch, Mapping):
         return batch, batch
     if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -75,7 +75,7 @@ def _parts(batch: Any) -> tuple[Iterable[Any] | Mapping[str, Any], Any]:
 
 
 def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
-    """A geartrain Module as it is; a plain ``nn.Module`` with what it is trained with as :class:`WrappedModule`.
+    """Return a geartrain Module as it is; a plain ``nn.Module`` with its loss and optimizer as :class:`WrappedModule`.
 
     Raises:
         UsageError: something is missing, given without need, or of the wrong kind.

@@ -1,4 +1,4 @@
-"""What one rank has of a metric."""
+"""One rank's part of a metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetricOptions:
     logger: bool
     on_step: bool
     on_epoch: bool
-    #: The name of a reduction, or what a function of the user's own is called.
+    #: The name of a reduction, or the name of a user's function.
     reduce_fx: str
     sync_dist: bool
     rank_zero_only: bool
@@ -26,7 +26,7 @@ class MetricOptions:
 
 @dataclass(slots=True)
 class LocalMetric:
-    """What this rank has of one metric."""
+    """This rank's part of one metric."""
 
     spec: MetricOptions
     #: A sum for a mean, else the reduced value.

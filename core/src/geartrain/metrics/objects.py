@@ -50,7 +50,7 @@ class MetricLibrary(Protocol):
         """
 
     def states(self, module: nn.Module) -> dict[str, Any]:
-        """Return what the objects in a module have seen since their last reset, as tensors and plain values."""
+        """Return the objects' states since their last reset, as tensors and plain values."""
 
     def set_states(self, module: nn.Module, states: Mapping[str, Any]) -> None:
         """Give the objects what :meth:`states` returned."""

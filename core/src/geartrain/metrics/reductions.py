@@ -10,15 +10,15 @@ import torch
 from geartrain.errors import TrainingError, nearest
 
 NAMED = ("mean", "sum", "min", "max")
-#: What an accumulator starts from: nothing added, nothing seen.
+#: The start of an accumulator: nothing added, nothing seen.
 START = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 _FUNCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
 
 
 def key(reduce_fx: Any) -> str:
-    """Return what a reduction is called: its name, in any case, with ``"avg"`` for ``"mean"`` as in Lightning.
+    """Return the name of a reduction, in any case, with ``"avg"`` for ``"mean"`` as in Lightning.
 
-    A function of the user's own is called by where it was defined, which is the same on every rank and for every lambda made in the same
+    A user's function is named after the place of its definition, which is the same on every rank and for every lambda made in the same
     place.
     """
     if not callable(reduce_fx):
@@ -70,7 +70,7 @@ def value(reduce_fx: str, totals: list[float], weights: list[float]) -> float:
 
 
 def apply(name: str, function: Callable[[torch.Tensor], Any], values: list[float]) -> float:
-    """What the user's own function makes of all values, a float64 tensor ``[n]`` on the CPU.
+    """Call the user's function on all values, a float64 tensor ``[n]`` on the CPU.
 
     Raises:
         TrainingError: it gives something else than one number.

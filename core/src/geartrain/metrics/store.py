@@ -39,7 +39,7 @@ class _Metric:
     step: int = 0
     #: The newest value and its weight; weight 0 when it was reported.
     last: tuple[float, int] = (0.0, 0)
-    #: Whether ``run.metrics`` lacks it.
+    #: True if ``run.metrics`` lacks it.
     unread: bool = False
     total: float = 0.0
     weight: int = 0
@@ -73,7 +73,7 @@ class _Metric:
 
 
 class MetricStore:
-    """What was logged in the running stage and not reported yet."""
+    """The values that were logged in the running stage and not reported yet."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -87,11 +87,11 @@ class MetricStore:
         self.logged: dict[str, float] = {}
         #: In which epoch and after how many steps the newest value of each metric was logged.
         self.when: dict[str, tuple[int, int]] = {}
-        #: Whether any rank wanted to stop at the last flush.
+        #: True if any rank wanted to stop at the last flush.
         self.stop = False
-        #: Whether what is logged now will be reported; after an epoch's end it would be lost.
+        #: True if values logged now will be reported; after an epoch's end they would be lost.
         self.open = True
-        #: The metrics of what is around the running evaluation, outermost first.
+        #: The metrics of the stages around the running evaluation, outermost first.
         self._around: list[dict[str, _Metric]] = []
 
     # --- the hot path ----------------------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ class MetricStore:
         if metric.spec.on_epoch:
             metric.pending.append((value, batch_size))
         else:
-            metric.pending = [(value, batch_size)]  # nobody asks for those before
+            metric.pending = [(value, batch_size)]  # they are not read before
 
     def _of_loader(self, name: str) -> str:
-        """A metric's name with the number of its loader, where there are several."""
+        """Return a metric's name, with the number of its loader if there are several."""
         run = self._run
         if run.batch is None or run.stage == "train":
             return name
         return f"{name}/dataloader_idx_{run.dataloader_idx}" if len(run.current_stage.loaders) > 1 else name
 
     def _check(self, name: str, asked: tuple[Any, ...]) -> _Metric:
-        """The metric of this name, which is made where there is none, after a look at everything that was asked for."""
+        """Return the metric of this name; make it, after all checks, if it does not exist."""
         in_step, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, rank_zero_only = asked
         if not self.open:
             raise TrainingError(
@@ -210,7 +210,7 @@ class MetricStore:
         run = self._run
         sizer = self._sizers.get((run.stage, run.dataloader_idx))
         if sizer is None:
-            # In a Session what is logged belongs to no batch.
+            # In a Session a logged value belongs to no batch.
             loader = None if run.mode == "session" else run.current_stage.loaders[run.dataloader_idx]
             sizer = self._sizers[run.stage, run.dataloader_idx] = BatchSizer(loader, run.world.rank == 0)
         size = 1 if batch is None else sizer.size(batch) or 1
@@ -231,10 +231,10 @@ class MetricStore:
             metric.add(next(read) if isinstance(value, torch.Tensor) else value, weight)
         for metric in metrics.values():
             metric.pending.clear()
-        self._sized = (None, 1)  # lets go of the batch
+        self._sized = (None, 1)  # releases the batch
 
     def flush(self) -> None:
-        """Report the newest values of what is logged ``on_step``, and agree with the other ranks whether to stop."""
+        """Report the newest values of metrics logged ``on_step``, and agree with the other ranks whether to stop."""
         self.drain()
         shares = {m.name: m.newest() for m in self._metrics.values() if m.spec.on_step and m.last[1]}
         for name in shares:
@@ -242,7 +242,7 @@ class MetricStore:
         self._report(self._reduce(shares), "_step")
 
     def end_epoch(self) -> dict[str, float]:
-        """Report and forget what is logged ``on_epoch``.
+        """Report and forget the metrics logged ``on_epoch``.
 
         Returns:
             The values by their reported names.
@@ -258,15 +258,15 @@ class MetricStore:
         return reported
 
     def refresh_epoch(self) -> None:
-        """Bring what is logged ``on_epoch`` up to date in ``run.metrics``, for the hooks of the epoch's end, which may log more."""
+        """Update ``run.metrics`` with the metrics logged ``on_epoch``, for the hooks of the epoch's end, which may log more."""
         for name, value in self._epoch_values()[0].items():
             metric = self._metrics.get(name)
             self._put(name, None if metric is None else metric.spec, "_epoch", value, self._run.step)
 
     def _epoch_values(self) -> tuple[dict[str, float], list[Any]]:
-        """Reduce what is logged ``on_epoch``; return the values by name, and the objects to reset."""
+        """Reduce the metrics logged ``on_epoch``; return the values by name, and the objects to reset."""
         self.flush()
-        # A metric that was loaded has no function of the user's own until it is logged again: without it, it is left out.
+        # A metric that was loaded has no user's function until it is logged again. Until then it is left out.
         seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and (m.function or m.spec.reduce_fx in reductions.NAMED)]
         values = self._reduce({m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
         objects: list[Any] = []
@@ -279,7 +279,7 @@ class MetricStore:
         return values, objects
 
     def _warn_of_one_rank(self, names: Sequence[str]) -> None:
-        """Say that what an evaluation reports is of a part of the data."""
+        """Warn that an evaluation's metrics cover only a part of the data."""
         run = self._run
         if names and run.world.size > 1 and run.world.rank == 0 and run.stage in ("validate", "test"):
             warnings.warn(
@@ -321,7 +321,7 @@ class MetricStore:
     # --- between flushes -------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Bring ``run.metrics`` up to date with what this rank has logged. The CPU waits for the GPU here, and no rank for another."""
+        """Update ``run.metrics`` with the values that this rank has logged. The CPU waits for the GPU here, and no rank for another."""
         for name, metric in self._not_reported().items():
             if metric.unread:
                 self._put(name, metric.spec, "_step", metric.newest().value(name), metric.step)
@@ -354,7 +354,7 @@ class MetricStore:
         return found if run.world.size == 1 else run.hooks.broadcast(run=run, obj=found, src=0)
 
     def _not_reported(self, names: Collection[str] = ()) -> dict[str, _Metric]:
-        """What was logged ``on_step`` and not reported yet, read now; only these, if names are given. What the running evaluation logs
+        """Return values logged ``on_step`` and not reported yet, read now; only these, if names are given. What the running evaluation logs
         under a name hides what training did."""
         known: dict[str, _Metric] = {}
         for metrics in (*self._around, self._metrics):
@@ -398,7 +398,7 @@ class MetricStore:
     # --- its state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, within_epoch: bool) -> dict[str, Any]:
-        """Return what was reported and, within an epoch, what it has logged up to now, as plain values. The CPU waits for the GPU here.
+        """Return the reported values and, within an epoch, the values logged so far, as plain values. The CPU waits for the GPU here.
 
         What other libraries' objects have seen is theirs.
         """
@@ -415,14 +415,14 @@ class MetricStore:
         return {**{name: dict(values) for name, values in reported.items()}, "epoch": epoch if within_epoch else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was reported."""
+        """Restore the reported values."""
         self._run.reported.update(state["metrics"])
         self.logged.update(state["logged"])
         self.prog_bar.update(state["prog_bar"])
         self.when.update(state["when"])
 
     def resume_epoch(self, state: Mapping[str, Any]) -> None:
-        """Continue with what the epoch had logged, if the state was saved within it, in place of what was logged since this one began."""
+        """Restore the values that the epoch had logged, if the state was saved within it; those logged since this one began are dropped."""
         if state["epoch"] is not None:
             self._metrics = {
                 name: _Metric(
@@ -438,7 +438,7 @@ def _with_suffix(name: str, suffix: str) -> str:
 
 
 def check_name(name: Any) -> None:
-    """Refuse what is no name of a metric.
+    """Refuse a name that no metric can have.
 
     Raises:
         TrainingError: it is no text, empty, or has control characters, which a terminal would obey.
@@ -450,7 +450,7 @@ def check_name(name: Any) -> None:
 
 
 def scalar(name: str, value: Any) -> Any:
-    """What is logged, checked: a float, or a tensor of one element on its device.
+    """Return a logged value, checked: a float, or a tensor of one element on its device.
 
     Raises:
         TrainingError: neither.

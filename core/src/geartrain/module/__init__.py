@@ -1,1 +1,1 @@
-"""What the user writes: Module, DataModule, and the arguments of both."""
+"""The user's classes: Module, DataModule, and the arguments of both."""

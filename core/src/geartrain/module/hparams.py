@@ -1,4 +1,4 @@
-"""Hyperparameters: what a Module or DataModule was made with, kept without its author's doing."""
+"""Hyperparameters: the arguments of a Module or DataModule, kept without a call."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class MadeWith:
 
     @property
     def hparams(self) -> HyperParameters:
-        """What it was made with, defaults included: numbers, strings, and lists and dicts of them; after :meth:`save_hyperparameters`
+        """The arguments, defaults included: numbers, strings, and lists and dicts of them; after :meth:`save_hyperparameters`
         whatever that kept."""
         found: HyperParameters = vars(self).get("_hparams", HyperParameters())
         return found
 
     def save_hyperparameters(self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Iterable[str] = ()) -> None:
         """Keep arguments of any kind in :attr:`hparams`, objects too; called in ``__init__``, as in Lightning. A second call, as in a
-        subclass, adds to what the first one kept.
+        subclass, adds to the first one's.
 
         Args:
             names: the arguments to keep, or one dict or ``argparse.Namespace`` to keep in their place; default: all arguments.
@@ -87,7 +87,7 @@ class MadeWith:
                 what = f"{called} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}"
                 raise ValueError(f"{what}. Fix: one of these; what **kwargs takes has names of its own")
         kept = {name: value for name, value in arguments.items() if (not names or name in names) and name not in left_out}
-        # What was kept without a call gives way to the first one.
+        # The first call replaces the arguments that were kept without one.
         before = self.hparams if vars(self).get("_hparams_saved") else {}
         vars(self).update(_hparams=HyperParameters({**before, **kept}), _hparams_saved=True)
 

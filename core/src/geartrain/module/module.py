@@ -1,4 +1,4 @@
-"""Module and DataModule: what a user subclasses."""
+"""Module and DataModule, which users subclass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotAttached(RuntimeError, AttributeError):
 
 
 class Module(MadeWith, nn.Module):
-    """A model with what is needed to train it: ``training_step`` and ``configure_optimizers`` at least.
+    """A model with everything needed to train it: ``training_step`` and ``configure_optimizers`` at least.
 
     Steps, of which a subclass defines those it needs:
 
@@ -34,7 +34,7 @@ class Module(MadeWith, nn.Module):
     - ``training_step_end(outputs)``, ``validation_step_end``, ``test_step_end`` get a list with one output for each part of the
       batch: one part, except under dp, which splits it. What they return stands for the step's output.
     - ``training_epoch_end(outputs)``, ``validation_epoch_end``, ``test_epoch_end`` get every step's output of the epoch, on
-      this rank (a list of lists where there are several loaders); training outputs are detached.
+      this rank (a list of lists with several loaders); training outputs are detached.
     - ``train_dataloader()``, ``val_dataloader()``, ``test_dataloader()``, ``predict_dataloader()``, unless a DataModule or
       ``Trainer.fit`` brings the data.
     """
@@ -96,7 +96,7 @@ class Module(MadeWith, nn.Module):
     def local_rank(self) -> int:
         return self._run.world.local_rank if self._run else 0
 
-    # --- what it can do in a step ----------------------------------------------------------------------------------------
+    # --- methods for a step ----------------------------------------------------------------------------------------------
 
     def log(
         self,
@@ -126,9 +126,9 @@ class Module(MadeWith, nn.Module):
                 ``sync_dist``, over ranks; or a function that makes one number of all values, a float64 tensor ``[n]``.
             sync_dist: reduce over ranks; otherwise each rank keeps its own.
             rank_zero_only: called on rank 0 only.
-            batch_size: the weight of a mean; default: what the batch says (``batch_size``, ``num_graphs``), else the first dimension of
+            batch_size: the weight of a mean; default: the batch's (``batch_size``, ``num_graphs``), else the first dimension of
                 its first tensor, or another place where the loader's batch size stands.
-            add_dataloader_idx: append ``/dataloader_idx_N`` where there are several loaders.
+            add_dataloader_idx: append ``/dataloader_idx_N`` if there are several loaders.
 
         Raises:
             RuntimeError: outside a run.
@@ -176,7 +176,7 @@ class Module(MadeWith, nn.Module):
         return map_tensors(data, lambda tensor: run.hooks.all_gather(run=run, tensor=tensor))
 
     def optimizers(self) -> Optimizer | list[Optimizer]:
-        """The optimizer, or the list of them where there are several. In manual optimisation their ``step()`` and ``zero_grad()`` go
+        """The optimizer, or the list of several. In manual optimisation their ``step()`` and ``zero_grad()`` go
         through the hooks.
 
         Raises:
@@ -187,7 +187,7 @@ class Module(MadeWith, nn.Module):
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
-        """The learning-rate scheduler, the list of them where there are several, or ``None``."""
+        """The learning-rate scheduler, the list of several, or ``None``."""
         found = [schedule.scheduler for schedule in self._run.schedulers] if self._run else []
         return found[0] if len(found) == 1 else found or None
 
@@ -272,7 +272,7 @@ class Module(MadeWith, nn.Module):
         if self.global_rank == 0:
             print(*values, **options)
 
-    # --- what a subclass may override ------------------------------------------------------------------------------------
+    # --- methods to override ---------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
         """Make optimizers and schedulers, in any of Lightning's forms: an optimizer, a list, two lists, a dict with
@@ -352,7 +352,7 @@ class Module(MadeWith, nn.Module):
         """Before validation's first batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After validation's last batch; what is logged here is an epoch's metric."""
+        """After validation's last batch; values logged here are the epoch's metrics."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each validation batch."""
@@ -444,7 +444,7 @@ class DataModule(MadeWith):
 
 
 def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:
-    """Whether a subclass, which may be given itself, or the instance defines ``name`` anew."""
+    """True if a subclass, which may be given itself, or the instance overrides ``name``."""
     base = Module if issubclass(thing if isinstance(thing, type) else type(thing), Module) else DataModule
     found = getattr(thing, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: What a checkpoint can hold beside tensors, and lists, tuples, sets and dicts of them.
+#: The types that a checkpoint can hold beside tensors, and lists, tuples, sets and dicts of them.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -49,7 +49,7 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
             return items
         same = copy.copy(data)  # an OrderedDict or defaultdict stays one
         for key, value in items.items():
-            same[key] = value  # one by one: what a model of transformers gives forbids update()
+            same[key] = value  # one by one: the outputs of transformers forbid update()
         return same
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
@@ -57,7 +57,7 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def not_plain(value: Any) -> str | None:
-    """The class of the first thing in ``value`` that could not be read again with ``weights_only=True``; ``None`` where there is none:
+    """The class of the first thing in ``value`` that could not be read again with ``weights_only=True``; ``None`` if all can:
     tensors, numbers, strings, and lists, tuples, sets and dicts of them."""
     if isinstance(value, torch.Tensor) or value is None or type(value) in _PLAIN:
         return None

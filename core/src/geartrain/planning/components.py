@@ -31,7 +31,7 @@ from geartrain.planning.selection import select_accelerator, select_devices, sel
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """What a Trainer or a Session was asked for, apart from the loop's options; Trainer's signature repeats it."""
+    """The arguments of a Trainer or a Session, apart from the loop's options; Trainer's signature repeats it."""
 
     accelerator: Any = "auto"
     devices: Any = "auto"

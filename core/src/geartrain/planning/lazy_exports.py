@@ -24,7 +24,7 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
 
     Raises:
         ImportError: a known name whose distribution is not installed, which ends in the ``pip install`` line; a class that several
-            distributions have; or a name that a vocabulary knows, which ends in what to write.
+            distributions have; or a name that a vocabulary knows, which ends with the replacement.
         AttributeError: an unknown name.
     """
     installed = entry_points(group=GROUPS[kind])
@@ -58,7 +58,7 @@ def import_from(package: str, wanted: str) -> ModuleType:
 
     Args:
         package: its name; that of the distribution is the same, with dashes.
-        wanted: what the user asked for, for the error.
+        wanted: the name that the user wrote, for the error.
 
     Raises:
         ImportError: it is not installed; ends in the ``pip install`` line.

@@ -244,14 +244,14 @@ def canonical(distribution: str) -> str:
 
 
 def _other_core(candidate: InstalledPlugin) -> str | None:
-    """Return what a candidate's distribution requires of geartrain, if it is another version than this."""
+    """Return the version of geartrain that a candidate's distribution requires, if it is not this one."""
     from packaging.requirements import InvalidRequirement, Requirement  # not above: listing plugins need not pay for it
 
     for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
         try:
             needed = Requirement(line)
         except InvalidRequirement:
-            continue  # geartrain doctor says so
+            continue  # geartrain doctor reports it
         asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
         if canonical(needed.name) == "geartrain" and asked and not needed.specifier.contains(__version__, prereleases=True):
             return f"geartrain{needed.specifier}"
