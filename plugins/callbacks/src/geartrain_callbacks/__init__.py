@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Only for names that are not here: those of Lightning's callbacks get what to write instead."""
+    """Raise for names that do not exist; those of Lightning's callbacks get the replacement."""
     from geartrain.plugin_api import write_instead
 
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):

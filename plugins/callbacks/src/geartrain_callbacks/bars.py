@@ -15,7 +15,7 @@ from rich.table import Column
 
 from geartrain_callbacks.lines import Count, Lines, metrics_text
 
-#: The least seconds from one drawing to the next; nobody can read a bar that changes faster.
+#: The least seconds from one drawing to the next; a faster bar could not be read.
 _SECONDS_A_DRAWING = 0.1
 #: A slow drawing is made less often, so that drawing takes at most one part in this many of the time.
 _PART_OF_TIME = 300

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from geartrain import Module, Trainer
 
-#: Methods of Lightning's callbacks that geartrain would never call -> what to do instead.
+#: Methods of Lightning's callbacks that geartrain would never call -> the replacement.
 NOT_CALLED = {
     "on_save_checkpoint": "state_dict of the callback, or on_save_checkpoint of the module",
     "on_load_checkpoint": "load_state_dict of the callback, or on_load_checkpoint of the module",
@@ -38,7 +38,7 @@ NOT_CALLED = {
 
 
 class Callback:
-    """Base of callbacks written as for PyTorch Lightning; overrides what it needs. ``Trainer(callbacks=[MyCallback()])``.
+    """Base of callbacks written as for PyTorch Lightning; override the methods that you need. ``Trainer(callbacks=[MyCallback()])``.
 
     ``trainer`` is the :class:`geartrain.Trainer`, ``pl_module`` the user's module. Callbacks are called in the order given, each
     before the module's own hook of that name; ``on_exception`` and ``teardown`` in the reverse order. One that keeps state has
@@ -162,7 +162,7 @@ class Callback:
         """After each batch to predict."""
 
 
-#: What a callback may override.
+#: The methods that a callback may override.
 CALLED = tuple(name for name, thing in vars(Callback).items() if inspect.isfunction(thing) and name != "as_plugin")
 
 
@@ -236,7 +236,7 @@ def _overrides(callback: Any, name: str) -> bool:
 
 
 def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callback's method as a function of what the module's own hook gets."""
+    """Return a callback's method as a function with the arguments of the module's hook."""
     trainer, module, parameters = run.trainer, run.module, inspect.signature(method).parameters.values()
     evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
     full = 6 if name.endswith("_end") else 5
@@ -245,7 +245,7 @@ def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable
     def call(*arguments: Any) -> None:
         given = (trainer, module, *arguments)
         if evaluates and takes_all and len(given) < full:
-            given = (*given, 0)  # Lightning gives dataloader_idx even where there is one loader
+            given = (*given, 0)  # Lightning gives dataloader_idx even with one loader
         method(*given)
 
     return call

@@ -19,7 +19,7 @@ def check_pattern(pattern: str) -> str:
     """The pattern without its suffix.
 
     Raises:
-        UsageError: it is empty, its braces do not match, or a number cannot be written as it says.
+        UsageError: it is empty, its braces do not match, or a number cannot be written in its format.
     """
     pattern = pattern.removesuffix(SUFFIX)
     left = _FIELD.sub("", pattern)

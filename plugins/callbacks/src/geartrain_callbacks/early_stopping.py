@@ -15,7 +15,7 @@ class EarlyStopping:
     """Ends training when a metric no longer gets better; names and meanings as in PyTorch Lightning.
 
     All ranks go by rank 0's value, so they stop together even where the metric is logged without ``sync_dist``. Training ends at once.
-    Each value counts once: an epoch that does not log the metric is no check. A second ``fit`` with the same object goes on counting.
+    Each value counts once: an epoch that does not log the metric is no check. A second ``fit`` with the same object continues to count.
 
     Args:
         monitor: the metric's name.
@@ -67,9 +67,9 @@ class EarlyStopping:
         self._checked: tuple[int, int] | None = None
         #: Checks since then.
         self.wait_count = 0
-        #: The epoch in which training was ended, from 0; 0 also where it was not.
+        #: The epoch in which training was ended, from 0; 0 also if it was not.
         self.stopped_epoch = 0
-        #: Why training was ended; empty where it was not.
+        #: Why training was ended; empty if it was not.
         self.reason = ""
 
     @hookimpl
@@ -99,7 +99,7 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting. ``patience`` is kept as it was given: whoever resumes may want to wait longer."""
+        """Continue to count. ``patience`` stays as it was given: a resumed run may wait longer."""
         self.wait_count, self.stopped_epoch = state["wait_count"], state["stopped_epoch"]
         self.best_score = state["best_score"]
         self._checked = None if state.get("checked") is None else tuple(state["checked"])
@@ -129,7 +129,7 @@ class EarlyStopping:
             self._warned = True
 
     def _judge(self, run: Run, value: float) -> str:
-        """Why training should end; empty where it should go on."""
+        """Return why training should end; empty if it should continue."""
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} = {value} is not finite."
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):

@@ -16,12 +16,12 @@ class EMA:
 
     Averaged are parameters and floating-point buffers (BatchNorm's statistics among them); other buffers are as the module has them.
     Weights of 16 bits are averaged in 32: there, small changes would be rounded away. Every rank keeps the same average, since every
-    rank has the same weights; buffers are rank 0's. Under a strategy whose ranks have weights of their own each averages its own.
+    rank has the same weights; buffers are rank 0's. Under a strategy whose ranks have different weights each rank averages its own.
 
     The module holds the average while it is validated during ``fit``, and from the end of ``fit`` on: what you test, predict with
     and save afterwards is the average. In between it holds the weights that are trained. A ``fit`` that fails leaves those.
 
-    A checkpoint's ``model`` is what is validated: the average, with the weights as they are trained beside it as ``trained``; with
+    A checkpoint's ``model`` is the validated one: the average, with the weights as they are trained beside it as ``trained``; with
     ``validate=False`` the other way round, with the average as ``average``. Before the first update there is nothing beside it.
 
     Args:
@@ -121,10 +121,10 @@ class EMA:
 
     @torch.no_grad()
     def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:
-        """The module's state with the weights as they are trained, and with the average: what it calls its own, and ties, is its affair.
+        """The module's state with the weights as they are trained, and with the average: names and tied weights are the module's affair.
 
         Args:
-            wanted: what the checkpoint would have; what the module's ``on_save_checkpoint`` took out or added stays so.
+            wanted: the checkpoint's state; entries that the module's ``on_save_checkpoint`` removed or added stay so.
         """
         now, states = [weight.clone() for weight in self._weights], []
         for weights in (now if self._trained is None else self._trained, self._average):

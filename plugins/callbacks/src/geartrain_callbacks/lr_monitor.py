@@ -15,12 +15,12 @@ from geartrain import Run, UsageError, hookimpl
 class LearningRateMonitor:
     """Logs each optimizer's learning rate under PyTorch Lightning's names: ``lr-SGD``, a second optimizer of that class
     ``lr-SGD-1``, its parameter groups ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or their ``"name"``), and a scheduler's ``"name"`` instead where
-    ``configure_optimizers`` gives one. What is logged at a step is the rate with which it was taken.
+    ``configure_optimizers`` gives one. A step is logged with the rate that it used.
 
     Args:
         logging_interval: ``"step"``: every ``log_every_n_steps``; ``"epoch"``: the rate at its start, at its end; default: each as its
             scheduler steps, and without a scheduler every ``log_every_n_steps``.
-        log_momentum: log ``NAME-momentum`` too: ``momentum``, or the first of ``betas``; 0 where there is none.
+        log_momentum: log ``NAME-momentum`` too: ``momentum``, or the first of ``betas``; 0 without either.
         log_weight_decay: log ``NAME-weight_decay`` too.
 
     Raises:
@@ -64,7 +64,7 @@ class LearningRateMonitor:
         for base, optimizer, own in self._named:
             if interval != (self.logging_interval or own):
                 continue
-            groups = optimizer.param_groups  # read anew: groups may be added while it trains
+            groups = optimizer.param_groups  # read again: groups may be added while it trains
             for i, group in enumerate(groups, start=1):
                 label = group.get("name", f"pg{i}" if len(groups) > 1 else "")
                 name = f"{base}/{label}" if label else base

@@ -24,13 +24,13 @@ _FIX = "Fix: log it with self.log, or monitor another"
 class _Turn:
     """What rank 0 decided at one look; every rank does the same. Files are names relative to the folder."""
 
-    #: The file of the newest among the best; empty where it is not among them.
+    #: The file of the newest checkpoint; empty if it is not among the best.
     name: str = ""
     score: float | None = None
     #: The file that it takes the place of.
     drop: str = ""
     last: str = ""
-    #: The metric is not there, and may still come: what to say.
+    #: The warning if the metric is missing and may still come.
     missing: str = ""
     #: It should be there.
     error: str = ""
@@ -41,13 +41,13 @@ class _Turn:
 class ModelCheckpoint:
     """Keeps the best checkpoints by a metric; names and meanings as in PyTorch Lightning.
 
-    Rank 0 decides what to save and what to delete, by its own value of the metric, and the others do the same: so all ranks name
+    Rank 0 decides which files to save and to delete, by its own value of the metric, and the others do the same: so all ranks name
     the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
     its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
-    the older file is the better; NaN is never among the best. A second ``fit`` with the same object goes on.
+    the older file is the better; NaN is never among the best. A second ``fit`` with the same object continues.
 
     A file's score belongs to its weights. If the metric was not logged in the epoch, or in the step of ``every_n_train_steps``, at which it
-    looks, then it looks again after the next validation and at the end of the epoch, until there is a value of the weights that are there.
+    looks, then it looks again after the next validation and at the end of the epoch, until the present weights have a value.
 
     It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint in this folder or in the run's
     continues with the files that the checkpoint lists and that still exist. From a checkpoint elsewhere it starts from scratch here, and
@@ -65,7 +65,7 @@ class ModelCheckpoint:
         every_n_train_steps: look every so many optimizer steps instead.
         save_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
             validation, if there is one, belongs to each epoch's end; else after each validation.
-        verbose: say what is saved.
+        verbose: print each save.
 
     Raises:
         UsageError: options that cannot be; neither ``dirpath`` nor a folder for the run; or no validation after which to look.
@@ -112,7 +112,7 @@ class ModelCheckpoint:
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
         self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
         self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
-        #: It has looked, and there was no value of the weights that were there.
+        #: True if it looked and the present weights had no value.
         self._owed = False
         #: The score of the best file.
         self.best_model_score: float | None = None
@@ -270,7 +270,7 @@ class ModelCheckpoint:
         self.best_model_score, self._scores, self._old = None, {}, []
 
     def _drop_lost(self, folder: Path) -> None:
-        """Forget files that are not there, or that another run wrote."""
+        """Forget files that do not exist, or that another run wrote."""
         names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
         lost = [name for name in names if not is_own(folder, name, self._identity)]
         if not lost:
@@ -287,7 +287,7 @@ class ModelCheckpoint:
             self.best_model_score = self._scores.get(self._best)
 
     def _delete_leftovers(self, run: Run, folder: Path) -> None:
-        """Delete what a kill left: files that were being replaced, and files that were saved after the checkpoint.
+        """Delete leftovers of a kill: files that were being replaced, and files that were saved after the checkpoint.
 
         A checkpoint that is not the last one was chosen by the user: then later files stay.
         """
@@ -304,10 +304,10 @@ class ModelCheckpoint:
     def _is_due(self, run: Run) -> bool:
         return (run.epoch + 1) % self._epochs == 0
 
-    # --- what to do ------------------------------------------------------------------------------------------------------
+    # --- decisions -----------------------------------------------------------------------------------------------------
 
     def _look(self, run: Run, epochs: int, due: bool = True) -> None:
-        """Save what is to be saved now; ``epochs`` are done. If it is not ``due``, this is for a look that found no value."""
+        """Save the files that are due; ``epochs`` are done. If it is not ``due``, this is for a look that found no value."""
         self._looked = True
         names = [*([] if self.monitor is None else [self.monitor]), *fields(self.filename)]
         if names:
@@ -368,7 +368,7 @@ class ModelCheckpoint:
         return not math.isnan(score) and (not worst or is_better(self.mode, score, self._scores[worst]))
 
     def _remember(self, turn: _Turn) -> None:
-        """Note what is about to be saved, and which files it replaces."""
+        """Note the next file, and which files it replaces."""
         self._owed = turn.owed
         self._old = [name for name, new in ((turn.drop, turn.name), (self._last, turn.last)) if new and name not in ("", new)]
         self._last = turn.last or self._last
@@ -437,4 +437,4 @@ class ModelCheckpoint:
         self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._owed = bool(state.get("owed"))
-        self._where = self._planned  # what a fit wrote in another process, it wrote there
+        self._where = self._planned  # a fit in another process wrote its files there

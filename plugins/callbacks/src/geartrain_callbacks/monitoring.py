@@ -1,4 +1,4 @@
-"""What callbacks that watch one metric have in common: whose value counts, when to look, and what to say where it is not there."""
+"""Common to callbacks that watch one metric: whose value counts, when to look, and the message if it is missing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def check_mode(name: str, mode: str) -> None:
 
 
 def is_better(mode: str, a: float, b: float) -> bool:
-    """Whether ``a`` is strictly better than ``b``; NaN never is."""
+    """True if ``a`` is strictly better than ``b``; NaN never is."""
     return a < b if mode == "min" else a > b
 
 
 def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> bool:
-    """Whether to look after each epoch; otherwise after each validation.
+    """True to look after each epoch; otherwise after each validation.
 
     Args:
-        asked: what the user said; ``None``: after each epoch where validation, if there is one, belongs to each epoch's end.
+        asked: the user's choice; ``None``: after each epoch, if validation is off or belongs to each epoch's end.
         name: the callback's.
         option: the argument by which the user said it.
 
@@ -44,7 +44,7 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
 
 
 def not_logged(name: str, monitor: str, known: list[str]) -> str:
-    """Sentences about a metric that is not there: the nearest that is, and all that are."""
+    """Return sentences about a missing metric: the nearest name, and all names."""
     hint = nearest(monitor, known)
-    near = f" {hint}" if hint.startswith("Did") else ""  # otherwise it lists what is logged, as this does
+    near = f" {hint}" if hint.startswith("Did") else ""  # otherwise it lists the logged metrics, as this does
     return f"geartrain-callbacks[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."

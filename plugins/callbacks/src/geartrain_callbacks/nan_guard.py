@@ -21,7 +21,7 @@ class NaNGuard:
     """Looks for NaN and infinity in the loss, or in the gradients after their reduction over ranks; all ranks do the same.
 
     ``"stop"`` and ``"raise"`` keep on the device which step was the first bad one, and read it every ``log_every_n_steps`` steps and
-    after each epoch, where the CPU waits anyway: nothing waits in between, and up to there training goes on with what NaN made of
+    after each epoch, where the CPU waits anyway: nothing waits in between, and until then training continues with the harm of NaN to
     the weights. ``"skip"`` must know before the optimizer steps: the CPU waits for the device once a step, and several ranks agree
     in one small collective. A skipped step has no gradients, so optimizers change nothing and schedulers wait; the metric
     ``skipped_nan_steps`` counts them, epoch by epoch. What forward changed (BatchNorm's statistics) stays changed.
@@ -41,7 +41,7 @@ class NaNGuard:
             if value not in known:
                 raise UsageError(f"nan_guard: {name}={value!r}. Fix: one of {', '.join(known)}")
         self.action, self.check = action, check
-        #: What was not finite, and when; empty where nothing was.
+        #: The first value that was not finite, and when; empty if all were.
         self.reason = ""
         #: Names -> int32 ``[len(names)]`` on the device: the first step (from 1) in which each was not finite.
         self._first: dict[tuple[str, ...], torch.Tensor] = {}
@@ -119,12 +119,12 @@ class NaNGuard:
     # --- what follows ----------------------------------------------------------------------------------------------------
 
     def _is_bad_anywhere(self, run: Run) -> bool:
-        """Whether this step is bad on any rank. The CPU waits for the device here."""
+        """True if this step is bad on any rank. The CPU waits for the device here."""
         bad = any(bool((first < _NEVER).any()) for first in self._first.values())
         return any(flag for flag, _ in self._gather_flags(run, bad, _NEVER))
 
     def _look(self, run: Run) -> bool:
-        """Read what was noted, agree with the other ranks, and act once. The CPU waits for the device here."""
+        """Read the notes, agree with the other ranks, and act once. The CPU waits for the device here."""
         if self.reason:
             return False
         read = [(step, name) for names, first in self._first.items() for step, name in zip(first.tolist(), names, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 from geartrain.plugin_api import peek, progress
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
-#: Keys of a ModelCheckpoint's state, by which it is told from other states.
+#: Keys of a ModelCheckpoint's state, which identify it.
 _KEYS = {"identity", "best_model_path", "last_model_path", "best_k_models"}
 
 

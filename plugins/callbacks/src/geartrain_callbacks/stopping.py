@@ -8,7 +8,7 @@ from geartrain import Run
 
 
 def stop_together(run: Run) -> None:
-    """End training. Every rank must call this at the same place: what ranks found out alone goes through ``run.should_stop`` only.
+    """End training. Every rank must call this at the same place. A single rank sets ``run.should_stop`` instead.
 
     After an epoch's last flush ``run.should_stop`` would be seen in the next epoch; what that flush agreed on is therefore set too.
     """

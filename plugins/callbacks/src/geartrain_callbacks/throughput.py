@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import BatchSizer
 
-#: Dense 16-bit operations a second of a GPU, by what its name contains; the first that fits. NVIDIA's pages, whose figures "with
+#: Dense 16-bit operations a second of a GPU, by a part of its name; the first that fits. NVIDIA's pages, whose figures "with
 #: sparsity" are twice as large: https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
 PEAK_FLOPS = {"H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 
@@ -25,7 +25,7 @@ class Throughput:
     ``device/flops_per_sec`` and ``device/mfu``, and but for the last the same under ``global/`` for all devices.
 
     Measured is from one flush to the next (``log_every_n_steps``): only there does the CPU wait for the device anyway. A clock read
-    after each step would tell how fast work is handed to the GPU, not how fast it is done, and waiting for it each step would
+    after each step would measure how fast work is handed to the GPU, not how fast it is done, and waiting for it each step would
     slow training down. Loading data and saving are in it, validation is not. The first figures come with the second flush.
 
     Nothing is asked of other ranks: ``global/`` is this rank's figure times the number of processes, which step together.
@@ -117,7 +117,7 @@ class Throughput:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has done its work."""
     torch.zeros((), device=device).item()
 
 

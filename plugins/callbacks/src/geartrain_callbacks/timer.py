@@ -18,7 +18,7 @@ Duration = str | float | timedelta | Mapping[str, float]
 class Timer:
     """Ends training after so much time, on all ranks in the same step.
 
-    The first rank whose time is up says so, and at the next flush (``log_every_n_steps``, or the end of the epoch) all stop: steps
+    The first rank whose time is up informs the rest; at the next flush (``log_every_n_steps``, or the end of the epoch) all stop: steps
     up to there are still done, and a validation that has begun is finished. The clock starts when the run is set up, before
     the sanity check, and runs through validation.
 
@@ -59,7 +59,7 @@ class Timer:
     @hookimpl
     def on_step_end(self, run: Run) -> None:
         if self.interval == "step" and not run.should_stop and self.time_elapsed() >= self.seconds:
-            run.should_stop = True  # the flush tells the other ranks
+            run.should_stop = True  # the flush informs the other ranks
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:

@@ -1,6 +1,6 @@
 """Options of the commands that plan or run: from the command line and config files to typed values.
 
-Two passes. The first reads names only (target, strategy, accelerator, plugins), so that just what was chosen is imported. The
+Two passes. The first reads names only (target, strategy, accelerator, plugins), so that only the selected plugins are imported. The
 second is jsonargparse's, with the typed options of the Trainer, of the target's classes and of the chosen plugins.
 """
 
@@ -120,7 +120,7 @@ def read_arguments(
 
 
 def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
-    """Normalise spelling and pick out the names that decide what is imported."""
+    """Normalise spelling and pick out the names that decide which plugins are imported."""
     names = Names(config=_config(defaults))
     tokens = _normalise(argv)
     configs: list[str] = []

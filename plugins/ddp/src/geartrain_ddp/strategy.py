@@ -31,7 +31,7 @@ class DDPStrategy(ProcessGroupStrategy):
         process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
         timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
         find_unused_parameters: look for parameters that a step did not use, at a cost, instead of waiting for their gradients.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves their memory.
         static_graph: promise that every step uses the same parameters in the same order.
         bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
 
@@ -50,9 +50,9 @@ class DDPStrategy(ProcessGroupStrategy):
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads wait for so long, too
+        if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads wait as long, too
             raise UsageError(f"timeout={timeout!r} must be above 0 and at most {threading.TIMEOUT_MAX:.0f} seconds.")
-        #: What the conformance kit may expect.
+        #: The capabilities that the conformance kit may expect.
         self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout)
@@ -83,11 +83,11 @@ class DDPStrategy(ProcessGroupStrategy):
         return ddp
 
     def ddp_device_ids(self, run: Run) -> list[torch.device] | None:
-        """The device to which DDP moves what its forward is given; ``None`` where nothing is to be moved."""
+        """Return the device to which DDP moves the arguments of its forward; ``None`` if it moves nothing."""
         return None if run.device.type == "cpu" else [run.device]
 
     def refuse_buckets(self, run: Run) -> None:
-        """Refuse a plugin that reduces buckets where there are none.
+        """Refuse a plugin that reduces buckets if there are none.
 
         Raises:
             UsageError: a ``fit`` in manual optimisation.

@@ -1,4 +1,4 @@
-"""The thread that samples, and what it hands to the thread that trains."""
+"""The thread that samples, and its hand-over to the thread that trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Monitor:
         self._run, self._interval = run, interval
         #: The newest sample, until it is logged.
         self.figures: deque[dict[str, float]] = deque(maxlen=1)
-        #: What the user should read, until it is said.
+        #: The message to the user, until it is printed.
         self.notes: deque[str] = deque()
         #: The CPU's figures, once the thread runs.
         self.cpu: Cpu | None = None
@@ -42,7 +42,7 @@ class Monitor:
         self._thread.start()
 
     def first(self) -> None:
-        """Have the first sample taken now, where it is still to come; asks once and waits ``PATIENCE`` seconds at most."""
+        """Take the first sample now, if it is still missing; ask once and wait ``PATIENCE`` seconds at most."""
         if not self._asked and not self._sampled.is_set():
             self._wake.set()
             self._sampled.wait(PATIENCE)
@@ -86,7 +86,7 @@ def sample(run: Run) -> dict[str, float]:
     """What all implementations of ``device_stats`` give, in one dict.
 
     Raises:
-        TrainingError: two give one name, or one gives what is no number.
+        TrainingError: two give one name, or one gives no number.
     """
     figures: dict[str, float] = {}
     for given in run.hooks.device_stats(run=run):

@@ -16,7 +16,7 @@ _TIMEOUT = timedelta(seconds=10)
 
 
 class Nodes:
-    """One node's end of the exchange: each node puts its newest sample into the run's store, rank 0 reads what is there.
+    """One node's end of the exchange: each node puts its newest sample into the run's store, rank 0 reads them.
 
     Nobody waits for anybody. The connection is this thread's own: clients of one connection wait for each other, and one of them may be
     a process group that waits for a rank.
@@ -27,7 +27,7 @@ class Nodes:
         self._store: TCPStore | None = None
 
     def connect(self) -> None:
-        """Reach the store, where there are several nodes and a store.
+        """Reach the store, if there are several nodes and a store.
 
         Raises:
             DistError: it does not answer.
@@ -43,7 +43,7 @@ class Nodes:
         """Hand in this node's newest figures.
 
         Returns:
-            On rank 0 what is known of every node, ``node<N>_`` before each name; elsewhere nothing. With one node the figures.
+            On rank 0 the newest figures of every node, ``node<N>_`` before each name; elsewhere nothing. With one node the figures.
 
         Raises:
             DistError: the store has gone.

@@ -104,7 +104,7 @@ class DeviceStats:
 
 
 def _tell(run: Run, monitor: Monitor) -> None:
-    """Say and log what the monitor has; in the thread that trains, where loggers are used to be called."""
+    """Print and log the monitor's news, in the thread that trains, in which loggers expect to be called."""
     while monitor.notes:
         _warn(monitor.notes.popleft())
     if monitor.figures and run.stage != "sanity_check":

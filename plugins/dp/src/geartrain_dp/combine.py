@@ -1,4 +1,4 @@
-"""One output for each part -> what one process would have returned for the whole batch."""
+"""Combine the outputs of the parts into the output of one process for the whole batch."""
 
 from __future__ import annotations
 

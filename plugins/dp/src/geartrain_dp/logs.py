@@ -22,19 +22,19 @@ class _Call:
     """One call of ``self.log`` in one part."""
 
     value: Any
-    #: What the value weighs in a mean: ``batch_size``, else the samples in the part.
+    #: The value's weight in a mean: ``batch_size``, else the samples in the part.
     weight: int
     batch_size: int | None
     options: dict[str, Any]
 
 
 class PartLogs:
-    """Stands in for ``run.logs`` while the parts run, records what each logs, and afterwards logs it combined.
+    """Stands in for ``run.logs`` while the parts run, records their metrics, and then logs them combined.
 
     Args:
         sizes: the samples in each part.
         metrics: the module's torchmetrics objects.
-        copies: what is kept of them from batch to batch.
+        copies: the objects kept from batch to batch.
     """
 
     def __init__(self, run: Run, sizes: list[int], metrics: PartMetrics, copies: dict[str, tuple[Any, Any]]) -> None:
@@ -51,7 +51,7 @@ class PartLogs:
 
     @contextmanager
     def temporary_copies(self) -> Iterator[None]:
-        """Be ``run.logs``; then log what was recorded, unless a part failed."""
+        """Be ``run.logs``; then log the records, unless a part failed."""
         self._run.logs = self  # type: ignore[assignment]
         try:
             yield
@@ -126,7 +126,7 @@ class PartLogs:
                 combined = values.amin()  # NaN wins, as in core
             case "max":
                 combined = values.amax()
-            case _:  # a mean; core refuses what it does not know
+            case _:  # a mean; core refuses unknown reductions
                 total = sum(call.weight for call in calls) or 1
                 combined = sum((value * call.weight for value, call in zip(values, calls, strict=True)), values.new_zeros(())) / total
         return combined if any(isinstance(call.value, torch.Tensor) for call in calls) else combined.item()

@@ -31,7 +31,7 @@ class PartMetrics:
     """The module's metrics while the parts of one batch run, one after another.
 
     Args:
-        network: what is replicated.
+        network: the replicated module.
         devices: of each part; the metrics are on the first.
     """
 
@@ -39,7 +39,7 @@ class PartMetrics:
         self._places, self._devices = find_metrics(network), devices
         #: They and all inside them, by id: a metric's hash changes with its state.
         self.modules = {id(module): module for _, metric in self._places for module in metric.modules()}
-        #: (part, id of the metric) -> what it was called with last.
+        #: (part, id of the metric) -> its last arguments.
         self._calls: dict[tuple[int, int], Any] = {}
         self._part = 0
 
@@ -50,7 +50,7 @@ class PartMetrics:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what the metrics are called with, and bring it to their device."""
+        """Note the metrics' arguments, and move them to their device."""
         with ExitStack() as stack:
             for metric in filter(is_metric, self.modules.values()):
                 stack.callback(metric.register_forward_hook(self._called, with_kwargs=True).remove)
@@ -65,7 +65,7 @@ class PartMetrics:
         self._part = part
 
     def seen(self, name: str, metric: nn.Module) -> Seen:
-        """What the running part logs when it logs a metric.
+        """Return the value that the running part logs for a metric.
 
         Raises:
             TrainingError: the metric is not the module's.
@@ -83,10 +83,10 @@ class PartMetrics:
 def whole_batch(seen: Sequence[Seen], device: torch.device, copies: dict[str, tuple[Any, Any]], name: str) -> None:
     """Let a metric's newest ``forward`` be that of the whole batch, where each part left its own.
 
-    A reset copy is updated with what the parts called it with: a mean of the parts' values would be right for few metrics.
+    A reset copy is updated with the arguments of all parts: a mean of the parts' values would be right for few metrics.
 
     Args:
-        seen: what each part logged.
+        seen: the values that each part logged.
         device: the metric's.
         copies: by name, each metric and its copy, from earlier batches: a metric may keep all samples of the epoch, and should not be
             copied with them for each batch.

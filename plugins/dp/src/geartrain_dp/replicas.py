@@ -26,7 +26,7 @@ from geartrain_dp.watch import Watch
 
 
 class LoadedPlugin(nn.Module):
-    """A step method on one part of a batch, as a ``forward``; this is what is replicated."""
+    """A step method on one part of a batch, as a ``forward``; this module is replicated."""
 
     #: Which part this replica works on.
     index = 0

@@ -16,7 +16,7 @@ from geartrain.plugin_api import map_nested
 
 def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[int]]:
     """Split a batch along the first dimension of its tensors, as ``torch.chunk`` does: equal parts but for the last, and fewer
-    where there are not enough samples.
+    if the samples do not suffice.
 
     Tensors and arrays with dimensions are sliced, in any nesting of lists, tuples, named tuples, mappings and dataclasses, and so
     is a list or tuple of plain values (text, numbers) that has one for each sample. Everything else goes to every part.
@@ -26,11 +26,11 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
         path: what errors call the batch.
 
     Returns:
-        The parts, and the samples in each; the batch itself, with one sample, where nothing in it has a first dimension.
+        The parts, and the samples in each; the batch itself, with one sample, if nothing in it has a first dimension.
 
     Raises:
         TrainingError: tensors with different first dimensions, a packed sequence, or an object beside the tensors that keeps tensors
-            of its own where they cannot be split.
+            of its own if they cannot be split.
     """
     n: int | None = None
     for where, rows in _rows(batch, path):
@@ -55,19 +55,19 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
 
 
 def has_rows(item: Any) -> bool:
-    """Whether it is a tensor or array with a first dimension."""
+    """True if it is a tensor or array with a first dimension."""
     if isinstance(item, torch.Tensor):
         return item.ndim > 0
     return hasattr(item, "__array__") and bool(getattr(item, "shape", ()))
 
 
 def is_plain(item: Any) -> bool:
-    """Whether it is text or a number."""
+    """True if it is text or a number."""
     return isinstance(item, str | bytes | Number)
 
 
 def is_plain_list(data: Any, n: int) -> bool:
-    """Whether it is a list or tuple of ``n`` plain values; a named tuple has fields, not samples."""
+    """True if it is a list or tuple of ``n`` plain values; a named tuple has fields, not samples."""
     return isinstance(data, list | tuple) and not hasattr(data, "_fields") and len(data) == n and all(map(is_plain, data))
 
 
@@ -88,7 +88,7 @@ def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Where objects stand that hold tensors in a way of their own, as those do that can be moved to a device, and their types."""
+    """Return the places and types of objects that hold tensors in their own way, such as those that can be moved to a device."""
     if callable(getattr(data, "to", None)) and not isinstance(data, torch.Tensor) and not children(data):
         yield path, type(data).__name__
     for name, item in children(data):
@@ -96,7 +96,7 @@ def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def children(data: Any) -> list[tuple[str, Any]]:
-    """What a nested batch holds, each with how one writes it: ``['x']``, ``[0]``, ``.x``."""
+    """Yield the leaves of a nested batch, each with its path: ``['x']``, ``[0]``, ``.x``."""
     if isinstance(data, Mapping):
         return [(f"[{key!r}]", item) for key, item in data.items()]
     if isinstance(data, tuple) and hasattr(data, "_fields"):

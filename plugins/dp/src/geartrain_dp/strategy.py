@@ -15,7 +15,7 @@ class DataParallelStrategy:
     """Splits each batch over the devices of one process: a replica of the module works on each part, and the parts' outputs come
     together on the first device, in ``*_step_end`` where the module has one."""
 
-    #: What the conformance kit may expect.
+    #: The capabilities that the conformance kit may expect.
     capabilities: ClassVar[dict[str, bool]] = {"multi_node": False}
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""What a step method changed on the replicas, which are thrown away after it."""
+"""Find a step method's changes on the replicas, which are thrown away after it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 from geartrain_dp.split import is_plain
 
-#: The dicts in which nn.Module keeps what is assigned to it.
+#: The dicts in which nn.Module keeps its attributes.
 _STORES = ("_parameters", "_buffers", "_modules")
 #: Path of the user's module in a replica.
 _PREFIX = "step.module."
 
 
 class Watch:
-    """Remembers what replicas hold, and says afterwards what was set on them and which of their buffers were changed in place.
+    """Remembers the replicas' attributes, and finds those that were set and the buffers that were changed in place.
 
     Nothing is read from a device: attributes are compared by identity, buffers by torch's count of their in-place changes.
 

@@ -28,12 +28,12 @@ _TAKE_OPTIONS = ("geartrain", "geartrain-manual")
 
 
 class ManualOptimisation:
-    """The part of a run that owns what differs from automatic optimisation, and what the module's ``manual_backward`` and the like call.
+    """The part of a run that owns the hooks that differ from automatic optimisation, and the target of ``manual_backward`` and the like.
 
     geartrain adds it to each ``fit`` of a module with ``automatic_optimization = False``.
 
     The optimizers stay torch's own. During the run their ``step`` and ``zero_grad`` are replaced, so that an optimizer that the module
-    keeps under a name of its own goes through the hooks too.
+    keeps under another name goes through the hooks too.
     """
 
     #: A forward of the strategy's would go through its wrapper, and a step of another's would do backward itself.
@@ -65,7 +65,7 @@ class ManualOptimisation:
         return [
             replace(part, plugin=ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part
             for part in parts
-            if not (part.info.is_core and part.info.name == "clipping")  # two would own clip_gradients; check_plan says what to do
+            if not (part.info.is_core and part.info.name == "clipping")  # two would own clip_gradients; check_plan has the fix
         ]
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class ManualOptimisation:
             self.options = {}
             torch.clear_autocast_cache()  # of weights in 16 bits, which belong to the graph that was freed
         if self._average_gradients:
-            # Gradients that this backward added to are averaged whole: what was there from an earlier backward is the same on all
+            # Gradients that this backward added to are averaged whole: the sum of earlier backwards is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
             self._averaged.update(self._average_gradients(run, parameters, changed_since(parameters, before)))
         self._seen.clear()
@@ -303,7 +303,7 @@ class ManualOptimisation:
 def _average_gradients_of(run: Run) -> Callable[[Run, Sequence[torch.nn.Parameter], Sequence[bool]], list[torch.nn.Parameter]] | None:
     """Return the strategy's ``average_gradients``, which ``manual_backward`` calls; ``None`` if ``reduce_gradients`` does it.
 
-    A strategy with a process group needs it, whoever owns ``reduce_gradients``: if the strategy reduces in its wrapper's backward,
+    A strategy with a process group needs it, whichever part owns ``reduce_gradients``: if the strategy reduces in its wrapper's backward,
     ``reduce_gradients`` does nothing; and one that really averages finds means, which averaging leaves as they are.
 
     Raises:

@@ -11,9 +11,9 @@ _REFUSED = re.compile(r"[^/\w.\- ]")
 
 
 class Names:
-    """What each name is called in MLflow: letters, digits, ``_ - . /`` and spaces stay, anything else becomes ``_``.
+    """Return each name's spelling in MLflow: letters, digits, ``_ - . /`` and spaces stay, anything else becomes ``_``.
 
-    Two names that come to the same are told apart by ``_2``, ``_3`` at the end, in the order in which they first came.
+    Two names with one spelling get ``_2``, ``_3`` at the end, in the order in which they first came.
     """
 
     def __init__(self) -> None:

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from geartrain import Plan, Run
 
 _LABEL = "geartrain-mlflow[mlflow]"
-#: Params in one call. MLflow takes 100, but no more than 1 MB in one call: 20 of the longest come to 0.7 MB, every letter escaped.
+#: Params in one call. MLflow takes 100, but no more than 1 MB in one call: 20 of the longest have 0.7 MB, every letter escaped.
 _PARAMS = 20
 
 
 class MLflow:
     """Records each fit and each evaluation as a run of MLflow; rank 0 does.
 
-    Hyperparameters and the plan are its params, what is logged its metrics at the optimizer step at which it was logged. A thread talks to
+    Hyperparameters and the plan are its params; logged values are its metrics, with their optimizer step. A thread talks to
     MLflow, so that training waits for it at the end alone. MLflow's first error ends the recording with a warning, not the training.
 
     Args:
-        experiment: its name, made where it is not there; default ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_EXPERIMENT_ID`` or ``Default``.
+        experiment: its name; a new one is created; default ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_EXPERIMENT_ID`` or ``Default``.
         run_name: default the name of the run's folder, or one that MLflow makes up.
         tracking_uri: a server or a database; default ``MLFLOW_TRACKING_URI``, or ``sqlite:///mlflow.db``, as MLflow has it.
         tags: of the run, beside those that MLflow shows as its user and source.
@@ -80,7 +80,7 @@ class MLflow:
         self._upload, self._names = None, Names()
         if run.world.rank != 0 or run.plan.options.fast_dev_run:
             return
-        # Here and not in the thread: a DataLoader worker that was forked meanwhile would wait for the import's lock for ever.
+        # Here and not in the thread: a DataLoader worker that was forked meanwhile would hang on the import's lock.
         import mlflow  # noqa: F401
 
         plan, command = run.plan, run.command
@@ -129,7 +129,7 @@ class MLflow:
 
 
 def _experiment(client: MlflowClient, name: str | None) -> str:
-    """The id of the experiment of this name, which is made where it is not there."""
+    """Return the id of the experiment of this name, which is created if it does not exist."""
     from mlflow.exceptions import MlflowException
 
     name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")

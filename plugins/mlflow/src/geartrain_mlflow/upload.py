@@ -19,7 +19,7 @@ BATCH = 1000
 
 
 class Upload:
-    """One run of MLflow. What is added while a call is under way goes into the next one, up to 1000 metrics a call.
+    """One run of MLflow. Items added during a call go into the next one, up to 1000 metrics a call.
 
     Args:
         begin: makes the run; called in the thread, because it may wait for a server.

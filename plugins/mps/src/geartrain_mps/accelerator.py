@@ -88,7 +88,7 @@ class MPSAccelerator:
 
 
 def _is_too_old(version: str) -> bool:
-    """Whether no torch that has dropped macOS 13 can use MPS there. A Python built for an old macOS is told 10.16 on any newer one."""
+    """True if a torch that has dropped macOS 13 cannot use MPS. A Python built for an old macOS reads 10.16 on any newer one."""
     major = version.partition(".")[0]
     return version != "10.16" and major.isdigit() and int(major) < 14
 
@@ -102,6 +102,6 @@ def _describe() -> Mapping[str, Any]:
         "memory_total_mib": lambda: torch.mps.recommended_max_memory() / _MIB,
     }
     for name, ask in asked.items():
-        with contextlib.suppress(Exception):  # whoever diagnoses wants all the rest
+        with contextlib.suppress(Exception):  # a diagnosis needs all the rest
             device[name] = ask()
     return device

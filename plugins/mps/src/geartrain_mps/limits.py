@@ -50,8 +50,8 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
 
 
 def _backends() -> list[str]:
-    """torch.distributed's backends that take MPS tensors, as far as they say so; none of torch's own does (pytorch/pytorch#160732), but
-    one may be registered. The CPU fallback is none: it copies results to where nobody reads them (pytorch/pytorch#173808)."""
+    """torch.distributed's backends that take MPS tensors, as far as they declare it; none of torch's does (pytorch/pytorch#160732), but
+    one may be registered. The CPU fallback is none: it copies results to memory that is never read (pytorch/pytorch#173808)."""
     capability = dist.Backend.backend_capability if dist.is_available() else {}
     return [name for name, devices in capability.items() if "mps" in devices]
 

@@ -1,7 +1,7 @@
 """What strategies of several processes share; users import it as ``geartrain.parallel``.
 
 - ``ProcessGroupStrategy``: the base class of a strategy whose ranks talk through torch.distributed.
-- ``SeveralRanks``: what ranks do together with these collectives, for the hook ``make_ranks`` of a strategy without torch.distributed.
+- ``SeveralRanks``: the common work of ranks with these collectives, for the hook ``make_ranks`` of a strategy without torch.distributed.
 - ``launch``: become a rank and start the others, or join a launcher's; ``detect``: which launcher started this process, as which rank.
 - ``reserve``, ``variables``, ``threads``, ``join``, ``die_with_parent``, ``write_output_to``, ``raise_on_signals``, ``report``: for a
   strategy that starts its ranks in another way; ``geartrain-spawn`` is one. ``bootstrap``, ``rendezvous`` and ``sockets`` are what

@@ -67,7 +67,7 @@ def _settle() -> None:
     """Let threads of the process group come to rest before a fork.
 
     Python 3.11 re-creates the lock of its list of threads in a forked child only after it has taken it: if another thread was
-    adding itself to the list, the child, a loader worker, hangs. gloo's threads do so just after a collective, to free what it
+    adding itself to the list, the child, a loader worker, hangs. gloo's threads do so just after a collective, to free the tensors that it
     held; measured with a loader worker an epoch: one hang in 300 epochs. Newer Pythons hold the lock themselves while they fork; since
     which one was not looked up.
     """

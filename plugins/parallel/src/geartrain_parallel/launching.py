@@ -161,6 +161,6 @@ def variables(place: ClusterEnvironment) -> dict[str, str]:
         "MASTER_ADDR": str(place.master_addr),
         "MASTER_PORT": str(place.master_port),
         "OMP_NUM_THREADS": str(threads(place.local_size)),
-        # The store is served already: init_process_group() must connect, not serve one of its own.
+        # The store is served already: init_process_group() must connect, not serve another.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -40,7 +40,7 @@ def sync(run: Run, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float],
 
 
 def _apply_functions(run: Run, names: list[str], shares: Mapping[str, LocalMetric]) -> dict[str, float]:
-    """What functions of the user's own make of every rank's values, rank by rank."""
+    """Return the results of users' functions on every rank's values, rank by rank."""
     mine = [shares[name].samples if name in shares else [] for name in names]
     counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
     flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
@@ -49,14 +49,14 @@ def _apply_functions(run: Run, names: list[str], shares: Mapping[str, LocalMetri
     for i, name in enumerate(names):
         every = [value for rank, count in zip(ranks, counts, strict=True) for value in rank[sum(count[:i]) : sum(count[: i + 1])]]
         function = shares[name].function if name in shares else None
-        # A rank without samples of its own never saw the function, which need not pickle: it takes the value of one that did.
+        # A rank without samples never saw the function, which need not pickle: it takes the value of one that did.
         values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
     told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
     return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
 
 
 def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]:
-    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of its own of a loader
+    """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of a loader
     for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
     told = [run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank) for rank in range(run.world.size)]
     by_rank, idle = [theirs for theirs, _ in told], [lacks for _, lacks in told]
@@ -73,5 +73,5 @@ def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]
 
 
 def is_idle(run: Run) -> bool:
-    """Return True if this rank evaluates a loader without a batch of its own: it has no value of what only that loader's steps log."""
+    """True if this rank has no batch of the loader that it evaluates, so no values of metrics that only that loader's steps log."""
     return run.stage != "train" and 0 in run.current_stage.batches

@@ -1,4 +1,4 @@
-"""What the ranks of a run do together, on top of the collectives of its hooks."""
+"""The common work of a run's ranks, on top of the collectives of its hooks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SeveralRanks(OneRank):
     """A rank among others. It needs the strategy's ``log_sync``, ``all_gather`` and ``broadcast``."""
 
     def check(self, run: Run, checkpoint: str | None = None) -> None:
-        # A module's arguments may well differ, as a folder's name does; what it became must not.
-        # What a launcher decides may differ from node to node, and from ranks that came at first to those that came later.
+        # A module's arguments may differ, as a folder's name does; its parameters must not.
+        # A launcher's decisions may differ from node to node, and from ranks that came at first to those that came later.
         own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
         plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
         # Ranks with other parameters would hang, or average gradients of different ones.
@@ -38,7 +38,7 @@ class SeveralRanks(OneRank):
         """Learn how many batches the longest rank has in each loader; in training all must have equally many.
 
         Raises:
-            TrainingError: training loaders of different lengths: the shorter rank's peers would wait for it for ever.
+            TrainingError: training loaders of different lengths: the shorter rank's peers would hang.
         """
         if not stage.loaders:
             return stage
@@ -89,7 +89,7 @@ class SeveralRanks(OneRank):
 
 
 def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
-    """Yield batches. While a repeated one is used, ``run.repeating`` is true, and what is logged and seen by metrics is thrown away."""
+    """Yield batches. While a repeated one is used, ``run.repeating`` is true, and logged values and metrics' updates are thrown away."""
     for batch, again in batches:
         with _thrown_away(run) if again else nullcontext():
             yield batch
@@ -97,7 +97,7 @@ def _marked(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[Any]:
 
 @contextmanager
 def _thrown_away(run: Run) -> Iterator[None]:
-    """Leave no trace of what is logged, nor of what other libraries' metrics see."""
+    """Leave no trace of logged values and of updates of other libraries' metrics."""
     run.repeating = True
     try:
         with run.logs.scope(keep=False), ExitStack() as stack:

@@ -59,7 +59,7 @@ def _has_generator(sampler: Any) -> bool:
 
 def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:
     """Every ``size``-th item, from ``rank``."""
-    if not isinstance(items, list):  # no length, perhaps no end: what is left after the last full round is dropped in training
+    if not isinstance(items, list):  # no length, perhaps no end: in training the rest after the last full round is dropped
         return (turn[rank] for turn in zip(*[iter(items)] * size, strict=False)) if even else islice(items, rank, None, size)
     if even and items:
         target = math.ceil(len(items) / size) * size

@@ -18,12 +18,12 @@ _OUT = object()
 
 
 def is_sure(loader: Any) -> bool:
-    """Whether a loader's length is what it will give: an IterableDataset's is an estimate, if it has one."""
+    """True if a loader's length is certain: an IterableDataset's is an estimate, if it has one."""
     return not isinstance(getattr(loader, "dataset", None), IterableDataset) and length(loader) is not None
 
 
 def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches to train on until the first rank has run out, where no rank can know that beforehand: one small collective a batch."""
+    """Yield batches to train on until the first rank has run out, with one small collective a batch."""
     iterator = iter(batches)
     while True:
         batch = next(iterator, _OUT)

@@ -1,6 +1,6 @@
 """Start this node's other ranks and supervise them, while this process works as local rank 0.
 
-Rank 0 may be blocked in a collective, where no Python signal handler runs until the timeout, and where aborting the group does not
+Rank 0 may be blocked in a collective, in which no Python signal handler runs until the timeout, and aborting the group does not
 help; but the end of its peers unblocks it within milliseconds. So a thread, woken by a worker's exit or by a signal, ends the others.
 """
 
@@ -67,7 +67,7 @@ class _Worker:
         return self.process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and to what it has started, which it may not be able to end itself."""
+        """Send a signal to the rank and its children, which it may not be able to end itself."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just seen it end
                 os.killpg(self.pid, number)
@@ -136,7 +136,7 @@ class Workers:
             finally:
                 over.set()
                 with contextlib.suppress(OSError):  # full: the watcher wakes anyway; or closed, in a child that user code forked
-                    os.write(wake_write, b"\0")  # closing would wake nobody while a child that was forked earlier holds a copy
+                    os.write(wake_write, b"\0")  # closing wakes no reader while a child that was forked earlier holds a copy
                 watcher.join()
                 signal.set_wakeup_fd(old_wake)
 

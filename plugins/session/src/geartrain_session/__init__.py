@@ -1,10 +1,10 @@
 """For users who keep their own loop: ``geartrain.Session``.
 
 - ``session``: :class:`Session`, which users call. It has one :class:`SessionRun` while it runs.
-- ``arguments``: what a Session refuses when it is made.
-- ``workers``: what each process does around the loop: ``process_context``, ``ScriptWorker``, ``FunctionWorker``.
+- ``arguments``: the checks when a Session is made.
+- ``workers``: the work of each process around the loop: ``process_context``, ``ScriptWorker``, ``FunctionWorker``.
 - ``session_run``: the models, optimizers and loaders of one run, and its steps.
-- ``models``, ``loaders``, ``optimizers``: what a session returns to the loop.
+- ``models``, ``loaders``, ``optimizers``: the objects that a session returns to the loop.
 - ``collectives``, ``callbacks``, ``state``: reductions over ranks, methods that the loop calls by name, checkpoints.
 """
 

@@ -1,4 +1,4 @@
-"""What a Session refuses when it is made: unknown arguments, and plugins that need a Trainer's loop."""
+"""Checks when a Session is made: unknown arguments, and plugins that need a Trainer's loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_AROUND = ("step", "micro_step")
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """Refuse an argument that Session does not have, with what to do instead.
+    """Refuse an argument that Session does not have, with the replacement.
 
     Raises:
         UsageError: an argument is unknown.
@@ -33,10 +33,10 @@ def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
 def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
     """Refuse plugins with hooks that a Session does not fire.
 
-    Warn if the plugin is ``errors_are_warnings``, or if it says ``optionalhook=True`` of those hooks.
+    Warn if the plugin is ``errors_are_warnings``, or has ``optionalhook=True`` on those hooks.
 
     Raises:
-        UsageError: names the plugin, the hooks and what to do.
+        UsageError: names the plugin, the hooks and the fix.
     """
     for part in parts:
         info = part.info

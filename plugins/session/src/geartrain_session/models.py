@@ -72,7 +72,7 @@ class SessionModel(nn.Module):
             self.mark_forward_method(method)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let another method of the model that computes what is trained go through the ``forward`` hook, too.
+        """Let another method of the model go through the ``forward`` hook too.
 
         Raises:
             UsageError: the model has no such method.

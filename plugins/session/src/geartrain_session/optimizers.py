@@ -66,7 +66,7 @@ class Stepper:
         self._reduced = self._backwards = session_run.backwards
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step once. Return what the closure returned, as torch's optimizers do.
+        """Step once. Return the closure's result, as torch's optimizers do.
 
         Raises:
             UsageError: an optimizer that needs a closure has none.

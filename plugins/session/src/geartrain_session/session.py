@@ -53,7 +53,7 @@ class Session(RankProperties):
         gradient_clip_val: the largest gradient norm or value of an optimizer's parameters; ``None`` for no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         log_every_n_steps: steps between flushes of what plugins log.
-        assume: accelerator -> device count, to plan for hardware that is not here; such a session cannot be launched.
+        assume: accelerator -> device count, to plan for hardware that this machine lacks; such a session cannot be launched.
 
     Raises:
         UsageError: anything that cannot work, and plugins that need a Trainer's loop.
@@ -128,14 +128,14 @@ class Session(RankProperties):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a name that does not exist; one of Fabric's gets what to write instead."""
+            """Raise for a name that does not exist; one of Fabric's gets the replacement."""
             try:
                 return object.__getattribute__(self, name)  # again, for its error: it may be a property's own
             except AttributeError as error:
                 raise AttributeError(f"{error}{write_instead('Session', name)}", name=name, obj=self) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a fresh process needs to make this session again."""
+        """Return everything that a new process needs to make this session again."""
         kept = ("_block", "_assume", "plan", "callbacks")
         return {name: getattr(self, name) for name in kept} | {"plugins": [part for part in self._parts if not part.info.is_core]}
 
@@ -153,10 +153,10 @@ class Session(RankProperties):
 
         Without a function, a strategy that runs the same command again (ddp) makes this process one of the ranks: every rank runs the
         rest of the script. With one, ``function(session, *args, **kwargs)`` runs in every process, and the session closes after it; under
-        ddp_spawn, what it changed stays in those processes.
+        ddp_spawn, its changes stay in those processes.
 
         Returns:
-            What the function returned on rank 0.
+            The function's result on rank 0.
 
         Raises:
             UsageError: launched already, or a strategy that starts its processes on a function is given none.
@@ -197,7 +197,7 @@ class Session(RankProperties):
                 self._forget_run()
 
     def close(self) -> None:
-        """End the run: flush what is logged, close loggers, release the process group and the device. Models stay usable in this process.
+        """End the run: flush metrics, close loggers, release the process group and the device. Models stay usable in this process.
         A second call does nothing."""
         self._close(None)
 
@@ -388,7 +388,7 @@ class Session(RankProperties):
         if first:
             self.barrier()
 
-    # --- what is written -------------------------------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, step: int | None = None, sync_dist: bool = False) -> None:
         """Hand one number to the loggers and metrics.jsonl, now: the CPU waits for the GPU if it is a tensor there."""
@@ -449,7 +449,7 @@ class Session(RankProperties):
         """Seed Python's, NumPy's and torch's generators; the same on every rank. Return the seed."""
         return seed_everything(seed)
 
-    # --- what a loop asks ------------------------------------------------------------------------------------------------
+    # --- questions -----------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SessionRun:
-    """What a Session has from launch to close: the run that hooks see, and a copy of it for each model, optimizer and loader.
+    """The state of a Session from launch to close: the run that hooks see, and a copy of it for each model, optimizer and loader.
 
     Args:
         run: the run that is being set up in this process; ``run.trainer`` is the session.
@@ -137,13 +137,13 @@ class SessionRun:
         """Return a copy of a run, for hooks that are called for one model, one optimizer or one loader."""
         own = copy.copy(run)
         own.step_functions = {}
-        own.module = module  # type: ignore[assignment]  # hooks use what every nn.Module has
+        own.module = module  # type: ignore[assignment]  # hooks use attributes of every nn.Module
         return own
 
     # --- a step ----------------------------------------------------------------------------------------------------------
 
     def stepped(self, run: Run) -> None:
-        """Count a step of the optimizer whose run this is, and flush what was logged if it is time."""
+        """Count a step of the optimizer whose run this is, and flush metrics if it is time."""
         main = self.run
         main.step = done = main.step + 1
         for each in self._runs:

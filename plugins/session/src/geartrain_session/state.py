@@ -11,7 +11,7 @@ from geartrain.plugin_api import not_plain
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of what is to be saved.
+    """Return the states of the objects to save.
 
     Raises:
         UsageError: something that has no ``state_dict()`` and is no plain value.

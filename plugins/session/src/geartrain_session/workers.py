@@ -1,4 +1,4 @@
-"""What each process of a Session does around the loop."""
+"""The work of each process of a Session around the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geartrain_session.session_run import SessionRun
 
 @contextmanager
 def process_context(run: Run, local_rank: int) -> Iterator[None]:
-    """Set up this process. At the end report what was logged, and tear down, also after an error."""
+    """Set up this process. At the end report metrics, and tear down, also after an error."""
     session: Any = run.trainer
     with always_tear_down(run, ()) as undo:
         undo.append(run.hooks.teardown_device)
@@ -66,7 +66,7 @@ class ScriptWorker:
             self._inside = inside.pop_all()
 
     def keep(self, around: ExitStack) -> None:
-        """Keep what a launcher has opened around this rank."""
+        """Keep the contexts that a launcher has opened around this rank."""
         self._around = around
 
     def stack(self) -> ExitStack:

@@ -1,6 +1,6 @@
 """Files without a name, through which a starter and its ranks hand each other what may be gigabytes.
 
-Unlike a pipe nobody must read while another writes, and unlike a named file nothing is left behind when a process is killed.
+Unlike a pipe it needs no reader while it is written, and unlike a named file nothing is left if a process is killed.
 """
 
 from __future__ import annotations

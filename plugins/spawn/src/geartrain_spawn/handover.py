@@ -58,10 +58,10 @@ def registered_names(module: nn.Module) -> frozenset[str]:
 
 
 def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
-    """Return what this rank brings back after its run; the module is moved to the CPU.
+    """Return everything that this rank brings back after its run; the module is moved to the CPU.
 
     Args:
-        result: what the worker returned.
+        result: the worker's result.
         known: :func:`registered_names` of the module, before the worker was called.
     """
     module = run.module.cpu()
@@ -86,7 +86,7 @@ def apply_result(run: Run, brought: RankResult) -> Any:
     Nothing keeps a tensor of ``brought``: they may lie in a mapped file, all of which one of them would keep.
 
     Returns:
-        What the worker returned.
+        The worker's result.
     """
     for name, value in brought.fields.items():
         setattr(run, name, value)
@@ -127,7 +127,7 @@ def _update_module(module: Module, brought: RankResult) -> None:
 
 def _set(thing: Any, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
-        thing.__dict__[name] = value  # past a property or a __setattr__: that is where it was found
+        thing.__dict__[name] = value  # past a property or a __setattr__, as it was found
 
 
 def _make_optimizers(run: Run, brought: RankResult) -> None:
@@ -159,7 +159,7 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """Return what the run has added to one module, by the name of nn.Module's dictionary that holds it."""
+    """Return the run's additions to one module, by the name of nn.Module's dictionary that holds it."""
     prefix = f"{path}." if path else ""
     found = {
         kind: {name: value for name, value in vars(part)[kind].items() if value is not None and prefix + name not in known}

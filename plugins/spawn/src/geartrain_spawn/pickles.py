@@ -23,7 +23,7 @@ from geartrain_spawn.refusals import refusals
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value what is defined in a script, a notebook or any other module that a fresh process could not import, so that a
+    """Pickles by value the definitions of a script, a notebook or any other module that a fresh process could not import, so that a
     rank need not run the script again.
 
     Args:
@@ -65,7 +65,7 @@ def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shap
 
 @cache
 def _by_value_where_needed(name: str) -> None:
-    """Let cloudpickle take along what is in a module that was loaded in another way than a plain import would: a test's, or one that
+    """Let cloudpickle pickle the contents of a module that was loaded in another way than a plain import would: a test's, or one that
     was loaded from a file."""
     module = sys.modules.get(name)
     origin = getattr(module, "__file__", None)
@@ -88,7 +88,7 @@ _SHARED = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 class _WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles for a loader worker that a rank starts: as multiprocessing does, and by value what a fresh process could not import."""
+    """Pickles for a loader worker that a rank starts: as multiprocessing does, and by value names that a new process cannot import."""
 
     dispatch_table: ClassVar[Any] = ChainMap(_SHARED, cloudpickle.Pickler.dispatch_table)
 
@@ -112,7 +112,7 @@ def pickle_by_value_for_workers() -> None:
 
 
 def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
-    """Return what a run takes along, by the name under which its user knows it: for an error about something that cannot go."""
+    """Return the objects that travel with a run, by the names that its user knows: for an error about something that cannot go."""
     source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
     given = (
         {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
@@ -130,7 +130,7 @@ def refusal(arguments: Mapping[str, Any], error: Exception, strategy: str) -> Us
     """Return the error that names what does not pickle.
 
     Args:
-        arguments: what was to be pickled; see :func:`pickled_arguments`.
+        arguments: the objects to pickle; see :func:`pickled_arguments`.
         error: what pickling raised.
         strategy: whose error this is.
     """

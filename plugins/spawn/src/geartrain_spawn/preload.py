@@ -1,4 +1,4 @@
-"""What the forkserver imports before it forks the first rank: all that a rank would spend its first second on."""
+"""The imports of the forkserver before it forks the first rank: those on which a rank would spend its first second."""
 
 import atexit
 import gc

@@ -51,7 +51,7 @@ def refusals(path: str, thing: Any, dump: Dump, by_value: bool = False) -> Itera
     for refusal in _Search(dump, by_value).of(path, thing, why):
         found = True
         yield refusal
-    if not found:  # what is to blame refers to what holds it
+    if not found:  # the culprit refers to its holder
         yield from _Search(dump, by_value, blame_cycles=True).of(path, thing, why)
 
 

@@ -189,7 +189,7 @@ class RankError(Exception):
 
 
 def _again(failure: Failure, error: BaseException | None) -> BaseException:
-    """Return a rank's own error, to be raised here: of its own type if it came back, its traceback as its cause."""
+    """Return a rank's own error, to be raised here: of its own type if it came back, with its traceback as the cause."""
     if isinstance(error, KeyboardInterrupt):
         error = TrainingError(f"rank {failure.rank} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
     elif isinstance(error, SystemExit):

@@ -21,7 +21,7 @@ class DDPSpawnStrategy(DDPStrategy):
         process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
         timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
         find_unused_parameters: look for parameters that a step did not use, at a cost, instead of waiting for their gradients.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves their memory.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves their memory.
         static_graph: promise that every step uses the same parameters in the same order.
         bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
 

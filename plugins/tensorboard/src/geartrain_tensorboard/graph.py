@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def trace(run: Run, writer: SummaryWriter) -> None:
-    """Write the graph of the module's ``forward`` on its ``example_input_array``; the run goes on as if nothing had been.
+    """Write the graph of the module's ``forward`` on its ``example_input_array``; the run is not affected.
 
     Raises:
         TrainingError: the module has no ``example_input_array``.

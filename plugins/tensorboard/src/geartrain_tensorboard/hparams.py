@@ -1,7 +1,7 @@
 """Hyperparameters as TensorBoard's table HPARAMS reads them.
 
-``SummaryWriter.add_hparams`` writes them into a folder of its own, with the time as its name, which TensorBoard shows as a second run and
-with metrics of its own. The same records in the run's own folder belong to its scalars. Without the third record, an experiment,
+``SummaryWriter.add_hparams`` writes them into another folder, with the time as its name, which TensorBoard shows as a second run and
+with other metrics. The same records in the run's own folder belong to its scalars. Without the third record, an experiment,
 TensorBoard collects names and values from all runs that it is shown.
 """
 

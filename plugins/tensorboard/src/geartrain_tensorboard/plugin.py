@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Writes TensorBoard's event files; rank 0 writes.
 
-    Each metric is a scalar of its own name at the optimizer step at which it was logged. The plan is a text, and its hyperparameters are
+    Each metric is a scalar with its name at the optimizer step at which it was logged. The plan is a text, and its hyperparameters are
     TensorBoard's, in the same folder as the scalars: the table HPARAMS shows them with the newest value of each metric.
 
     Args:
         folder: where the files go; default ``tensorboard`` in the run's folder. A fit that finds files there makes ``fit-2``, ``fit-3``
             and so on in it, and an evaluation adds to the newest of these.
         graph: also write the module's graph, which takes one forward of its ``example_input_array``.
-        flush_seconds: how old what is not on disk yet may be.
+        flush_seconds: seconds between writes to disk.
 
     Raises:
         UsageError: there is neither ``folder`` nor the run's folder, ``folder`` is a file, or ``flush_seconds`` is not above 0.

@@ -36,7 +36,7 @@ def is_collection(thing: Any) -> bool:
     return library is not None and isinstance(thing, library.MetricCollection)
 
 
-# --- what core calls -----------------------------------------------------------------------------------------------------
+# --- called by core -----------------------------------------------------------------------------------------------------
 
 
 def owns(thing: Any) -> bool:
@@ -52,7 +52,7 @@ def items(dictionary: Any) -> Iterable[tuple[str, Any]]:
 
 
 def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None:
-    """Return what the metric's ``forward`` gave for the batch if it is logged ``on_step``, otherwise ``None``.
+    """Return the result of the metric's ``forward`` for the batch if it is logged ``on_step``, otherwise ``None``.
 
     Raises:
         TrainingError: it is a collection; is logged on rank 0 alone; or ``forward`` was not called, only ``update`` was.
@@ -91,7 +91,7 @@ def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[st
 
 
 def states(module: nn.Module) -> dict[str, Any]:
-    """What the metrics in a module have seen since their last reset, by path: tensors, and lists of them."""
+    """Return the states of a module's metrics since their last reset, by path: tensors, and lists of them."""
     metrics = {path: part for path, part in module.named_modules() if is_metric(part) and part._update_count}
     return {
         path: {"updates": metric._update_count, "values": {name: getattr(metric, name) for name in metric._defaults}}
@@ -127,7 +127,7 @@ def temporary_copies(module: nn.Module) -> Iterator[None]:
 
 
 def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
-    """What other ranks logged and this one, without a batch of its own of some loader, did not: it must sync them too.
+    """Return the metrics that other ranks logged and this one, without a batch of some loader, did not: it must sync them too.
 
     Raises:
         TrainingError: ranks with batches logged different ones.
@@ -137,7 +137,7 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
     header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64))
     if not bool((header != header[0]).any()):
         return {}
-    idle = run.stage != "train" and 0 in run.current_stage.batches  # without a batch of its own of some loader
+    idle = run.stage != "train" and 0 in run.current_stage.batches  # without a batch of some loader
     told = [run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)]
     first, _ = min((one for one in told if one[0]), key=lambda one: one[1])  # of the first rank that has batches of every loader
     for rank, (theirs, idle) in enumerate(told):
@@ -152,7 +152,7 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
 
 
 def _path(module: nn.Module, metric: Any) -> str | None:
-    """Where a metric is in a module; ``None`` where it is no submodule."""
+    """Return a metric's path in a module; ``None`` if it is no submodule."""
     return next((path for path, part in module.named_modules() if part is metric), None)
 
 

@@ -1,6 +1,6 @@
 """Find a learning rate and a batch size before training; names as in PyTorch Lightning.
 
-- ``Tuner(trainer).lr_find(model)``: the learning rate at which the loss falls fastest; :class:`LRFinder` is what it found.
+- ``Tuner(trainer).lr_find(model)``: the learning rate at which the loss falls fastest; :class:`LRFinder` is the result.
 - ``Tuner(trainer).scale_batch_size(model)``: the largest batch that runs without running out of memory; :class:`Trial` is one try.
 
 ``geartrain tune lr TARGET`` and ``geartrain tune batch-size TARGET`` do the same from the command line.

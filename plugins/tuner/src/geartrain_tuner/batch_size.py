@@ -88,7 +88,7 @@ class StepTimer:
 
     Args:
         size: the batch size that was set.
-        setting: the name of what was set, for errors.
+        setting: the name of the setting, for errors.
 
     Raises:
         UsageError: the loader has another.

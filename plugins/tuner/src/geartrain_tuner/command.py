@@ -19,7 +19,7 @@ from geartrain_cli.target import Target
 from geartrain_tuner import LRFinder, Tuner
 from geartrain_tuner.tuner import learning_rate_of, owners_of
 
-#: What is tuned -> option -> (type, default, what it does).
+#: The tuned quantity -> option -> (type, default, help).
 _OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
     "lr": {
         "min_lr": (float, 1e-8, "the first learning rate"),

@@ -1,4 +1,4 @@
-"""What a finder trains: a copy of the user's module. Global random generators and those of loaders are restored afterwards."""
+"""Copy the user's module for a finder. Global random generators and those of loaders are restored afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from geartrain import DataModule, Module, UsageError
 from geartrain.plugin_api import HyperParameters, generators
 
-#: What a finder may change in a DataModule. Everything else is shared with the copy: it may be all the data.
+#: The attributes that a finder may change in a DataModule. Everything else is shared with the copy: it may be all the data.
 _COPIED = (HyperParameters, torch.Generator, random.Random)
 
 

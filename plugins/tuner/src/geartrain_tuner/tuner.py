@@ -60,7 +60,7 @@ class Tuner:
         """Train a copy of the module for ``num_training`` steps, with a learning rate that grows from ``min_lr`` to ``max_lr``.
 
         The first parameter group gets the learning rate and the others keep their ratio to it. Schedulers are not stepped. In manual
-        optimisation the loss is what a batch's first ``manual_backward`` is given.
+        optimisation the loss is the argument of a batch's first ``manual_backward``.
 
         Args:
             model: as for :meth:`geartrain.Trainer.fit`.
@@ -78,7 +78,7 @@ class Tuner:
             checkpoint: weights to start from.
 
         Returns:
-            What was found, the same on every rank; ``suggestion()`` is ``None`` if there is none, with a warning if ``update_attr`` is set.
+            The result, the same on every rank; ``suggestion()`` is ``None`` if there is none, with a warning if ``update_attr`` is set.
 
         Raises:
             UsageError: something that cannot work; nothing was started.
@@ -117,7 +117,7 @@ class Tuner:
         batch_arg_name: str = "batch_size",
         checkpoint: str | Path | None = None,
     ) -> int:
-        """Find the largest batch that ``steps_per_trial`` steps run with, and set the attribute to it; :attr:`trials` has what was tried.
+        """Find the largest batch that ``steps_per_trial`` steps run with, and set the attribute to it; :attr:`trials` has all sizes.
 
         Only running out of memory counts; any other error comes as it is. Validation is not tried.
 
@@ -168,7 +168,7 @@ class Tuner:
         return found
 
     def _check(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
-        """Refuse what cannot be tuned. Return loaders and DataModule, told apart."""
+        """Refuse arguments that cannot be tuned. Return loaders and DataModule, separated."""
         if isinstance(loaders, DataModule) and datamodule is None:
             loaders, datamodule = None, loaders
         if isinstance(loaders, DataModule):
@@ -249,7 +249,7 @@ def learning_rate_of(model: Module, given: str) -> str:
         UsageError: it has none.
     """
     names = [given] if given else ["lr", "learning_rate"]
-    for has in (partial(hasattr, model), model.hparams.__contains__):  # what is set now, before what it was made with
+    for has in (partial(hasattr, model), model.hparams.__contains__):  # the present setting, before the argument
         for name in names:
             if has(name):
                 return name

@@ -28,18 +28,18 @@ _MODES = ("online", "offline", "disabled")
 class WandB:
     """Hands metrics, the configuration and, if asked for, checkpoints to Weights & Biases. Rank 0 alone does.
 
-    Each fit, validate, test or predict is one wandb run. Where the script has called ``wandb.init()`` itself, its run is used and not
-    ended. What is left out here is as wandb finds it: ``WANDB_PROJECT``, ``WANDB_MODE`` and the like, then its settings files.
+    Each fit, validate, test or predict is one wandb run. If the script has called ``wandb.init()`` itself, its run is used and not
+    ended. Missing options are wandb's: ``WANDB_PROJECT``, ``WANDB_MODE`` and the like, then its settings files.
 
     Args:
         project: where the run is filed.
         name: the run's own name; wandb makes one up.
         entity: the user or team that it belongs to.
-        group: what it is shown together with.
+        group: the group of runs.
         tags: words to find it by.
         notes: a longer text.
         mode: ``"online"``; ``"offline"``: keep it on this machine, for ``wandb sync``; ``"disabled"``: do nothing.
-        folder: wandb writes to ``folder/wandb``; the run's folder where there is one, else the working folder. ``WANDB_DIR`` comes
+        folder: wandb writes to ``folder/wandb``; the run's folder if it has one, else the working folder. ``WANDB_DIR`` comes
             before those two.
         checkpoints: upload every checkpoint as an artifact of type ``model``.
 
@@ -133,7 +133,7 @@ class WandB:
         return str(folder)
 
     def _end(self, outcome: Mapping[str, str]) -> None:
-        """End the run, where it is ours, also when wandb fails; core calls this after an error too."""
+        """End the run, if it is ours, also when wandb fails; core calls this after an error too."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -145,7 +145,7 @@ class WandB:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """The hyperparameters, as they are compared and sorted by, and under ``geartrain`` what was planned."""
+    """The hyperparameters, as they are compared and sorted by, and under ``geartrain`` the plan."""
     plan = run.plan.as_dict()
     return {**plan.pop("hyperparameters"), "geartrain": {"command": run.command, **plan}}
 

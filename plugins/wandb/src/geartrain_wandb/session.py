@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import wandb
 
 LABEL = "geartrain-wandb[wandb]"
-#: Seconds, where the environment does not say: wandb's own are 90 and no end. The rest of an upload can be sent by ``wandb sync``.
+#: Seconds, unless the environment sets them: wandb's own are 90 and no end. The rest of an upload can be sent by ``wandb sync``.
 _PATIENCE = {"init_timeout": 30.0, "finish_timeout": 300.0}
 
-#: Whether wandb was first imported here: then nobody else uses its service process.
+#: True if wandb was first imported here: then no other code uses its service process.
 _alone = False
-#: A run that could not be ended, because its service process is gone: wandb goes on to call it the current one.
+#: A run that could not be ended, because its service process is gone: wandb still calls it the current one.
 _dead: Any = None
 
 
@@ -42,10 +42,10 @@ def existing() -> wandb.Run | None:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """See whether a run with these settings could begin. Starts no process, asks nobody and changes nothing.
+    """Check that a run with these settings could begin. Start no process, prompt for nothing and change nothing.
 
     Raises:
-        UsageError: wandb is not installed or refuses a setting, or the run would be online and nobody is logged in.
+        UsageError: wandb is not installed or refuses a setting, or the run would be online and no user is logged in.
     """
     # A folder called wandb, such as wandb itself writes, can be imported too: such a package has no origin.
     spec = importlib.util.find_spec("wandb")
@@ -70,7 +70,7 @@ def _said(error: Exception) -> str:
 
 
 def _logged_in(mode: str | None) -> bool:
-    """Whether wandb would find a key, or needs none; as ``wandb.init`` looks for it, but without its prompt."""
+    """True if wandb would find a key, or needs none; as ``wandb.init`` looks for it, but without its prompt."""
     try:
         from wandb.sdk import wandb_setup
         from wandb.sdk.lib import wbauth
@@ -79,7 +79,7 @@ def _logged_in(mode: str | None) -> bool:
         if (mode or settings.mode) not in ("online", "shared"):
             return True
         found = wbauth.authenticate_session(host=settings.base_url, source=LABEL, prompt=False, update_session=False)
-    except (ImportError, AttributeError, TypeError):  # another wandb than this was written for: its init will say so
+    except (ImportError, AttributeError, TypeError):  # another wandb than this was written for: its init will report it
         return True
     except Exception as error:
         raise UsageError(f"{LABEL}: {_said(error)}") from error
@@ -89,7 +89,7 @@ def _logged_in(mode: str | None) -> bool:
 
 
 def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
-    """``wandb.init``; where its server does not answer, an offline run.
+    """Call ``wandb.init``; if its server does not answer, make an offline run.
 
     Args:
         settings: for ``wandb.Settings``.
@@ -128,6 +128,6 @@ def release() -> None:
 
 
 def _tear_down() -> None:
-    # SystemExit: with the service's own exit code, where that is not 0.
+    # SystemExit: with the service's own exit code, if that is not 0.
     with suppress(Exception, SystemExit):
         load().teardown()
