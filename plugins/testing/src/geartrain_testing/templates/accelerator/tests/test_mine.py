@@ -1,4 +1,4 @@
-"""A module trains on the accelerator; where it cannot be used, it says why."""
+"""A module trains on the accelerator; if it cannot be used, it gives the reason."""
 
 from __future__ import annotations
 

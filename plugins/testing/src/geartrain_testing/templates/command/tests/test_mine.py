@@ -1,4 +1,4 @@
-"""The command prints what a run wrote, and refuses a folder without a run."""
+"""The command prints a run's metrics, and refuses a folder without a run."""
 
 from __future__ import annotations
 

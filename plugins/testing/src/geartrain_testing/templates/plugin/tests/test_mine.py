@@ -1,4 +1,4 @@
-"""What the plugin logs while a module trains, on two ranks in this process."""
+"""A module trains with the plugin, on two ranks in this process."""
 
 from __future__ import annotations
 

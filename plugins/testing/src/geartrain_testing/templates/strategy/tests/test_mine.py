@@ -1,4 +1,4 @@
-"""What every strategy must do, from geartrain's conformance kit."""
+"""Run geartrain's conformance kit, which every strategy must pass."""
 
 from geartrain.testing import StrategyConformance
 

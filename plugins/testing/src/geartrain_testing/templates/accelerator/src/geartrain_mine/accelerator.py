@@ -7,7 +7,7 @@ import os
 import torch
 from geartrain import Run, UsageError, hookimpl
 
-#: How many devices there are. On real hardware its driver is asked, in a way that does not initialise a device.
+#: The variable with the number of devices. On real hardware ask the driver, without initialising a device.
 COUNT = "MINE_DEVICES"
 
 
@@ -22,7 +22,7 @@ class MineAccelerator:
     """
 
     #: ``--accelerator auto`` takes the usable one of the highest priority. The cpu has 0, so this one is never taken
-    #: unless someone asks for it by name. Hardware that is faster than the CPU says more than 0.
+    #: unless a user names it. Hardware that is faster than the CPU should have more than 0.
     priority = -1
 
     def __init__(self, threads: int = 1) -> None:
@@ -35,7 +35,7 @@ class MineAccelerator:
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why it cannot be used here, as its user should read it; ``None`` where it can."""
+        """Return why it cannot be used here, as the user should read it; ``None`` if it can."""
         count = os.environ.get(COUNT, "")
         if count.isdigit() and int(count) > 0:
             return None
@@ -43,7 +43,7 @@ class MineAccelerator:
 
     @staticmethod
     def device_count() -> int:
-        """Devices on this node; ``--devices auto`` takes all of them."""
+        """Return the number of devices on this node; ``--devices auto`` takes all."""
         return int(os.environ.get(COUNT, "0"))
 
     # --- in each process of a run -------------------------------------------------------------------------------------

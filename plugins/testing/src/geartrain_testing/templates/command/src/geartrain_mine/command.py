@@ -13,8 +13,8 @@ def command(name: str, argv: list[str]) -> None:
     """Print one line for each metric: ``geartrain mine RUN``.
 
     Args:
-        name: what the user typed: the name of the entry point.
-        argv: what the user typed after it.
+        name: the name of the entry point, as the user typed it.
+        argv: the arguments after it.
 
     Raises:
         UsageError: the folder holds no run that has ended. The command line then exits with 2.

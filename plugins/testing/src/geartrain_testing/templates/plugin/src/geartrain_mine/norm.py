@@ -23,8 +23,8 @@ class MinePlugin:
             raise UsageError(f"every={every!r} must be 1 or more.")
         self.every = every
 
-    # A wrapper: the strategy owns this hook and goes on doing its work. A plain @hookimpl, which would switch that off,
-    # is refused.
+    # A wrapper: the strategy owns this hook and still works inside it. A plain @hookimpl would switch that off, and is
+    # refused.
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Iterator[None]:
         yield  # the strategy makes the gradients the mean over ranks here

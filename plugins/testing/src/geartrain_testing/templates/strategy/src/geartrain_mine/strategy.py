@@ -15,8 +15,8 @@ class MineStrategy(ProcessGroupStrategy):
 
     The base class starts this node's other ranks by running the same command again, or joins those of torchrun, SLURM
     or MPI; it ends all of them with the first error. It gives each rank its part of the data and rank 0's weights at
-    the start, gathers what is logged, and leaves the process group. The conformance kit tests the whole. What this
-    strategy cannot do would be declared as ``capabilities = {"multi_node": False}``.
+    the start, gathers metrics, and leaves the process group. The conformance kit tests all of it. Declare limits as
+    ``capabilities = {"multi_node": False}``.
 
     Args:
         timeout: seconds that a rank waits for the others before the run ends with an error.
@@ -32,7 +32,7 @@ class MineStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        # `launch` has said which rank this is, and has made a store that every rank reaches: on one machine it listens
+        # `launch` has set this rank's place, and has made a store that every rank reaches: on one machine it listens
         # on loopback only. Collectives (metrics, all_gather, barrier) go through the group that is made here.
         place = run.cluster
         assert place is not None
