@@ -293,7 +293,7 @@ class Trainer(RankProperties):
         if datamodule is not None:
             check_data(datamodule)
         if self._assume:
-            raise UsageError(f"this trainer assumes hardware that is not here ({self._assume}): it can be explained, not run.")
+            raise UsageError(f"this trainer assumes hardware that this machine lacks ({self._assume}): it can be explained, not run.")
         with reserved_folder(self._parts, resumes):
             return self._launch(command, model, given, datamodule, checkpoint, resumes)
 

@@ -173,7 +173,7 @@ def _best(hooks: Hooks, output: Path | None) -> Path:
         raise UsageError(f"'best' may be {' or '.join(map(str, reversed(found)))}. Fix: give one of these files")
     if all(choice.is_core for choice in hooks.implementers("find_checkpoint")):
         raise UsageError(
-            "'best' is what this trainer's own fit found, and it has no ModelCheckpoint. "
+            "'best' is known to the trainer that found it, and this trainer has no ModelCheckpoint. "
             "Fix: plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks, or give a file"
         )
     raise UsageError("this trainer has saved no checkpoint that could be the best. Fix: fit first, with save_top_k other than 0")

@@ -374,7 +374,7 @@ def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks resume after {batches}: "
-            "some of its samples may come twice or not at all, and its metrics are of what is left",
+            "some of its samples may come twice or not at all, and its metrics cover the rest",
             stacklevel=2,
         )
     return batches
@@ -423,7 +423,7 @@ def set_random(run: Run, state: dict[str, Any]) -> None:
     own = [generator for loader in loaders for generator in generators(loader)]
     if len(own) != len(state["loaders"]):
         warnings.warn(
-            f"the loaders have {len(own)} generators of their own, and had {len(state['loaders'])}: their order starts from scratch",
+            f"the loaders have {len(own)} generators, and had {len(state['loaders'])}: their order starts from scratch",
             stacklevel=2,
         )
         return

@@ -50,7 +50,7 @@ def check_part(part: LoadedPlugin, specs: Mapping[str, HookCaller], manager: Plu
         if hook in specs and not is_single(specs[hook]):
             wrong(part, hook, "stands in 'replaces', but every implementation of it is called", "take it out")
     if not impls and part.info.kind == "plugin" and own_hookspecs(part.plugin) is None:
-        raise UsageError(f"{part.info.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark what it should do")
+        raise UsageError(f"{part.info.label} has nothing marked with @hookimpl, so it would do nothing. Fix: mark its hookimpls")
     return impls
 
 
@@ -91,7 +91,7 @@ def _faults(plugin: Any, impl: Impl, opts: Any, caller: HookCaller) -> Iterator[
         if parameter.kind is parameter.KEYWORD_ONLY:
             yield f"takes {name!r} by keyword only, which pluggy never passes", "take out the '*'"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            yield f"takes '*{name}', which would always be empty", f"name what it needs of: {', '.join(known)}"
+            yield f"takes '*{name}', which would always be empty", f"name the arguments that it needs: {', '.join(known)}"
         if name in known and has_default:
             yield f"gives {name!r} a default, which every call of the hook overrules", "take out the default"
         if name not in known and not has_default:

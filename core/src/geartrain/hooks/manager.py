@@ -110,7 +110,7 @@ class Hooks:
             taken = sorted(name for name in brought if hasattr(Hooks, name) or hasattr(self._manager.hook, name))
             if taken or not brought:
                 what = f"redefine {', '.join(taken)}" if taken else "have nothing marked with @hookspec"
-                raise UsageError(f"{part.info.label}: its hookspecs {what}. Fix: mark hooks of its own, with names of their own")
+                raise UsageError(f"{part.info.label}: its hookspecs {what}. Fix: mark new hooks, with new names")
             self._manager.add_hookspecs(module)
 
     # --- owners ----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
         what = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else type(output).__name__
         raise TrainingError(f"training_step returned {what}. Fix: return the loss, a dict with it under 'loss', or None to skip the batch")
     if run.world.size > 1:
-        raise TrainingError(f"training_step returned None on rank {run.world.rank}: the other ranks would wait for its gradients for ever.")
+        raise TrainingError(f"training_step returned None on rank {run.world.rank}: the other ranks would wait for its gradients.")
     return None
 
 
@@ -132,7 +132,7 @@ def end_of_epoch(run: Run) -> Exception:
     """Return what ends the epoch if ``on_train_batch_start`` returns -1: on one of several ranks an error, as its peers would wait."""
     if run.world.size > 1:
         return TrainingError(
-            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would wait for its gradients for ever. "
+            f"on_train_batch_start returned -1 on rank {run.world.rank}: the other ranks would hang, waiting for its gradients. "
             "Fix: self.trainer.should_stop = True, or limit_train_batches"
         )
     return EpochIsOver()

@@ -215,7 +215,7 @@ def step_plateaus(run: Run, ends: str = "") -> None:
             text = f"ReduceLROnPlateau monitors {schedule.monitor!r}, which was not logged. {nearest(str(schedule.monitor), known)}"
             if schedule.strict:
                 raise UsageError(text)
-            warnings.warn(f"{text} Training goes on without", stacklevel=2)
+            warnings.warn(f"{text} Training continues without", stacklevel=2)
 
 
 def clip(parameters: list[torch.nn.Parameter], limit: float, algorithm: str) -> torch.Tensor | None:

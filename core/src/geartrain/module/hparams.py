@@ -85,7 +85,7 @@ class MadeWith:
                 raise ValueError(f"{what}. Fix: names of arguments, or one dict or argparse.Namespace alone")
             if name not in arguments:
                 what = f"{called} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}"
-                raise ValueError(f"{what}. Fix: one of these; what **kwargs takes has names of its own")
+                raise ValueError(f"{what}. Fix: one of these; arguments of **kwargs have other names")
         kept = {name: value for name, value in arguments.items() if (not names or name in names) and name not in left_out}
         # The first call replaces the arguments that were kept without one.
         before = self.hparams if vars(self).get("_hparams_saved") else {}

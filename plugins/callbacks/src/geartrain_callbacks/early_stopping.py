@@ -125,7 +125,7 @@ class EarlyStopping:
         if self.strict:
             raise TrainingError(f"{text} Fix: log it with self.log, or monitor another")
         if not self._warned:
-            warnings.warn(f"{text} Training goes on without", stacklevel=2)
+            warnings.warn(f"{text} Training continues without", stacklevel=2)
             self._warned = True
 
     def _judge(self, run: Run, value: float) -> str:

@@ -245,7 +245,7 @@ def build_parser(
     parser.add_argument("--config", action="config", help="a YAML file of options")
     if command == "explain":
         parser.add_argument("--json", type=bool, default=False, help="print the plan and the hooks as JSON")
-        parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that is not here")
+        parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that this machine lacks")
     else:
         parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
     if command == "fit":

@@ -162,7 +162,7 @@ class Session(RankProperties):
             UsageError: launched already, or a strategy that starts its processes on a function is given none.
         """
         if self._assume:
-            raise UsageError(f"this session assumes hardware that is not here ({self._assume}): session.plan explains it, it cannot run.")
+            raise UsageError(f"this session assumes hardware that this machine lacks ({self._assume}): session.plan explains it.")
         if self._run is not None:
             raise UsageError("this session is launched already. Fix: launch once; session.close() comes before another launch")
         if function is not None and not callable(function):
