@@ -80,7 +80,7 @@ def test_a_run_that_failed_waits_for_no_rank():
 
 
 def alone():
-    run = SimpleNamespace(closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[])
+    run = SimpleNamespace(needs_closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[])
     return Context(run, [], None, Peers(None, 0, 1, (0,)))
 
 

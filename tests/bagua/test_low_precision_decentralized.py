@@ -92,7 +92,7 @@ def test_one_rank_alone_trains_as_without_a_strategy():
     algorithm = LowPrecisionDecentralized()
     algorithm.set_up(
         Context(
-            SimpleNamespace(closure=False, module=module, optimizers=[], schedulers=[]),
+            SimpleNamespace(needs_closure=False, module=module, optimizers=[], schedulers=[]),
             make_buckets(module.parameters()),
             None,
             Peers(None, 0, 1, (0,)),
@@ -109,7 +109,7 @@ def test_one_rank_alone_trains_as_without_a_strategy():
 def test_optimizers_go_on_with_the_groups_that_a_scheduler_or_a_wrapper_knows():
     module, one = reference.net(), Peers(None, 0, 1, (0,))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    run = SimpleNamespace(closure=False, module=module, optimizers=[optimizer], schedulers=[])
+    run = SimpleNamespace(needs_closure=False, module=module, optimizers=[optimizer], schedulers=[])
     context = Context(run, make_buckets(module.parameters()), None, one)
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(context)
@@ -124,7 +124,7 @@ def test_optimizers_go_on_with_the_groups_that_a_scheduler_or_a_wrapper_knows():
 
 def test_a_state_of_other_nodes_is_refused():
     module, one = reference.net(), Peers(None, 0, 1, (0,))
-    run = SimpleNamespace(closure=False, module=module, optimizers=[], schedulers=[])
+    run = SimpleNamespace(needs_closure=False, module=module, optimizers=[], schedulers=[])
     buckets = make_buckets(module.parameters())
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))

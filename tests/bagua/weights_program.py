@@ -50,7 +50,7 @@ class Hand:
             nodes, leaders = (PAIR, LEADERS if RANK % 2 == 0 else None) if node < ranks else (everyone, ONE if everyone.rank == 0 else None)
         self.buckets = make_buckets(self.module.parameters(), size=bucket_bytes)
         self.channel = Channel()
-        run = SimpleNamespace(closure=closure, module=self.module, optimizers=self.optimizers, schedulers=[])
+        run = SimpleNamespace(needs_closure=closure, module=self.module, optimizers=self.optimizers, schedulers=[])
         self.context = Context(run, self.buckets, self.channel, everyone, nodes, leaders)
         self.rank, self.history, self.seen = everyone.rank, [], []
         algorithm.set_up(self.context)

@@ -13,7 +13,7 @@ from geartrain import UsageError
 NAMES = {
     "gt.Callback": "Write: geartrain.callbacks.Callback",
     "gt.LightningCLI": "Write: gt.cli(",
-    "gt.callbacks.TQDMProgressBar": "Write: nothing: there is a progress bar without it",
+    "gt.callbacks.TQDMProgressBar": "Write: nothing: geartrain-callbacks has a progress bar",
     "gt.callbacks.RichModelSummary": "Write: geartrain.callbacks.ModelSummary",
     "gt.loggers.TensorBoardLogger": "Write: geartrain.loggers.TensorBoard",
 }
