@@ -7,6 +7,7 @@ import torch
 from small_models import Loggers, Net, loader, samples, trainer
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import geartrain as gt
 from geartrain import UsageError, hookimpl
@@ -192,6 +193,22 @@ def test_a_function_that_refers_to_the_module_is_refused(change, name, monkeypat
     module = Net()
     module.penalty = lambda: 1.0
     assert len(find(module).lrs) == 30
+
+
+def test_a_module_with_a_metric_of_torchmetrics_is_tuned():
+    class Measured(Net):
+        def __init__(self):
+            super().__init__()
+            self.seen = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.seen.update(loss.detach())
+            return loss
+
+    module = Measured()
+    Tuner(trainer()).lr_find(module, loader(), num_training=20, update_attr=False)
+    assert module.seen.update_count == 0
 
 
 def test_a_batch_size_is_not_found_beside_the_module_on_a_device():

@@ -26,22 +26,23 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
     Raises:
         UsageError: the module cannot be copied, or a function in an attribute refers to it, which its copy would share.
     """
-    for name, function in _functions(model):
-        if _refers_to(function, model):
-            raise UsageError(
-                f"a finder trains a copy of {type(model).__name__}, and the function in {name} refers to the module itself. "
-                "Fix: a method of the class, in place of a lambda or nested function"
-            )
     data = copy.copy(datamodule)
     if data is not None:
         vars(data).update({name: copy.deepcopy(value) for name, value in vars(data).items() if isinstance(value, _COPIED)})
     try:
-        return copy.deepcopy(model, {id(datamodule): data} if data is not None else {}), data
+        copied = copy.deepcopy(model, {id(datamodule): data} if data is not None else {})
     except Exception as error:
         raise UsageError(
             f"a finder trains a copy of the module, and {type(model).__name__} cannot be copied: {type(error).__name__}: {error}. "
             "Fix: make in setup() what cannot be copied, and keep tensors with .detach()"
         ) from error
+    for name, function in _functions(copied):  # of the copy: objects of torchmetrics make functions of their own again
+        if _refers_to(function, model):
+            raise UsageError(
+                f"a finder trains a copy of {type(model).__name__}, and the function in {name} refers to the module itself. "
+                "Fix: a method of the class, in place of a lambda or nested function"
+            )
+    return copied, data
 
 
 def _functions(model: Module) -> Iterator[tuple[str, FunctionType]]:
