@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,11 +23,10 @@ import torch._dynamo  # which torch's optimizers import when the first one is ma
 from warm import count_for_test
 
 import geartrain.trainer  # noqa: F401 (and all else that a rank would spend its first second on)
+from geartrain_testing.launching import free_port
 
 #: Seconds between two looks at the ranks, that ranks have to end after one has failed, and that what they started has after them.
 PERIOD, PATIENCE, GRACE = 0.005, 20.0, 5.0
-#: The kernel gives no port of these to a program that asks for any.
-PORTS = range(20000, 32000)
 #: This process's exit status, if it is a rank.
 _status: int | None = None
 
@@ -36,7 +34,6 @@ _status: int | None = None
 def main() -> None:
     """Serve until the standard input ends."""
     gc.freeze()  # no rank copies all of this because it collects garbage
-    number = os.getpid() * 100
     for line in sys.stdin:
         request = json.loads(line)
         os.environ.clear()
@@ -46,17 +43,7 @@ def main() -> None:
         except Exception:
             print(json.dumps(traceback.format_exc()), flush=True)
             continue
-        number = free_port(number + 1)
-        print(json.dumps(run(function, request, PORTS[number % len(PORTS)])), flush=True)
-
-
-def free_port(first: int) -> int:
-    """The number of the first port from this one on where nothing listens."""
-    for number in range(first, first + len(PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", PORTS[number % len(PORTS)]))
-            return number
-    raise RuntimeError("no port is free")
+        print(json.dumps(run(function, request, free_port())), flush=True)
 
 
 def run(function: Callable[..., Any], request: dict[str, Any], port: int) -> list[str]:

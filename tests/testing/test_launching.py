@@ -1,11 +1,14 @@
 """What the kit sees of a program and of what it leaves."""
 
+import itertools
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from geartrain_testing.launching import HAS_PROC, Launched, launched, listening, until
+from geartrain_testing import launching
+from geartrain_testing.launching import HAS_PROC, PORTS, Launched, free_port, launched, listening, until
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 
@@ -105,3 +108,21 @@ def test_one_that_does_not_end_is_shown(tmp_path):
 def test_until_says_what_did_not_happen():
     with pytest.raises(AssertionError, match=r"not within 0.05 s: the moon"):
         until(lambda: False, 0.05, "the moon")
+
+
+def test_free_ports_are_different_and_outside_what_the_kernel_assigns():
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+    assert set(ports) <= set(PORTS)
+    assigned = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if assigned.exists():
+        assert max(PORTS) < int(assigned.read_text().split()[0])
+
+
+def test_a_free_port_is_none_on_which_a_program_listens(monkeypatch):
+    with socket.socket() as taken:
+        first = free_port()
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        monkeypatch.setattr(launching, "_numbers", itertools.count(PORTS.index(first)))
+        assert free_port() > first

@@ -5,6 +5,7 @@ Linux's /proc is what knows processes and sockets; see :data:`HAS_PROC`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ HAS_PROC = Path("/proc/self/environ").exists()
 _SHARED_MEMORY = Path("/dev/shm")
 #: Addresses of loopback as /proc/net writes them, IPv4 and IPv6.
 LOOPBACK = ("0100007F", "0" * 24 + "01000000")
+#: Ports that no kernel gives to a program that asks for any port (Linux starts at 32768, others at 49152).
+PORTS = range(20000, 32000)
+#: Processes of neighbouring numbers try ports 100 apart.
+_numbers = itertools.count(os.getpid() * 100)
 #: What would make a test's program one of several already, or change what it does.
 _CLEARED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -217,7 +222,14 @@ def _command_line(pid: int) -> str:
 
 
 def free_port() -> int:
-    """A TCP port of loopback on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of loopback on which nothing listens, another one each time.
+
+    The kernel gives it to no program that asks for any port. Otherwise another test could receive
+    it before the launcher under test listens on it.
+    """
+    for _ in PORTS:
+        port = PORTS[next(_numbers) % len(PORTS)]
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no port from {PORTS[0]} to {PORTS[-1]} is free. Fix: end the processes that listen there")
