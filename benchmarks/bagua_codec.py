@@ -58,12 +58,18 @@ def compiled(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         torch.compiler.reset()
         start = time.perf_counter()
-        encoding, decoding = torch.compile(encode_plain, dynamic=True), torch.compile(decode_plain, dynamic=True)
+        encoding, decoding = (
+            torch.compile(encode_plain, dynamic=True),
+            torch.compile(decode_plain, dynamic=True),
+        )
         codes, bounds = encoding(chunks)
         decoding(codes, bounds)
         seconds = time.perf_counter() - start
         assert torch.equal(codes, minmax_uint8.encode(chunks)[0])
-        return {**least(lambda: decoding(*encoding(chunks)), rounds), "compile_s": round(seconds, 1)}
+        return {
+            **least(lambda: decoding(*encoding(chunks)), rounds),
+            "compile_s": round(seconds, 1),
+        }
 
 
 def beside_a_backward(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
@@ -72,7 +78,9 @@ def beside_a_backward(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
     loss = net(torch.randn(256, 512)).square().mean()
     measured: list[dict[str, float]] = []
     out = torch.empty_like(chunks)
-    thread = threading.Thread(target=lambda: measured.append(least(lambda: decompress(compress(chunks), out), rounds)))
+    thread = threading.Thread(
+        target=lambda: measured.append(least(lambda: decompress(compress(chunks), out), rounds))
+    )
     thread.start()
     while thread.is_alive():
         loss.backward(retain_graph=True)
@@ -80,7 +88,9 @@ def beside_a_backward(chunks: torch.Tensor, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=float, default=10, help="a bucket, in MiB of float32")
     parser.add_argument("--chunks", type=int, default=2, help="chunks of a bucket: the ranks")
     parser.add_argument("--rounds", type=int, default=50)
@@ -91,7 +101,10 @@ def main() -> None:
     columns = int(options.mib * 2**18 / options.chunks)
     chunks = torch.randn(options.chunks, columns, device="cuda" if options.cuda else "cpu")
     saved = chunks.numel() * 4 - compress(chunks).numel()
-    facts: dict[str, object] = {"saved_bytes": saved, "saved_ms_on_the_wire": round(saved * 8 / options.gbit / 1e6, 2)}
+    facts: dict[str, object] = {
+        "saved_bytes": saved,
+        "saved_ms_on_the_wire": round(saved * 8 / options.gbit / 1e6, 2),
+    }
     for threads in [1] if options.cuda else [1, 2]:
         torch.set_num_threads(threads)
         row = {"fast": fast(chunks, options.rounds), "plain": plain(chunks, options.rounds)}

@@ -35,14 +35,31 @@ def hosts(gbit: float) -> Iterator[list[str]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", f"v{unique}0", "netns", names[0], "type", "veth", "peer", "name", f"v{unique}1", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            f"v{unique}0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"v{unique}1",
+            "netns",
+            names[1],
+        )
         for i, name in enumerate(names):
             device = f"v{unique}{i}"
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "add", f"10.96.0.{i + 1}/24", "dev", device)
             ip("-n", name, "link", "set", device, "up")
             limit = ["rate", f"{gbit}gbit", "burst", "256kb", "latency", "50ms"]
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit], check=True, timeout=20)
+            subprocess.run(
+                ["tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit],
+                check=True,
+                timeout=20,
+            )
         yield names
     finally:
         for name in names:
@@ -54,9 +71,27 @@ def a_step(algorithm: str, gbit: float) -> dict[str, float]:
     with hosts(gbit) as names:
         runs = []
         for i, name in enumerate(names):
-            address = ["MASTER_ADDR=10.96.0.1", "MASTER_PORT=29531", f"NODE_RANK={i}", "OMP_NUM_THREADS=1", f"STEPS={STEPS}"]
-            command = ["ip", "netns", "exec", name, "env", *address, sys.executable, str(WIRE), algorithm]
-            runs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            address = [
+                "MASTER_ADDR=10.96.0.1",
+                "MASTER_PORT=29531",
+                f"NODE_RANK={i}",
+                "OMP_NUM_THREADS=1",
+                f"STEPS={STEPS}",
+            ]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "env",
+                *address,
+                sys.executable,
+                str(WIRE),
+                algorithm,
+            ]
+            runs.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
         try:
             (printed, error), _ = [run.communicate(timeout=300) for run in runs]
         finally:
@@ -69,11 +104,18 @@ def a_step(algorithm: str, gbit: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=["gradient_allreduce", "bytegrad", "half", "power_sgd"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", default=["gradient_allreduce", "bytegrad", "half", "power_sgd"]
+    )
     parser.add_argument("--gbit", nargs="+", type=float, default=[10, 1, 0.1])
     options = parser.parse_args()
-    facts = {f"{gbit:g} Gbit/s": {name: a_step(name, gbit) for name in options.algorithms} for gbit in options.gbit}
+    facts = {
+        f"{gbit:g} Gbit/s": {name: a_step(name, gbit) for name in options.algorithms}
+        for gbit in options.gbit
+    }
     json.dump({**facts, "torch": torch.__version__}, sys.stdout, indent=2)
     print()
 

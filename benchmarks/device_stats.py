@@ -72,7 +72,13 @@ class Logger:
 def one_run(batches, seconds: float, width: int, plugins) -> tuple[float, float, int]:
     """µs a step by the wall clock and of CPU time, and how many samples were logged."""
     timed, logger = Timed(batches, seconds), Logger()
-    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, plugins=[logger, *plugins])
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        enable_progress_bar=False,
+        plugins=[logger, *plugins],
+    )
     trainer.fit(MLP(width), timed)
     return timed.step_us, timed.cpu_us, logger.samples
 
@@ -102,7 +108,12 @@ def main() -> None:
     one_run(batches, 1.0, options.width, [])  # warms up
     for round_ in range(options.rounds):
         for turn in (False, True) if round_ % 2 else (True, False):
-            run = one_run(batches, options.seconds, options.width, [DeviceStats(options.interval)] if turn else [])
+            run = one_run(
+                batches,
+                options.seconds,
+                options.width,
+                [DeviceStats(options.interval)] if turn else [],
+            )
             (with_it if turn else without).append(run)
     facts = {
         "without_us": round(statistics.median(run[0] for run in without), 2),

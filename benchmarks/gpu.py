@@ -147,9 +147,17 @@ def figures(by_hand_us: list[float], ours_us: list[float]) -> dict[str, float]:
 
 
 def overhead(options) -> dict[str, float]:
-    batches = [(torch.randn(32, 64, device=DEVICE), torch.randint(0, 10, (32,), device=DEVICE)) for _ in range(options.steps)]
+    batches = [
+        (torch.randn(32, 64, device=DEVICE), torch.randint(0, 10, (32,), device=DEVICE))
+        for _ in range(options.steps)
+    ]
     return figures(
-        *compare(options.rounds, options.steps, lambda: by_hand(make_net(), batches), lambda: by_geartrain(make_net(), batches, 0))
+        *compare(
+            options.rounds,
+            options.steps,
+            lambda: by_hand(make_net(), batches),
+            lambda: by_geartrain(make_net(), batches, 0),
+        )
     )
 
 
@@ -164,21 +172,35 @@ def prefetching(options) -> dict[str, float]:
     def net():
         return make_net(features, 4096, options.depth)
 
-    by_hand_us, ours_us = compare(options.rounds, steps, lambda: by_hand(net(), batches), lambda: by_geartrain(net(), batches, 1))
+    by_hand_us, ours_us = compare(
+        options.rounds,
+        steps,
+        lambda: by_hand(net(), batches),
+        lambda: by_geartrain(net(), batches, 1),
+    )
     return {**figures(by_hand_us, ours_us), "steps": steps, "megabytes_a_batch": options.megabytes}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--what", default="overhead,prefetch")
     parser.add_argument("--megabytes", type=int, default=64, help="of one batch, for prefetch")
-    parser.add_argument("--depth", type=int, default=4, help="hidden layers, for prefetch: more make a step longer than a copy")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=4,
+        help="hidden layers, for prefetch: more make a step longer than a copy",
+    )
     parser.add_argument("--workers", type=int, default=0, help="of the DataLoader, for prefetch")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(f"benchmarks/gpu.py needs a CUDA GPU and a torch built for it; torch {torch.__version__} sees none")
+        sys.exit(
+            f"benchmarks/gpu.py needs a CUDA GPU and a torch built for it; torch {torch.__version__} sees none"
+        )
     measures = {"overhead": overhead, "prefetch": prefetching}
     unknown = set(options.what.split(",")) - set(measures)
     if unknown:

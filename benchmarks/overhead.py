@@ -85,7 +85,9 @@ def raw_loop(batches, width: int = 64) -> tuple[float, float]:
 
 def geartrain_loop(batches, log: bool, bar: bool = False, width: int = 64) -> tuple[float, float]:
     watch = Stopwatch()
-    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=bar, plugins=[watch])
+    trainer = gt.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=bar, plugins=[watch]
+    )
     trainer.fit(LoggingMLP(width) if log else MLP(width), batches)
     return watch.seconds
 
@@ -108,7 +110,9 @@ def session_loop(batches, width: int = 64) -> tuple[float, float]:
 def terminal():
     """A pseudo-terminal as standard output and error, which another process reads."""
     ours, theirs = os.openpty()
-    with subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+    with subprocess.Popen(
+        ["cat"], stdin=ours, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as reader:
         os.close(ours)
         with os.fdopen(theirs, "w") as stream, redirect_stdout(stream), redirect_stderr(stream):
             assert stream.isatty()
@@ -116,12 +120,18 @@ def terminal():
         reader.kill()
 
 
-def compare(a: list[tuple[float, float]], b: list[tuple[float, float]], which: int) -> dict[str, object]:
+def compare(
+    a: list[tuple[float, float]], b: list[tuple[float, float]], which: int
+) -> dict[str, object]:
     """Of each round, how much more ``b`` took: in µs and as a ratio with its quartiles."""
     ratios = [y[which] / x[which] for x, y in zip(a, b, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     more = statistics.median(y[which] - x[which] for x, y in zip(a, b, strict=True))
-    return {"more_us": round(more, 2), "ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
+    return {
+        "more_us": round(more, 2),
+        "ratio": round(middle, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+    }
 
 
 def main() -> None:
@@ -145,7 +155,8 @@ def main() -> None:
                 with_bar.append(geartrain_loop(batches, options.log, True, options.width))
     # A step's, in µs; the first round warms up.
     raw, session, without, with_bar = (
-        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]] for rounds in (raw, session, without, with_bar)
+        [tuple(s / options.steps * 1e6 for s in round_) for round_ in rounds[1:]]
+        for rounds in (raw, session, without, with_bar)
     )
     facts = {
         "raw_us": round(statistics.median(wall for wall, _ in raw), 2),

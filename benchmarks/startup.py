@@ -69,7 +69,9 @@ def seconds(command: list[str], folder: Path) -> float:
     environment = {**os.environ, "FIRST": str(first), "OMP_NUM_THREADS": "1"}
     start = time.time()
     # The hand-written script sometimes aborts at its end, in a thread of gloo's; what counts here is its first step.
-    subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, timeout=120)
+    subprocess.run(
+        command, cwd=folder, env=environment, check=False, capture_output=True, timeout=120
+    )
     return float(first.read_text()) - start
 
 
@@ -82,14 +84,29 @@ def main() -> None:
         (folder / "by_hand.py").write_text(BY_HAND)
         (folder / "ours.py").write_text(OURS)
         commands = {
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "by_hand.py"],
+            "torchrun": [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "by_hand.py",
+            ],
             "ddp": [sys.executable, "ours.py", "ddp"],
             "ddp_spawn": [sys.executable, "ours.py", "ddp_spawn"],
         }
-        rounds = [{name: seconds(command, folder) for name, command in commands.items()} for _ in range(options.rounds + 1)][1:]
-    facts: dict[str, float] = {f"{name}_s": round(statistics.median(one[name] for one in rounds), 2) for name in commands}
+        rounds = [
+            {name: seconds(command, folder) for name, command in commands.items()}
+            for _ in range(options.rounds + 1)
+        ][1:]
+    facts: dict[str, float] = {
+        f"{name}_s": round(statistics.median(one[name] for one in rounds), 2) for name in commands
+    }
     for name, base in (("ddp", "torchrun"), ("ddp_spawn", "ddp")):
-        facts[f"{name} / {base}"] = round(statistics.median(one[name] / one[base] for one in rounds), 2)
+        facts[f"{name} / {base}"] = round(
+            statistics.median(one[name] / one[base] for one in rounds), 2
+        )
     print(json.dumps({**facts, "rounds": options.rounds}, indent=2))
 
 

@@ -105,24 +105,45 @@ if trainer.global_rank == 0:
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """Each program, by the name that it has in the results."""
-    for name, text in (("ddp_by_hand", DDP_BY_HAND), ("horovod_by_hand", HOROVOD_BY_HAND), ("ours", OURS)):
+    for name, text in (
+        ("ddp_by_hand", DDP_BY_HAND),
+        ("horovod_by_hand", HOROVOD_BY_HAND),
+        ("ours", OURS),
+    ):
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     python, ours = sys.executable, str(folder / "ours.py")
     found = {
-        "DDP by hand": [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(folder / "ddp_by_hand.py")],
+        "DDP by hand": [
+            python,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            str(folder / "ddp_by_hand.py"),
+        ],
         "ddp": [python, ours, "ddp"],
         "bagua": [python, ours, "bagua"],
     }
     if find_spec("horovod") is not None:
         run = [str(Path(python).parent / "horovodrun"), "-np", "2", "--gloo"]
-        found |= {"Horovod by hand": [*run, python, str(folder / "horovod_by_hand.py")], "horovod": [python, ours, "horovod"]}
+        found |= {
+            "Horovod by hand": [*run, python, str(folder / "horovod_by_hand.py")],
+            "horovod": [python, ours, "horovod"],
+        }
     return found
 
 
 def microseconds(command: list[str], options: argparse.Namespace) -> float:
     """The median step of rank 0."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(options.steps), "WIDTH": str(options.width)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "STEPS": str(options.steps),
+        "WIDTH": str(options.width),
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
     _, found, told = done.stdout.rpartition("microseconds:")
     if not found:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
@@ -130,23 +151,34 @@ def microseconds(command: list[str], options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=64, help="of four hidden layers")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         programs = commands(Path(folder))
-        rounds = [{name: microseconds(command, options) for name, command in programs.items()} for _ in range(options.rounds)]
+        rounds = [
+            {name: microseconds(command, options) for name, command in programs.items()}
+            for _ in range(options.rounds)
+        ]
     facts: dict[str, object] = {}
     for name in programs:
         by_hand = "Horovod by hand" if name == "horovod" else "DDP by hand"
         ratios = [one[name] / one[by_hand] for one in rounds]
         facts[name] = {
             "us": round(statistics.median(one[name] for one in rounds), 1),
-            f"over {by_hand}": [round(value, 3) for value in statistics.quantiles(ratios, n=4)] if len(rounds) > 1 else ratios,
+            f"over {by_hand}": [round(value, 3) for value in statistics.quantiles(ratios, n=4)]
+            if len(rounds) > 1
+            else ratios,
         }
-    json.dump({**facts, **vars(options), "torch": torch.__version__, "python": sys.version.split()[0]}, sys.stdout, indent=2)
+    json.dump(
+        {**facts, **vars(options), "torch": torch.__version__, "python": sys.version.split()[0]},
+        sys.stdout,
+        indent=2,
+    )
     print()
 
 

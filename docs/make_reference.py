@@ -116,13 +116,19 @@ def signature(name: str, function: Callable[..., Any]) -> str:
 
 def call(name: str, function: Callable[..., Any]) -> str:
     """A signature without types: what one writes."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    parameters = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self" and p.kind is not p.VAR_KEYWORD
+    ]
     return f"`{name}({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})`"
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 # --- hooks.md ------------------------------------------------------------------------------------------------------------
@@ -132,7 +138,9 @@ def hooks() -> dict[str, dict[str, Any]]:
     """Section of hookspecs.py -> hook's name -> its function, in the order of the source."""
     sections: dict[str, dict[str, Any]] = {}
     source = inspect.getsource(hookspecs)
-    for match in re.finditer(r"^# --- (?P<title>.+?) -+$|^@(?:single|every)\ndef (?P<hook>\w+)\(", source, re.M):
+    for match in re.finditer(
+        r"^# --- (?P<title>.+?) -+$|^@(?:single|every)\ndef (?P<hook>\w+)\(", source, re.M
+    ):
         if match["title"]:
             sections[match["title"]] = {}
         else:
@@ -144,7 +152,10 @@ def hooks_page() -> str:
     parts = [HOOKS_INTRO]
     for title, members in hooks().items():
         heading = title[0].upper() + title[1:]
-        parts.append(f"- [{heading}](#{anchor(heading)}): " + ", ".join(f"[`{name}`](#{name})" for name in members))
+        parts.append(
+            f"- [{heading}](#{anchor(heading)}): "
+            + ", ".join(f"[`{name}`](#{name})" for name in members)
+        )
     for title, members in hooks().items():
         parts.append(f"\n## {title[0].upper()}{title[1:]}\n")
         parts += [hook_section(name, function) for name, function in members.items()]
@@ -173,19 +184,40 @@ def trainer_table() -> str:
     for parameter in inspect.signature(Trainer).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             option = SPELT.get(parameter.name, f"--{parameter.name.replace('_', '-')}")
-            kind = TYPES.get(parameter.name) or str(parameter.annotation).replace(" | ", ", ").replace("Any", "object")
-            rows.append((f"`{parameter.name}`", f"`{option}`", kind, f"`{parameter.default!r}`", texts[parameter.name]))
+            kind = TYPES.get(parameter.name) or str(parameter.annotation).replace(
+                " | ", ", "
+            ).replace("Any", "object")
+            rows.append(
+                (
+                    f"`{parameter.name}`",
+                    f"`{option}`",
+                    kind,
+                    f"`{parameter.default!r}`",
+                    texts[parameter.name],
+                )
+            )
     return table(("argument", "option", "type", "default", "what it does"), rows)
 
 
 def trainer_methods() -> str:
-    methods = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict", "check")}
-    return table(("method", "what it does"), [(call(name, method), sentence(method)) for name, method in methods.items()])
+    methods = {
+        name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict", "check")
+    }
+    return table(
+        ("method", "what it does"),
+        [(call(name, method), sentence(method)) for name, method in methods.items()],
+    )
 
 
 def trainer_attributes() -> str:
-    named = ((name, thing) for name, thing in vars(Trainer).items() if isinstance(thing, property) and thing.__doc__)
-    return table(("attribute", "what it is"), [(f"`{name}`", sentence(thing)) for name, thing in named])
+    named = (
+        (name, thing)
+        for name, thing in vars(Trainer).items()
+        if isinstance(thing, property) and thing.__doc__
+    )
+    return table(
+        ("attribute", "what it is"), [(f"`{name}`", sentence(thing)) for name, thing in named]
+    )
 
 
 def module_steps() -> str:
@@ -198,17 +230,28 @@ def module_table() -> str:
     parts, left = [], dict(methods)
     for heading, prefixes in MODULE_SECTIONS.items():
         if heading == "Training":  # on_before_batch_transfer and its like are in "Batches"
-            left = {name: thing for name, thing in left.items() if not name.endswith("_batch_transfer")}
+            left = {
+                name: thing for name, thing in left.items() if not name.endswith("_batch_transfer")
+            }
         names = [name for name in left if name.startswith(prefixes)]
         rows = [(call(name, left[name]), sentence(left[name])) for name in names]
-        parts.append(f"### {heading}\n\n" + table(("method", "when it is called, and for what"), rows))
+        parts.append(
+            f"### {heading}\n\n" + table(("method", "when it is called, and for what"), rows)
+        )
         left = {name: thing for name, thing in left.items() if name not in names}
     return "\n\n".join(parts)
 
 
 def datamodule_table() -> str:
-    methods = {name: thing for name, thing in vars(DataModule).items() if inspect.isfunction(thing) and not name.startswith("_")}
-    return table(("method", "what it is for"), [(call(name, method), sentence(method)) for name, method in methods.items()])
+    methods = {
+        name: thing
+        for name, thing in vars(DataModule).items()
+        if inspect.isfunction(thing) and not name.startswith("_")
+    }
+    return table(
+        ("method", "what it is for"),
+        [(call(name, method), sentence(method)) for name, method in methods.items()],
+    )
 
 
 def log_table() -> str:
@@ -216,7 +259,9 @@ def log_table() -> str:
     rows = []
     for name, text in arguments(Module.log).items():
         default = defaults[name].default
-        rows.append((f"`{name}`", "" if default is inspect.Parameter.empty else f"`{default!r}`", text))
+        rows.append(
+            (f"`{name}`", "" if default is inspect.Parameter.empty else f"`{default!r}`", text)
+        )
     return table(("argument", "default", "what it does"), rows)
 
 
@@ -233,7 +278,9 @@ GENERATED = {
 
 def rooms_table() -> str:
     """Return the rooms of core, as ``python tests/import_rules.py --picture`` prints them."""
-    table: str = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "import_rules.py"))["picture"]()
+    table: str = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "import_rules.py"))[
+        "picture"
+    ]()
     return table
 
 
@@ -272,12 +319,20 @@ def pages() -> dict[Path, str]:
 
 def stale() -> list[Path]:
     """The generated pages that are not as they should be."""
-    return [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    return [
+        path
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where a page is stale")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 where a page is stale"
+    )
     if parser.parse_args().check:
         old = stale()
         for path in old:

@@ -35,8 +35,14 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.feed = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Each of q, k and v: [batch, heads, length, width / heads].
@@ -57,12 +63,19 @@ class CharLM(gt.Module):
         lr: AdamW's largest learning rate; it rises at the beginning and falls to the end.
     """
 
-    def __init__(self, context: int = 64, width: int = 128, heads: int = 4, layers: int = 3, lr: float = 3e-3) -> None:
+    def __init__(
+        self, context: int = 64, width: int = 128, heads: int = 4, layers: int = 3, lr: float = 3e-3
+    ) -> None:
         super().__init__()
         if width % heads:
-            raise gt.UsageError(f"width={width} cannot be shared by {heads} heads. Fix: a multiple of {heads}")
+            raise gt.UsageError(
+                f"width={width} cannot be shared by {heads} heads. Fix: a multiple of {heads}"
+            )
         self.context, self.lr = context, lr
-        self.characters, self.places = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
+        self.characters, self.places = (
+            nn.Embedding(len(ALPHABET), width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, len(ALPHABET), bias=False))
         for part in self.modules():
@@ -105,8 +118,13 @@ class CharLM(gt.Module):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
         steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=steps, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.lr, total_steps=steps, pct_start=0.1
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Topics(gt.DataModule):

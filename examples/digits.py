@@ -52,7 +52,12 @@ class Digits(gt.Module):
         images, labels = batch
         logits = self(images)
         self.log("val_loss", functional.cross_entropy(logits, labels), sync_dist=True)
-        self.log("val_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True, sync_dist=True)
+        self.log(
+            "val_acc",
+            (logits.argmax(dim=1) == labels).float().mean(),
+            prog_bar=True,
+            sync_dist=True,
+        )
 
     test_step = validation_step
 

@@ -33,10 +33,19 @@ class GAN(gt.Module):
         self.automatic_optimization = False
         self.noise, self.lr = noise, lr
         self.generator = nn.Sequential(
-            nn.Linear(noise, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 64), nn.Sigmoid()
+            nn.Linear(noise, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 64),
+            nn.Sigmoid(),
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(64, hidden), nn.LeakyReLU(0.2), nn.Linear(hidden, hidden), nn.LeakyReLU(0.2), nn.Linear(hidden, 1)
+            nn.Linear(64, hidden),
+            nn.LeakyReLU(0.2),
+            nn.Linear(hidden, hidden),
+            nn.LeakyReLU(0.2),
+            nn.Linear(hidden, 1),
         )
 
     def forward(self, count: int) -> torch.Tensor:
@@ -53,7 +62,9 @@ class GAN(gt.Module):
             of_discriminator.step()
             self.log("discriminator_loss", loss)
 
-        with self.toggled_optimizer(of_generator):  # the discriminator is passed through, and not changed
+        with self.toggled_optimizer(
+            of_generator
+        ):  # the discriminator is passed through, and not changed
             loss = self.judge(self(len(real)), 1.0)
             of_generator.zero_grad()
             self.manual_backward(loss)
@@ -75,14 +86,24 @@ class GAN(gt.Module):
         made = self(len(real))
         # How far the made images' mean and spread, pixel by pixel, are from the real ones'; both 0 for a perfect generator.
         self.log("mean_gap", (made.mean(dim=0) - real.mean(dim=0)).abs().mean(), sync_dist=True)
-        self.log("spread_gap", (made.std(dim=0) - real.std(dim=0)).abs().mean(), prog_bar=True, sync_dist=True)
+        self.log(
+            "spread_gap",
+            (made.std(dim=0) - real.std(dim=0)).abs().mean(),
+            prog_bar=True,
+            sync_dist=True,
+        )
 
     def predict_step(self, batch, batch_idx):
         return self(len(batch[0]))
 
     def configure_optimizers(self):
-        optimizers = [torch.optim.Adam(part.parameters(), lr=self.lr, betas=(0.5, 0.999)) for part in (self.generator, self.discriminator)]
-        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97) for optimizer in optimizers]
+        optimizers = [
+            torch.optim.Adam(part.parameters(), lr=self.lr, betas=(0.5, 0.999))
+            for part in (self.generator, self.discriminator)
+        ]
+        return optimizers, [
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97) for optimizer in optimizers
+        ]
 
 
 class DigitsData(gt.DataModule):

@@ -41,9 +41,15 @@ class Images(Dataset):
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except OSError as error:
-            raise gt.TrainingError(f"{path} cannot be read: {error}. Fix: remove it, or save it anew") from error
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=self.part(*image.size))
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
+            raise gt.TrainingError(
+                f"{path} cannot be read: {error}. Fix: remove it, or save it anew"
+            ) from error
+        image = image.resize(
+            (self.size, self.size), Image.Resampling.BILINEAR, box=self.part(*image.size)
+        )
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
+            self.size, self.size, 3
+        )
         pixels = (pixels.permute(2, 0, 1) / 255 - 0.5) / 0.25
         return (pixels.flip(2) if self.vary and torch.rand(()) < 0.5 else pixels), label
 
@@ -67,24 +73,37 @@ class ImageFolder(gt.DataModule):
         split_seed: decides which images are held out.
     """
 
-    def __init__(self, root: str, size: int = 64, batch_size: int = 32, num_workers: int = 0, split_seed: int = 0) -> None:
+    def __init__(
+        self,
+        root: str,
+        size: int = 64,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        split_seed: int = 0,
+    ) -> None:
         self.size, self.batch_size, self.num_workers = size, batch_size, num_workers
         if not Path(root).is_dir():
             raise gt.UsageError(f"there is no folder {root}. Fix: --data.root FOLDER")
         self.classes = sorted(folder.name for folder in Path(root).iterdir() if folder.is_dir())
         if len(self.classes) < 2:
-            raise gt.UsageError(f"{root} has {len(self.classes)} folders of images; each is a class. Fix: at least two folders in it")
+            raise gt.UsageError(
+                f"{root} has {len(self.classes)} folders of images; each is a class. Fix: at least two folders in it"
+            )
         self.training: list[tuple[Path, int]] = []
         self.held_out: list[tuple[Path, int]] = []
         generator = torch.Generator().manual_seed(split_seed)
         for label, name in enumerate(self.classes):
-            paths = sorted(path for path in (Path(root) / name).iterdir() if path.suffix.lower() in SUFFIXES)
+            paths = sorted(
+                path for path in (Path(root) / name).iterdir() if path.suffix.lower() in SUFFIXES
+            )
             if len(paths) < 2:
                 raise gt.UsageError(
                     f"{Path(root) / name} has {len(paths)} images ({', '.join(sorted(SUFFIXES))}). "
                     "Fix: at least two, one to train on and one to validate, or remove the folder"
                 )
-            files = [(paths[i], label) for i in torch.randperm(len(paths), generator=generator).tolist()]
+            files = [
+                (paths[i], label) for i in torch.randperm(len(paths), generator=generator).tolist()
+            ]
             held_out = max(1, len(files) // 5)
             self.held_out += files[:held_out]
             self.training += files[held_out:]
@@ -95,14 +114,22 @@ class ImageFolder(gt.DataModule):
             try:
                 Image.open(path).close()
             except OSError as error:
-                raise gt.UsageError(f"{path} is no image that Pillow reads. Fix: remove it, or save it anew") from error
+                raise gt.UsageError(
+                    f"{path} is no image that Pillow reads. Fix: remove it, or save it anew"
+                ) from error
 
     def train_dataloader(self):
         images = Images(self.training, self.size, vary=True)
-        return DataLoader(images, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers)
+        return DataLoader(
+            images, batch_size=self.batch_size, shuffle=True, num_workers=self.num_workers
+        )
 
     def val_dataloader(self):
-        return DataLoader(Images(self.held_out, self.size, vary=False), batch_size=self.batch_size, num_workers=self.num_workers)
+        return DataLoader(
+            Images(self.held_out, self.size, vary=False),
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+        )
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -149,7 +176,9 @@ class Classifier(gt.Module):
     def setup(self, stage: str) -> None:
         found = getattr(self.trainer.datamodule, "classes", None)
         if found is not None and len(found) != self.classes:
-            raise gt.UsageError(f"the folder has {len(found)} classes, the model {self.classes}. Fix: --model.classes {len(found)}")
+            raise gt.UsageError(
+                f"the folder has {len(found)} classes, the model {self.classes}. Fix: --model.classes {len(found)}"
+            )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.net(images)
@@ -164,7 +193,12 @@ class Classifier(gt.Module):
         images, labels = batch
         logits = self(images)
         self.log("val_loss", functional.cross_entropy(logits, labels), sync_dist=True)
-        self.log("val_acc", (logits.argmax(dim=1) == labels).float().mean(), prog_bar=True, sync_dist=True)
+        self.log(
+            "val_acc",
+            (logits.argmax(dim=1) == labels).float().mean(),
+            prog_bar=True,
+            sync_dist=True,
+        )
 
     test_step = validation_step
 
@@ -174,8 +208,13 @@ class Classifier(gt.Module):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.lr, total_steps=self.trainer.estimated_stepping_batches
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 if __name__ == "__main__":

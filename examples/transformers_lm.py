@@ -27,7 +27,11 @@ import geartrain as gt
 def small_gpt2(width: int = 128, layers: int = 2) -> GPT2LMHeadModel:
     """Tokens ``[batch, length]`` of 256 kinds -> an output with ``logits`` ``[batch, length, 256]`` and, given ``labels``, ``loss``."""
     own = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-2's are beyond 256
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd=width, n_layer=layers, n_head=width // 32, **own))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=256, n_positions=128, n_embd=width, n_layer=layers, n_head=width // 32, **own
+        )
+    )
 
 
 class Bytes(Dataset):
@@ -59,7 +63,10 @@ class HelpTopics(gt.DataModule):
         self.batch_size = batch_size
         paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
         kept = len(paragraphs) * 9 // 10
-        self.train, self.val = Bytes("\n\n".join(paragraphs[:kept])), Bytes("\n\n".join(paragraphs[kept:]))
+        self.train, self.val = (
+            Bytes("\n\n".join(paragraphs[:kept])),
+            Bytes("\n\n".join(paragraphs[kept:])),
+        )
 
     def train_dataloader(self):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)

@@ -10,17 +10,39 @@ ROOT = Path(__file__).parents[1]
 
 def declared(folder: Path) -> list[str]:
     """Return the names of a distribution's plugins."""
-    groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("entry-points", {})
-    others = ("geartrain.hints", "geartrain.metrics")  # vocabularies and libraries, which nobody selects
-    return [name for group, names in groups.items() if group.startswith("geartrain.") and group not in others for name in names]
+    groups = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"].get(
+        "entry-points", {}
+    )
+    others = (
+        "geartrain.hints",
+        "geartrain.metrics",
+    )  # vocabularies and libraries, which nobody selects
+    return [
+        name
+        for group, names in groups.items()
+        if group.startswith("geartrain.") and group not in others
+        for name in names
+    ]
 
 
 def main() -> None:
     script = "from geartrain.planning.registry import Registry; print(*sorted({c.name for c in Registry().candidates}))"
     # In a process of its own, away from this folder: what counts is what is installed, not what lies on the path.
-    found = subprocess.run([sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout.split()
-    folders = [path.name for path in (ROOT / "plugins").iterdir()] if sys.argv[1:] == ["all"] else sys.argv[1:]
-    wanted = sorted({name for folder in ("core", *(f"plugins/{name}" for name in folders)) for name in declared(ROOT / folder)})
+    found = subprocess.run(
+        [sys.executable, "-I", "-c", script], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
+    folders = (
+        [path.name for path in (ROOT / "plugins").iterdir()]
+        if sys.argv[1:] == ["all"]
+        else sys.argv[1:]
+    )
+    wanted = sorted(
+        {
+            name
+            for folder in ("core", *(f"plugins/{name}" for name in folders))
+            for name in declared(ROOT / folder)
+        }
+    )
     if found != wanted:
         sys.exit(f"installed plugins are {found}, and this environment should have {wanted}")
     print("plugins:", *found)

@@ -11,12 +11,44 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "geartrain"
 #: From the bottom to the top: a room may import those before it.
 ROOMS = (
-    *("_version", "errors", "files", "hookspecs", "module", "options", "hooks", "plan", "data", "metrics", "launch"),
+    *(
+        "_version",
+        "errors",
+        "files",
+        "hookspecs",
+        "module",
+        "options",
+        "hooks",
+        "plan",
+        "data",
+        "metrics",
+        "launch",
+    ),
     *("checkpoint", "loop", "builtin", "planning", "trainer", "commands", "plugin_api"),
-    *("accelerators", "strategies", "loggers", "callbacks", "parallel", "testing", "tuning", "__init__"),
+    *(
+        "accelerators",
+        "strategies",
+        "loggers",
+        "callbacks",
+        "parallel",
+        "testing",
+        "tuning",
+        "__init__",
+    ),
 )
 #: What every room may name in annotations.
-CONTRACT = {"Run", "World", "OneRank", "Plan", "PlanRequest", "Layout", "Module", "DataModule", "Trainer", "Hooks"}
+CONTRACT = {
+    "Run",
+    "World",
+    "OneRank",
+    "Plan",
+    "PlanRequest",
+    "Layout",
+    "Module",
+    "DataModule",
+    "Trainer",
+    "Hooks",
+}
 #: Public modules of core -> the packages of other distributions that have their names; and all modules of core that plugins may import.
 FORWARDS = {
     "geartrain.callbacks": "geartrain_callbacks",
@@ -30,13 +62,23 @@ DOORS = {"geartrain", "geartrain.plugin_api", *FORWARDS}
 def imports(path):
     """Yield (module, name, line, True if only a type checker imports it) of every import of geartrain's packages in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
     typing = {id(node) for block in blocks for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("geartrain"):
-            yield from ((node.module, one.name, node.lineno, id(node) in typing) for one in node.names)
+            yield from (
+                (node.module, one.name, node.lineno, id(node) in typing) for one in node.names
+            )
         elif isinstance(node, ast.Import):
-            yield from ((one.name, "", node.lineno, id(node) in typing) for one in node.names if one.name.startswith("geartrain"))
+            yield from (
+                (one.name, "", node.lineno, id(node) in typing)
+                for one in node.names
+                if one.name.startswith("geartrain")
+            )
 
 
 def sources(folder):
@@ -94,13 +136,27 @@ def wrong_in_plugins():
             module = module_of(path, base)
             graph[module] = set()
             for source, name, line, typing in imports(path):
-                where, package = f"{path.relative_to(ROOT)}:{line}", FORWARDS.get(source, source.partition(".")[0])
-                if package == "geartrain" and source not in DOORS and f"{source}.{name}" != "geartrain.hookspecs":
+                where, package = (
+                    f"{path.relative_to(ROOT)}:{line}",
+                    FORWARDS.get(source, source.partition(".")[0]),
+                )
+                if (
+                    package == "geartrain"
+                    and source not in DOORS
+                    and f"{source}.{name}" != "geartrain.hookspecs"
+                ):
                     yield f"{where}: a plugin imports {source}. Fix: geartrain.plugin_api"
-                elif package not in ("geartrain", module.partition(".")[0]) and f'"{package.replace("_", "-")}>=' not in declared:
+                elif (
+                    package not in ("geartrain", module.partition(".")[0])
+                    and f'"{package.replace("_", "-")}>=' not in declared
+                ):
                     yield f"{where}: it imports {package}, and its pyproject.toml does not declare it"
                 elif not typing:
-                    graph[module].add(f"{source}.{name}" if (base / Path(*source.split("."), f"{name}.py")).exists() else source)
+                    graph[module].add(
+                        f"{source}.{name}"
+                        if (base / Path(*source.split("."), f"{name}.py")).exists()
+                        else source
+                    )
         yield from (f"a cycle of imports: {' -> '.join(cycle)}" for cycle in cycles(graph))
 
 
@@ -108,12 +164,23 @@ def picture():
     """Return the layout of core as a table: each room, its lines to the nearest hundred, what it is, and the rooms that it imports."""
     rows = []
     for room in ROOMS[:-1]:
-        paths = [path for path in sources(CORE) if path.relative_to(CORE).parts[0].removesuffix(".py") == room]
-        used = {[*source.split("."), name][1] for path in paths for source, name, _, typing in imports(path) if not typing}
+        paths = [
+            path
+            for path in sources(CORE)
+            if path.relative_to(CORE).parts[0].removesuffix(".py") == room
+        ]
+        used = {
+            [*source.split("."), name][1]
+            for path in paths
+            for source, name, _, typing in imports(path)
+            if not typing
+        }
         uses = ", ".join(other for other in ROOMS if other in used and other != room) or "nothing"
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
         home = next(path for path in paths if path.name == "__init__.py" or len(paths) == 1)
-        what = (ast.get_docstring(ast.parse(home.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        what = (ast.get_docstring(ast.parse(home.read_text(encoding="utf-8"))) or "").partition(
+            "\n"
+        )[0]
         about = f"{round(lines, -2):,}" if lines >= 50 else "< 50"
         rows.append(f"| `{room}` | {about} | {what} | {uses} |")
     return "\n".join(["| room | lines | what it is | imports |", "|---|---:|---|---|", *rows])

@@ -27,7 +27,9 @@ def requirements():
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         found.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
     for path in (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt"):
-        found.update(line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+        found.update(
+            line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()
+        )
     return sorted(line for line in found if line and not line.startswith(("geartrain", "-e")))
 
 
@@ -38,7 +40,12 @@ def pip(*arguments):
 def shared(folder):
     """Return the folder with the packages, made unless it exists."""
     wanted = requirements()
-    place = folder / hashlib.sha256("\n".join([*wanted, CONSTRAINTS.read_text(encoding="utf-8")]).encode()).hexdigest()[:12]
+    place = (
+        folder
+        / hashlib.sha256(
+            "\n".join([*wanted, CONSTRAINTS.read_text(encoding="utf-8")]).encode()
+        ).hexdigest()[:12]
+    )
     if not place.exists():
         half = folder / f".{place.name}-{os.getpid()}"
         # A module is compiled when it is first imported: most of torch never is.
@@ -54,7 +61,9 @@ def main():
     folder, *arguments = sys.argv[1:]
     place = shared(Path(folder))
     Path(sysconfig.get_path("purelib"), "shared.pth").write_text(f"{place}\n", encoding="utf-8")
-    pip("--no-deps", "--no-build-isolation", *arguments)  # all that these need is in the shared folder
+    pip(
+        "--no-deps", "--no-build-isolation", *arguments
+    )  # all that these need is in the shared folder
 
 
 if __name__ == "__main__":

@@ -18,11 +18,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         known = Path(__file__).parents[1] / ".mypy_cache"
         if known.is_dir():
-            shutil.copytree(known, Path(folder, "cache"))  # of torch; mypy reads it again if the package's settings differ
+            shutil.copytree(
+                known, Path(folder, "cache")
+            )  # of torch; mypy reads it again if the package's settings differ
         for kind in ("strategy", "accelerator", "plugin", "command"):
             for name, tools in ((SHORT, (*RUFF, MYPY)), (LONG, RUFF)):
                 package = Path(folder, f"{kind} {name}")
-                subprocess.run(["geartrain", "new", kind, name, "--output", package], check=True, stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    ["geartrain", "new", kind, name, "--output", package],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                )
                 for tool in tools:
                     if subprocess.run([sys.executable, "-m", *tool], cwd=package).returncode:
                         failed.append(f"{tool[0]}: {kind} {name}")

@@ -366,7 +366,11 @@ MUTATIONS = [
 
 def check():
     """Exit with an error if the list no longer fits the source."""
-    wrong = [f"{room}: {number} mutations, not 5" for room, number in Counter(each.room for each in MUTATIONS).items() if number != 5]
+    wrong = [
+        f"{room}: {number} mutations, not 5"
+        for room, number in Counter(each.room for each in MUTATIONS).items()
+        if number != 5
+    ]
     for number, each in enumerate(MUTATIONS, 1):
         text = (ROOT / each.file).read_text(encoding="utf-8")
         if (times := text.count(each.old)) != 1:
@@ -382,14 +386,20 @@ def lines(mutation):
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     offset = text.index(mutation.old) + len(mutation.old) - len(mutation.old.lstrip())
     first = text.count("\n", 0, offset) + 1
-    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno]
+    around = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno
+    ]
     statement = max(around, key=lambda node: node.lineno)
     body = getattr(statement, "body", None)
     return range(statement.lineno, (body[0].lineno if body else statement.end_lineno + 1))
 
 
 def describe(number, mutation):
-    old, new = (re.sub(r"\s+", " ", text.strip()) or "nothing" for text in (mutation.old, mutation.new))
+    old, new = (
+        re.sub(r"\s+", " ", text.strip()) or "nothing" for text in (mutation.old, mutation.new)
+    )
     place = f"{mutation.file}:{lines(mutation)[0]}"
     return f"{number:2} {mutation.room:10} {place}\n   {old}  ->  {new}\n   {mutation.why}"
 
@@ -407,7 +417,9 @@ def measure(folder, arguments):
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "processes").mkdir(parents=True)
     sources = "\n    ".join(map(str, SOURCES))
-    settings.write_text(SETTINGS.format(variable=TEST_FILE, folder=folder, sources=sources), encoding="utf-8")
+    settings.write_text(
+        SETTINGS.format(variable=TEST_FILE, folder=folder, sources=sources), encoding="utf-8"
+    )
     variables = {"COVERAGE_PROCESS_START": str(settings), FAILED_TESTS: str(failed_tests)}
     status = run(pytest(*arguments), variables)
     if status not in (0, 1):
@@ -425,7 +437,9 @@ def measure(folder, arguments):
         "sources": {each.file: digest(each.file) for each in MUTATIONS},
     }
     (folder / "total.json").write_text(json.dumps(total, indent=1), encoding="utf-8")
-    parts = ", ".join(f"{total[what][0]} of {total[what][1]} {what}" for what in ("lines", "branches"))
+    parts = ", ".join(
+        f"{total[what][0]} of {total[what][1]} {what}" for what in ("lines", "branches")
+    )
     print(f"branch coverage of core and plugins: {total['percent']:.2f} %: {parts}")
     if total["failed"]:
         print(f"{len(total['failed'])} tests failed: `try` leaves them out")
@@ -437,13 +451,28 @@ def pytest(*arguments):
         tox = configparser.ConfigParser(interpolation=None)
         tox.read(ROOT / "tox.ini", encoding="utf-8")
         arguments = ("-m", tox["testenv:work"]["chosen"], *arguments)
-    return [sys.executable, "-m", "pytest", "-p", "tests.mutations", "-p", "no:cacheprovider", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.mutations",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
 
 
 def run(command, variables, output=None, seconds=None):
     """Run pytest and wait for what it leaves behind. Return its exit status, or ``None`` if it took more than ``seconds``."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
     )
     try:
         return process.wait(seconds)
@@ -468,7 +497,9 @@ def digest(file):
 
 
 def read_failed(path):
-    return list(dict.fromkeys(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+    return (
+        list(dict.fromkeys(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
+    )
 
 
 class Measured:
@@ -478,7 +509,9 @@ class Measured:
         from coverage import CoverageData
 
         if not (folder / "total.json").exists():
-            sys.exit(f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} ...")
+            sys.exit(
+                f"{folder} holds no measurement. Fix: python tests/mutations.py measure {folder} ..."
+            )
         total = json.loads((folder / "total.json").read_text(encoding="utf-8"))
         changed = [file for file, before in total["sources"].items() if digest(file) != before]
         if changed:
@@ -495,13 +528,17 @@ class Measured:
 
     @staticmethod
     def _last(context):
-        return context.rpartition("|")[2]  # coverage joins the contexts of a process and of what runs in it
+        return context.rpartition("|")[
+            2
+        ]  # coverage joins the contexts of a process and of what runs in it
 
     def files(self, mutation):
         """Return the test files that run what a mutation changes; first those that run the fewest lines in all."""
         by_line = self._by_line.get(str(ROOT / mutation.file), {})
         sizes = {}
-        for context in {self._last(context) for line in lines(mutation) for context in by_line.get(line, ())} - {""}:
+        for context in {
+            self._last(context) for line in lines(mutation) for context in by_line.get(line, ())
+        } - {""}:
             for file in self._size if context in SHARING else [context]:
                 if file.startswith(context) and (ROOT / file).is_file():
                     sizes[file] = min(self._size[context], sizes.get(file, self._size[context]))
@@ -514,17 +551,33 @@ class Measured:
 def try_all(folder, only, seconds, arguments):
     """Try mutations; True if each was caught."""
     if changes := git("status", "--porcelain", "--", *(str(path) for path in SOURCES)):
-        sys.exit(f"the source has changes that are not committed, which a mutation could not be told from:\n{changes}")
+        sys.exit(
+            f"the source has changes that are not committed, which a mutation could not be told from:\n{changes}"
+        )
     measured, results = Measured(folder), {}
     for number, mutation in enumerate(MUTATIONS, 1):
         if only and number not in only:
             continue
         print(describe(number, mutation), flush=True)
         began, files = time.monotonic(), measured.files(mutation)
-        outcome, by = ("not run", "") if not files else attempt(folder, number, mutation, files, measured.failed, seconds, arguments)
+        outcome, by = (
+            ("not run", "")
+            if not files
+            else attempt(folder, number, mutation, files, measured.failed, seconds, arguments)
+        )
         took = round(time.monotonic() - began, 1)
-        results[number] = {"room": mutation.room, "outcome": outcome, "by": by, "files": files, "seconds": took}
-        said = {"caught": f"caught by {by}", "missed": f"MISSED by all that run it: {', '.join(files)}", "not run": "NO TEST runs it"}
+        results[number] = {
+            "room": mutation.room,
+            "outcome": outcome,
+            "by": by,
+            "files": files,
+            "seconds": took,
+        }
+        said = {
+            "caught": f"caught by {by}",
+            "missed": f"MISSED by all that run it: {', '.join(files)}",
+            "not run": "NO TEST runs it",
+        }
         print(f"   {said.get(outcome, f'{outcome}: {by}')} ({took:.0f} s)\n", flush=True)
         (folder / "mutations.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     rooms = defaultdict(Counter)
@@ -551,7 +604,12 @@ def attempt(folder, number, mutation, files, failing, seconds, arguments):
         return "caught", failed[0]
     if status in (0, 5):
         return "missed", ""
-    return "unknown", f"no test failed in {seconds} s" if status is None else f"pytest ended with {status}, see {log}"
+    return (
+        "unknown",
+        f"no test failed in {seconds} s"
+        if status is None
+        else f"pytest ended with {status}, see {log}",
+    )
 
 
 @contextmanager
@@ -576,7 +634,9 @@ def end_with_an_error(number, _frame):
 
 
 def git(*arguments):
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.rstrip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.rstrip()
 
 
 # --- the plugin ----------------------------------------------------------------------------------------------------------
@@ -593,7 +653,9 @@ def pytest_runtest_protocol(item):
         return
     running.switch_context(file)
     running.set_option("run:context", file)  # of forked processes
-    os.environ[TEST_FILE] = next((folder for folder in SHARING if file.startswith(f"{folder}/")), file)  # of programs
+    os.environ[TEST_FILE] = next(
+        (folder for folder in SHARING if file.startswith(f"{folder}/")), file
+    )  # of programs
     if (servers := sys.modules.get("multiprocessing.forkserver")) is not None:
         servers._forkserver._stop()  # it has the variables of the previous test file; the next process starts a new one
 
@@ -624,14 +686,20 @@ def main():
     for path in SOURCES:
         spec = find_spec(path.name)
         if spec is None or spec.origin is None or Path(spec.origin).parent != path:
-            sys.exit(f"{path.name} is not imported from {path}. Fix: pip install -e {path.parents[1]}")
+            sys.exit(
+                f"{path.name} is not imported from {path}. Fix: pip install -e {path.parents[1]}"
+            )
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, end_with_an_error)
     if command == "measure":
         measure(folder, rest)
         return
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--only", type=lambda text: {int(word) for word in text.split(",")}, help="numbers of mutations")
+    parser.add_argument(
+        "--only",
+        type=lambda text: {int(word) for word in text.split(",")},
+        help="numbers of mutations",
+    )
     parser.add_argument("--seconds", type=float, default=600, help="deadline of a mutation")
     options, arguments = parser.parse_known_args(rest)
     sys.exit(not try_all(folder, options.only, options.seconds, arguments))

@@ -35,7 +35,11 @@ class Site:
 
     @functools.cached_property
     def _warm_geartrain(self):
-        return self._warm.script(self.bin / "warm_geartrain", self.bin / "geartrain") if AVAILABLE else self.bin / "geartrain"
+        return (
+            self._warm.script(self.bin / "warm_geartrain", self.bin / "geartrain")
+            if AVAILABLE
+            else self.bin / "geartrain"
+        )
 
     def run(self, *command, cwd, seconds=60, **env):
         """Run a command there; the finished process, with what it printed."""
@@ -56,19 +60,29 @@ class Site:
 
 
 def _variables():
-    return {name: value for name, value in os.environ.items() if not name.startswith(("GEARTRAIN_", "PYTHON", "COV_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("GEARTRAIN_", "PYTHON", "COV_"))
+    }
 
 
 def build(folder, sources):
     """Build a wheel of each source tree in ``folder``, in this process: pip would take seconds for each."""
-    return [Path(wheel) for source in sources for wheel in WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])]
+    return [
+        Path(wheel)
+        for source in sources
+        for wheel in WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
+    ]
 
 
 def environment(folder, wheels):
     """Make a fresh environment in ``folder`` with these wheels. That pip installs them as well is shown by tests/wheels.py."""
     _call(sys.executable, "-m", "venv", "--without-pip", folder)
     site = Site(folder)
-    there = Path(_call(site.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    there = Path(
+        _call(site.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
     # What the wheels need (torch above all) is taken from the environment that runs the tests: to install it again would take
     # a network and minutes. addsitedir, and not the bare path, because it reads the .pth files of editable installs there too;
     # what is installed here comes first on sys.path.
@@ -81,12 +95,20 @@ def environment(folder, wheels):
     for installed in distributions(path=[str(there)]):
         for script in installed.entry_points.select(group="console_scripts"):
             path = site.bin / script.name
-            path.write_text(f"#!{site.python}\nimport sys\nfrom {script.module} import {script.attr}\nsys.exit({script.attr}())\n")
+            path.write_text(
+                f"#!{site.python}\nimport sys\nfrom {script.module} import {script.attr}\nsys.exit({script.attr}())\n"
+            )
             path.chmod(0o755)
     return site
 
 
 def _call(*command):
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=100)
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -23,7 +23,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-GROUPS = {f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")} | {"geartrain.strategies": "strategy"}
+GROUPS = {
+    f"geartrain.{kind}s": kind for kind in ("accelerator", "command", "plugin", "precision")
+} | {"geartrain.strategies": "strategy"}
 #: The options that a plugin requires.
 OPTIONS = {
     "early_stopping": ["--early_stopping.monitor", "train_loss"],
@@ -31,9 +33,18 @@ OPTIONS = {
     "wandb": ["--wandb.mode", "offline"],
 }
 #: Plugins that geartrain adds for some modules -> a change of TARGET's module, so that it is such a one.
-ADDED = {"manual_optimisation": ("return loss", "self.manual_backward(loss)\n        self.optimizers().step()")}
+ADDED = {
+    "manual_optimisation": (
+        "return loss",
+        "self.manual_backward(loss)\n        self.optimizers().step()",
+    )
+}
 #: What may be unusable on this machine, and words of its one error.
-UNUSABLE = {"cuda": "geartrain-cuda[cuda] cannot be used here", "mps": "geartrain-mps[mps] cannot be used here", "horovod": "not installed"}
+UNUSABLE = {
+    "cuda": "geartrain-cuda[cuda] cannot be used here",
+    "mps": "geartrain-mps[mps] cannot be used here",
+    "horovod": "not installed",
+}
 #: How each command is tried; the fits try ``fit``.
 COMMANDS = {
     **{name: ["target.py", "--help"] for name in ("fit", "validate", "test", "predict")},
@@ -133,11 +144,25 @@ TOOL_COMMANDS = {
 
 def call(*command, cwd=None, may_fail=False, seconds=300):
     """Run a command; the finished process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GEARTRAIN_", "PYTHON"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("GEARTRAIN_", "PYTHON"))
+    }
     command = [str(word) for word in command]
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode and not may_fail:
-        raise RuntimeError(f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)}\nended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done
 
 
@@ -149,14 +174,21 @@ class Packages:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._known = {canonicalize_name(found.metadata["Name"]): found for found in distributions(path=[str(folder)])}
-        self._owners = collections.Counter(top for found in self._known.values() for top in self._tops(found))
+        self._known = {
+            canonicalize_name(found.metadata["Name"]): found
+            for found in distributions(path=[str(folder)])
+        }
+        self._owners = collections.Counter(
+            top for found in self._known.values() for top in self._tops(found)
+        )
 
     @staticmethod
     def _tops(found: Distribution):
         return {file.parts[0] for file in found.files or ()} - {"..", "bin", "__pycache__"}
 
-    def required(self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]):
+    def required(
+        self, requirement: Requirement, own: dict[str, Distribution], seen: set[tuple[str, str]]
+    ):
         """Return the names of all packages that a requirement needs. ``own`` are this repository's distributions; ``seen`` grows."""
         name = canonicalize_name(requirement.name)
         found = own.get(name) or self._known[name]
@@ -188,39 +220,73 @@ def purelib(venv: Path):
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(venv), "platbase": str(venv)}))
 
 
-def environment(folder: Path, requirements: list[Requirement], wheels: Path, own: dict[str, Distribution], packages: Packages):
+def environment(
+    folder: Path,
+    requirements: list[Requirement],
+    wheels: Path,
+    own: dict[str, Distribution],
+    packages: Packages,
+):
     """Make an environment in which pip has installed requirements from their wheels; its folder of commands."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     scheme = {"base": str(folder), "platbase": str(folder)}
-    for name in set().union(*(packages.required(one, own, set()) for one in requirements)) - own.keys():
+    for name in (
+        set().union(*(packages.required(one, own, set()) for one in requirements)) - own.keys()
+    ):
         packages.link(name, purelib(folder))
     scripts = Path(sysconfig.get_path("scripts", "venv", scheme))
     # --no-index: what it declares is in the folder of wheels, or it is linked already; otherwise pip says what is missing.
     install = ("install", "--quiet", "--no-index", "--find-links", wheels, *requirements)
-    call(sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--python", scripts / "python", *install)
+    call(
+        sys.executable,
+        "-I",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        scripts / "python",
+        *install,
+    )
     return scripts
 
 
 # --- one distribution ----------------------------------------------------------------------------------------------------
 
 
-def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, Distribution], packages: Packages):
+def check(
+    requirement: Requirement,
+    folder: Path,
+    wheels: Path,
+    own: dict[str, Distribution],
+    packages: Packages,
+):
     """Install a distribution and try each of its plugins and commands. Return the line to print."""
     begun = time.monotonic()
     folder.mkdir()
     (folder / "target.py").write_text(TARGET, encoding="utf-8")
     is_alone = str(requirement) == "geartrain"
-    requirements = [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]  # with which the others are tried
+    requirements = (
+        [requirement] if is_alone else [requirement, Requirement("geartrain-cli")]
+    )  # with which the others are tried
     scripts = environment(folder / "venv", requirements, wheels, own, packages)
     name = canonicalize_name(requirement.name)
-    installed = set().union(*(packages.required(one, own, set()) for one in requirements)) & own.keys()
+    installed = (
+        set().union(*(packages.required(one, own, set()) for one in requirements)) & own.keys()
+    )
     declared = {one: list(own[one].entry_points) for one in installed}
-    expected = sorted(point.name for points in declared.values() for point in points if point.group in GROUPS)
-    found = json.loads(call(scripts / "python", "-c", LOAD, *installed, cwd=folder).stdout.splitlines()[-1])
+    expected = sorted(
+        point.name for points in declared.values() for point in points if point.group in GROUPS
+    )
+    found = json.loads(
+        call(scripts / "python", "-c", LOAD, *installed, cwd=folder).stdout.splitlines()[-1]
+    )
     assert found == expected, f"installed plugins are {found}, not {expected}"
     tried = own.keys() & extras(own, requirement) if requirement.extras else {name}
     points = [point for one in sorted(tried) for point in declared[one]]
-    names = {kind: [point.name for point in points if GROUPS.get(point.group) == kind] for kind in GROUPS.values()}
+    names = {
+        kind: [point.name for point in points if GROUPS.get(point.group) == kind]
+        for kind in GROUPS.values()
+    }
     if is_alone:
         return f"{requirement}: {', '.join(alone(scripts, folder, packages))}, {time.monotonic() - begun:.0f} s"
     said = []
@@ -232,10 +298,16 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
     if selected:
         chosen = [word for one in selected for word in ("--plugin", one, *OPTIONS.get(one, ()))]
         said.append(fit(scripts, folder, ["--accelerator", "cpu", *chosen], "+".join(selected)))
-    said += [fit(scripts, folder, ["--accelerator", "cpu"], one, added_target(folder, one)) for one in names["plugin"] if one in ADDED]
+    said += [
+        fit(scripts, folder, ["--accelerator", "cpu"], one, added_target(folder, one))
+        for one in names["plugin"]
+        if one in ADDED
+    ]
     for one in names["command"]:
         done = call(scripts / "geartrain", one, *COMMANDS[one], cwd=folder, may_fail=True)
-        assert done.returncode in CODES.get(one, (0,)), f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        assert done.returncode in CODES.get(one, (0,)), (
+            f"{one} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
         said.append(one)
     if requirement.name == "geartrain-cli":
         said.append(missing_commands(scripts, folder))
@@ -252,7 +324,11 @@ def check(requirement: Requirement, folder: Path, wheels: Path, own: dict[str, D
 def extras(own: dict[str, Distribution], requirement: Requirement):
     """Return the names of the distributions that the extras of a requirement ask for."""
     lines = [Requirement(line) for line in own[canonicalize_name(requirement.name)].requires or ()]
-    wanted = [line.name for line in lines if line.marker and any(line.marker.evaluate({"extra": one}) for one in requirement.extras)]
+    wanted = [
+        line.name
+        for line in lines
+        if line.marker and any(line.marker.evaluate({"extra": one}) for one in requirement.extras)
+    ]
     return {canonicalize_name(name) for name in wanted}
 
 
@@ -266,8 +342,12 @@ def alone(scripts: Path, folder: Path, packages: Packages):
     yield "digits"
     for tool, home in TOOLS.items():
         module, _, name = tool.rpartition(".")
-        done = call(scripts / "python", "-c", f"from {module} import {name}", cwd=folder, may_fail=True)
-        assert done.stderr.splitlines()[-1].endswith(f"is not installed. Fix: pip install {home}"), f"{tool}: {done.stderr}"
+        done = call(
+            scripts / "python", "-c", f"from {module} import {name}", cwd=folder, may_fail=True
+        )
+        assert done.stderr.splitlines()[-1].endswith(
+            f"is not installed. Fix: pip install {home}"
+        ), f"{tool}: {done.stderr}"
     done = call(scripts / "geartrain", "fit", "target.py", cwd=folder, may_fail=True)
     said = "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
     assert (done.returncode, done.stderr) == (2, said), done.stderr
@@ -278,9 +358,17 @@ def missing_commands(scripts: Path, folder: Path):
     """Ask the command line alone for each command of another distribution, and for manual optimisation. Return what to print."""
     for command, home in TOOL_COMMANDS.items():
         done = call(scripts / "geartrain", command, cwd=folder, may_fail=True)
-        said = f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
+        said = (
+            f"geartrain {command}: geartrain {command} is not installed.\nFix: pip install {home}\n"
+        )
         assert (done.returncode, done.stderr) == (2, said), f"{command}: {done.stderr}"
-    done = call(scripts / "geartrain", "fit", added_target(folder, "manual_optimisation"), cwd=folder, may_fail=True)
+    done = call(
+        scripts / "geartrain",
+        "fit",
+        added_target(folder, "manual_optimisation"),
+        cwd=folder,
+        may_fail=True,
+    )
     said = "Manual.automatic_optimization is False, which geartrain-manual runs.\nFix: pip install geartrain-manual\n"
     assert done.returncode == 2, done.stderr
     assert done.stderr.endswith(said), done.stderr
@@ -289,7 +377,9 @@ def missing_commands(scripts: Path, folder: Path):
 
 def added_target(folder: Path, plugin: str):
     """Write the target whose module gets a plugin of ``ADDED``, and return its name."""
-    changed = TARGET.replace("class Line(gt.Module):", "class Manual(gt.Module):\n    automatic_optimization = False\n")
+    changed = TARGET.replace(
+        "class Line(gt.Module):", "class Manual(gt.Module):\n    automatic_optimization = False\n"
+    )
     changed = changed.replace(*ADDED[plugin]).replace("gt.cli(Line", "gt.cli(Manual")
     (folder / f"{plugin}.py").write_text(changed, encoding="utf-8")
     return f"{plugin}.py"
@@ -298,11 +388,28 @@ def added_target(folder: Path, plugin: str):
 def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str = "target.py"):
     """Train two steps. Return what to print. If this machine cannot use it, its own error must say so."""
     output = folder / f"run of {label}"
-    done = call(scripts / "geartrain", "fit", target, "--max-steps", "2", "--output", output, *chosen, cwd=folder, may_fail=True)
-    if label in UNUSABLE and done.returncode == 2 and UNUSABLE[label] in " ".join(done.stderr.split()):
+    done = call(
+        scripts / "geartrain",
+        "fit",
+        target,
+        "--max-steps",
+        "2",
+        "--output",
+        output,
+        *chosen,
+        cwd=folder,
+        may_fail=True,
+    )
+    if (
+        label in UNUSABLE
+        and done.returncode == 2
+        and UNUSABLE[label] in " ".join(done.stderr.split())
+    ):
         return f"{label} (refused)"
     if done.returncode:
-        raise RuntimeError(f"{label}: the fit ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{label}: the fit ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     summary = json.loads((output / "summary.json").read_text(encoding="utf-8"))
     assert summary["steps"] == 2, summary
     return label
@@ -310,8 +417,22 @@ def fit(scripts: Path, folder: Path, chosen: list[str], label: str, target: str 
 
 def main():
     folder = Path(sys.argv[1])
-    wheels, sources = folder / "wheels", [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
-    call(sys.executable, "-I", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *sources)
+    wheels, sources = (
+        folder / "wheels",
+        [ROOT / "core", *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))],
+    )
+    call(
+        sys.executable,
+        "-I",
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        *sources,
+    )
     own = {}
     for wheel in wheels.glob("*.whl"):
         (found,) = distributions(path=[str(wheel)])
@@ -321,7 +442,10 @@ def main():
     wanted = [Requirement(name) for name in sys.argv[2:] or [*sorted(own), "geartrain[standard]"]]
     failed = False
     with ThreadPoolExecutor(2) as pool:
-        for number, result in [(n, pool.submit(check, one, folder / str(n), wheels, own, packages)) for n, one in enumerate(wanted)]:
+        for number, result in [
+            (n, pool.submit(check, one, folder / str(n), wheels, own, packages))
+            for n, one in enumerate(wanted)
+        ]:
             try:
                 print(result.result(), flush=True)
             except Exception as error:

@@ -10,7 +10,9 @@ from regression import Curve, Net, one_trainer, samples, weights
 
 
 def bagua(devices=2, strategy=None, **options):
-    return one_trainer(strategy="bagua", strategy_options=strategy or {}, devices=devices, **options)
+    return one_trainer(
+        strategy="bagua", strategy_options=strategy or {}, devices=devices, **options
+    )
 
 
 #: name -> (what the module is made with, the trainer's options, the strategy's)
@@ -24,11 +26,23 @@ CASES = {
     "frozen": ({"frozen": True}, {}, {}),
     "frozen later": ({"freezes": True}, {}, {}),
     "shared": ({"shared": True, "optimizer": "adam"}, {}, {"bucket_bytes": 100}),
-    "unused": ({"unused": True, "optimizer": "adam"}, {}, {"find_unused_parameters": True, "bucket_bytes": 100}),
+    "unused": (
+        {"unused": True, "optimizer": "adam"},
+        {},
+        {"find_unused_parameters": True, "bucket_bytes": 100},
+    ),
     # In the window's last micro-batch only: its gradients are of the others.
-    "unused, accumulating": ({"unused": True}, {"accumulate_grad_batches": 2}, {"bucket_bytes": 100}),
+    "unused, accumulating": (
+        {"unused": True},
+        {"accumulate_grad_batches": 2},
+        {"bucket_bytes": 100},
+    ),
     "clipped by norm": ({}, {"gradient_clip_val": 0.05}, {}),
-    "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"bucket_bytes": 100}),
+    "clipped by value": (
+        {},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"bucket_bytes": 100},
+    ),
     "two optimizers": ({"optimizer": "two"}, {"accumulate_grad_batches": 2}, {}),
     "lbfgs": ({"optimizer": "lbfgs"}, {}, {"bucket_bytes": 100}),
     "64-true": ({}, {"precision": "64-true"}, {}),

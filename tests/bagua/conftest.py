@@ -19,8 +19,12 @@ def programs(request, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of xdist: the folder above is the run's
         folder = folder.parent
-    modules = dict.fromkeys(item.module for item in request.session.items if "kept" in getattr(item, "fixturenames", ()))
-    made = Programs(folder / "bagua", [name for module in modules for name in getattr(module, "PROGRAMS", ())])
+    modules = dict.fromkeys(
+        item.module for item in request.session.items if "kept" in getattr(item, "fixturenames", ())
+    )
+    made = Programs(
+        folder / "bagua", [name for module in modules for name in getattr(module, "PROGRAMS", ())]
+    )
     weights_ranks.programs.append(made)
     return made
 

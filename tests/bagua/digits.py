@@ -14,7 +14,10 @@ from examples.digits import Digits, DigitsData
 #: Options of the algorithm where the defaults are for longer runs, or for several nodes: on one, ranks would average in full.
 OPTIONS = {
     "async": {"sync_interval_ms": 50},
-    **{name: {"hierarchical": False} for name in ("bytegrad", "qadam", "decentralized", "low_precision_decentralized")},
+    **{
+        name: {"hierarchical": False}
+        for name in ("bytegrad", "qadam", "decentralized", "low_precision_decentralized")
+    },
 }
 #: Those that are far above 0.97 by then stop after 15.
 EPOCHS = dict.fromkeys(("gradient_allreduce", "qadam", "async", "power_sgd"), 20)
@@ -33,8 +36,20 @@ if __name__ == "__main__":
         module = QDigits() if algorithm == "qadam" else Digits()
         strategy = BaguaStrategy(algorithm=algorithm, **OPTIONS.get(algorithm, {}))
         epochs = EPOCHS.get(algorithm, 15)
-        trainer = gt.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, seed=1, enable_progress_bar=False)
+        trainer = gt.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=epochs,
+            seed=1,
+            enable_progress_bar=False,
+        )
         since = time.perf_counter()
         trainer.fit(module, datamodule=DigitsData())
         if trainer.is_global_zero:
-            print(algorithm, float(trainer.callback_metrics["val_acc"]), f"{time.perf_counter() - since:.1f}", flush=True)
+            print(
+                algorithm,
+                float(trainer.callback_metrics["val_acc"]),
+                f"{time.perf_counter() - since:.1f}",
+                flush=True,
+            )

@@ -40,7 +40,9 @@ class Model(gt.Module):
         if os.environ.get("OPTIMIZER"):
             from geartrain import strategies
 
-            return getattr(strategies, os.environ["OPTIMIZER"])(self.parameters(), lr=0.01, warmup_steps=2)
+            return getattr(strategies, os.environ["OPTIMIZER"])(
+                self.parameters(), lr=0.01, warmup_steps=2
+            )
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def teardown(self, stage):
@@ -52,7 +54,10 @@ def main() -> None:
     trainer = gt.Trainer(
         accelerator="cpu",
         strategy="bagua",
-        strategy_options={"timeout": float(os.environ.get("TIMEOUT", "60")), **json.loads(os.environ["OPTIONS"])},
+        strategy_options={
+            "timeout": float(os.environ.get("TIMEOUT", "60")),
+            **json.loads(os.environ["OPTIONS"]),
+        },
         devices=2,
         max_epochs=2,
         enable_progress_bar=False,

@@ -15,7 +15,13 @@ def f32(x: float) -> float:
 
 
 def quotient(a: float, b: float) -> float:
-    return f32(a / b) if b else math.nan if not a or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
+    return (
+        f32(a / b)
+        if b
+        else math.nan
+        if not a or math.isnan(a)
+        else math.copysign(math.inf, a) * math.copysign(1, b)
+    )
 
 
 def rint(x: float) -> float:
@@ -33,7 +39,11 @@ def grid(least: float, greatest: float) -> tuple[float, float, float]:
 def encode(chunk: list[float]) -> tuple[list[int], list[float]]:
     if not chunk:
         return [], [0.0, 0.0]
-    least, greatest = (math.nan, math.nan) if any(map(math.isnan, chunk)) else (min(chunk) + 0.0, max(chunk) + 0.0)
+    least, greatest = (
+        (math.nan, math.nan)
+        if any(map(math.isnan, chunk))
+        else (min(chunk) + 0.0, max(chunk) + 0.0)
+    )
     scale, upper, lower = grid(least, greatest)
     codes = []
     for x in chunk:

@@ -17,7 +17,15 @@ STEPS, BATCH, LEARNING_RATE = 6, 4, 0.2
 
 def net() -> nn.Module:
     torch.manual_seed(5)
-    layers = [nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(72, 20), nn.Tanh(), nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 2)]
+    layers = [
+        nn.Conv2d(4, 8, 3),
+        nn.Flatten(),
+        nn.Linear(72, 20),
+        nn.Tanh(),
+        nn.Linear(20, 9),
+        nn.Tanh(),
+        nn.Linear(9, 2),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -55,17 +63,31 @@ class Counting(PowerSGD):
         super()._mean_of(flat)
 
 
-def trained(algorithm, first: int = 0, last: int = STEPS, weights: dict[str, torch.Tensor] | None = None, bucket_bytes: int = 400):
+def trained(
+    algorithm,
+    first: int = 0,
+    last: int = STEPS,
+    weights: dict[str, torch.Tensor] | None = None,
+    bucket_bytes: int = 400,
+):
     """Train from one step to another, from some weights; the algorithm as it is at the end, and the weights."""
     strategy = BaguaStrategy(algorithm=algorithm, bucket_bytes=bucket_bytes)
-    options = {"accelerator": "cpu", "devices": 2, "precision": "64-true", "enable_progress_bar": False, "max_epochs": 1}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "precision": "64-true",
+        "enable_progress_bar": False,
+        "max_epochs": 1,
+    }
     trainer = gt.Trainer(strategy=strategy, **options)
     model = Model()
     if weights is not None:
         model.net.load_state_dict(weights)
     part = Subset(data(), range(2 * BATCH * first, 2 * BATCH * last))
     trainer.fit(model, DataLoader(part, batch_size=BATCH, shuffle=False))
-    return strategy.algorithm, {name: value.clone() for name, value in model.net.state_dict().items()}
+    return strategy.algorithm, {
+        name: value.clone() for name, value in model.net.state_dict().items()
+    }
 
 
 def resumed(ranks: int = 2) -> dict[str, Any]:
@@ -81,7 +103,12 @@ def resumed(ranks: int = 2) -> dict[str, Any]:
     return {"weights": weights, "state": algorithm.state_dict()}
 
 
-CASES = {"rank 2": {}, "rank 1": {"matrix_rank": 1}, "warm-up": {"warmup_steps": 3}, "all warm-up": {"warmup_steps": 99}}
+CASES = {
+    "rank 2": {},
+    "rank 1": {"matrix_rank": 1},
+    "warm-up": {"warmup_steps": 3},
+    "all warm-up": {"warmup_steps": 99},
+}
 
 
 def main() -> None:

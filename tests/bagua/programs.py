@@ -47,7 +47,9 @@ class Programs:
             AssertionError: the program failed in this part or before it, or after all of them.
         """
         folder = self.once("two-ranks", self._run)
-        results = {name: [folder / name / f"kept-{rank}.pt" for rank in range(2)] for name in self.wanted}
+        results = {
+            name: [folder / name / f"kept-{rank}.pt" for rank in range(2)] for name in self.wanted
+        }
         missing = [name for name in self.wanted if not all(path.exists() for path in results[name])]
         if (failure := folder / "failure").exists() and (part in missing or not missing):
             raise AssertionError(failure.read_text())

@@ -19,14 +19,21 @@ class PowerSGD:
 
     def _approximated(self, name: str, gradients: list[torch.Tensor]) -> torch.Tensor:
         ranks, shape = len(gradients), gradients[0].shape
-        if gradients[0].dim() < 2 or 2 * self.rank * (shape[0] + shape[1:].numel()) >= shape.numel():
+        if (
+            gradients[0].dim() < 2
+            or 2 * self.rank * (shape[0] + shape[1:].numel()) >= shape.numel()
+        ):
             return sum(gradients) / ranks
         matrices = [gradient.flatten(1) for gradient in gradients]
         if name not in self.q:
             noise = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            self.q[name] = torch.randn(shape[1:].numel(), self.rank, dtype=gradients[0].dtype, generator=noise)
+            self.q[name] = torch.randn(
+                shape[1:].numel(), self.rank, dtype=gradients[0].dtype, generator=noise
+            )
             self.errors[name] = [torch.zeros_like(matrix) for matrix in matrices]
-        matrices = [matrix + error for matrix, error in zip(matrices, self.errors[name], strict=True)]
+        matrices = [
+            matrix + error for matrix, error in zip(matrices, self.errors[name], strict=True)
+        ]
         p = torch.linalg.qr(sum(matrix @ self.q[name] for matrix in matrices) / ranks).Q
         self.q[name] = sum(matrix.t() @ p for matrix in matrices) / ranks
         approximation = p @ self.q[name].t()

@@ -14,7 +14,11 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc2, self.fc3 = nn.Linear(2, 10, bias=False), nn.Linear(10, 50), nn.Linear(50, 4, bias=False)
+        self.fc1, self.fc2, self.fc3 = (
+            nn.Linear(2, 10, bias=False),
+            nn.Linear(10, 50),
+            nn.Linear(50, 4, bias=False),
+        )
 
     def forward(self, x):
         return torch.softmax(self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x))))), dim=1)
@@ -50,7 +54,9 @@ def backward(module, rank, step, micros=1, clip=None):
 
 def flat(module):
     """Weights in the order of a bucket: the module's parameters from the last to the first."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in reversed(list(module.parameters()))])
+    return torch.cat(
+        [parameter.detach().reshape(-1) for parameter in reversed(list(module.parameters()))]
+    )
 
 
 def put(module, weights):
@@ -87,7 +93,11 @@ def decentralized(ranks, steps, mode="all", interval=1, node=None, kind="sgd", m
             backward(module, rank, step, micros, clip)  # with gradients of the rank's own weights
             if step % interval == 0:
                 one = rank // members
-                others = parties if mode == "all" else [parties[one], parties[peer(one, len(parties), step // interval)]]
+                others = (
+                    parties
+                    if mode == "all"
+                    else [parties[one], parties[peer(one, len(parties), step // interval)]]
+                )
                 put(module, mean(others))
             for optimizer in optims[rank]:
                 optimizer.step()
@@ -108,7 +118,9 @@ def low_precision(ranks, steps, lengths, interval=1, node=None, kind="sgd"):
     modules, optims = start(ranks, kind)
     members = node or 1
     parties = ranks // members
-    own, left, right = ([list(flat(modules[0]).split(lengths)) for _ in range(parties)] for _ in range(3))
+    own, left, right = (
+        [list(flat(modules[0]).split(lengths)) for _ in range(parties)] for _ in range(3)
+    )
     history = []
     for step in range(steps):
         for rank, module in enumerate(modules):
@@ -131,7 +143,10 @@ def low_precision(ranks, steps, lengths, interval=1, node=None, kind="sgd"):
             for rank, module in enumerate(modules):
                 put(module, torch.cat(own[rank // members]))
         history.append([flat(module) for module in modules])
-    replicas = [{"own": torch.cat(own[i]), "left": torch.cat(left[i]), "right": torch.cat(right[i])} for i in range(parties)]
+    replicas = [
+        {"own": torch.cat(own[i]), "left": torch.cat(left[i]), "right": torch.cat(right[i])}
+        for i in range(parties)
+    ]
     return history, replicas
 
 

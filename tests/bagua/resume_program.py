@@ -27,30 +27,61 @@ class Own(Net):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return loss * 1e6 if self.trainer.plan.precision.name == "16-mixed" and rank == 1 and batch_idx == 2 else loss
+        return (
+            loss * 1e6
+            if self.trainer.plan.precision.name == "16-mixed" and rank == 1 and batch_idx == 2
+            else loss
+        )
 
     def configure_optimizers(self):
         qadam = self.optimizer == "qadam"
-        made = QAdamOptimizer(self.parameters(), lr=0.01, warmup_steps=4) if qadam else super().configure_optimizers()
+        made = (
+            QAdamOptimizer(self.parameters(), lr=0.01, warmup_steps=4)
+            if qadam
+            else super().configure_optimizers()
+        )
         if isinstance(made, list):
             return made
-        return {"optimizer": made, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(made, 2, 0.7), "interval": "step"}}
+        return {
+            "optimizer": made,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(made, 2, 0.7),
+                "interval": "step",
+            },
+        }
 
 
 def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(), **of_trainer):
     """One fit into a folder, with a checkpoint every second step."""
     ema, module = EMA(0.7), Own(optimizer)
-    every = ModelCheckpoint(dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    every = ModelCheckpoint(
+        dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
     strategy = BaguaStrategy(**options)
     trainer = one_trainer(
-        devices=2, strategy=strategy, max_epochs=epochs, output=f"{folder}/run", seed=5, plugins=[ema, every, *plugins], **of_trainer
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        output=f"{folder}/run",
+        seed=5,
+        plugins=[ema, every, *plugins],
+        **of_trainer,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(samples(), batch_size=4, shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
-    scaler = [part.plugin.state_dict() for part in trainer.run.hooks.parts if part.info.name == "16-mixed"]
+        trainer.fit(
+            module,
+            DataLoader(samples(), batch_size=4, shuffle=True),
+            DataLoader(samples(7), batch_size=2),
+            ckpt_path=path,
+        )
+    scaler = [
+        part.plugin.state_dict() for part in trainer.run.hooks.parts if part.info.name == "16-mixed"
+    ]
     found[name] = {
-        "weights": [parameter.detach().clone() for parameter in module.parameters()],  # EMA's: it puts them there at the end
+        "weights": [
+            parameter.detach().clone() for parameter in module.parameters()
+        ],  # EMA's: it puts them there at the end
         "state": strategy.state_dict()["state"],
         "optimizers": [one.state_dict() for one in trainer.run.optimizers],
         "ema": ema.state_dict(),
@@ -64,17 +95,32 @@ def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(),
 #: name -> (the strategy's options, the trainer's and the module's)
 CASES = {
     "gradient_allreduce": ({}, {}),
-    "bytegrad": ({"algorithm": "bytegrad", "hierarchical": False, "bucket_bytes": 100}, {"gradient_clip_val": 0.5}),
+    "bytegrad": (
+        {"algorithm": "bytegrad", "hierarchical": False, "bucket_bytes": 100},
+        {"gradient_clip_val": 0.5},
+    ),
     "qadam": ({"algorithm": "qadam", "hierarchical": False}, {"optimizer": "qadam"}),
     "power_sgd": ({"algorithm": "power_sgd", "min_compression_rate": 1.0}, {}),
-    "decentralized": ({"algorithm": "decentralized", "hierarchical": False, "communication_interval": 3}, {"accumulate_grad_batches": 1}),
-    "shift_one": ({"algorithm": "decentralized", "hierarchical": False, "peer_selection_mode": "shift_one"}, {"optimizer": "two"}),
-    "decentralized, 16-mixed": ({"algorithm": "decentralized", "communication_interval": 2}, {"precision": "16-mixed"}),
+    "decentralized": (
+        {"algorithm": "decentralized", "hierarchical": False, "communication_interval": 3},
+        {"accumulate_grad_batches": 1},
+    ),
+    "shift_one": (
+        {"algorithm": "decentralized", "hierarchical": False, "peer_selection_mode": "shift_one"},
+        {"optimizer": "two"},
+    ),
+    "decentralized, 16-mixed": (
+        {"algorithm": "decentralized", "communication_interval": 2},
+        {"precision": "16-mixed"},
+    ),
     "low precision": (
         {"algorithm": "low_precision_decentralized", "hierarchical": False, "bucket_bytes": 100},
         {"accumulate_grad_batches": 2},
     ),
-    "low precision, hierarchical": ({"algorithm": "low_precision_decentralized", "communication_interval": 3}, {}),
+    "low precision, hierarchical": (
+        {"algorithm": "low_precision_decentralized", "communication_interval": 3},
+        {},
+    ),
 }
 
 
@@ -98,14 +144,20 @@ class Copies(Own):
     def validation_step(self, batch, batch_idx):
         if self.ema is not None:
             average = dict(zip(self.ema._names, self.ema._average, strict=True))
-            self.validated.append(all(torch.equal(p, average[name]) for name, p in self.named_parameters()))
+            self.validated.append(
+                all(torch.equal(p, average[name]) for name, p in self.named_parameters())
+            )
 
     def on_train_start(self):
-        self.momenta = [buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()]
+        self.momenta = [
+            buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()
+        ]
 
     def on_train_epoch_end(self):
         self.after.append(self.flat())
-        self.ended = [buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()]
+        self.ended = [
+            buffer["momentum_buffer"].clone() for buffer in self.optimizers().state.values()
+        ]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
@@ -122,7 +174,12 @@ class Saved:
         self.weights.append(run.module.flat())
         state = torch.load(path, weights_only=True)
         trained = state.get("trained", state["model"])
-        self.files.append((torch.cat([trained[name].flatten() for name, _ in run.module.named_parameters()]), state["copy"]))
+        self.files.append(
+            (
+                torch.cat([trained[name].flatten() for name, _ in run.module.named_parameters()]),
+                state["copy"],
+            )
+        )
 
 
 def asynchronous(name, ema, path=None):
@@ -136,7 +193,10 @@ def asynchronous(name, ema, path=None):
     )
     # Without a validation a checkpoint comes while ranks are apart.
     trainer.fit(
-        module, DataLoader(samples(32), batch_size=2), None if ema is None else DataLoader(samples(7), batch_size=2), ckpt_path=path
+        module,
+        DataLoader(samples(32), batch_size=2),
+        None if ema is None else DataLoader(samples(7), batch_size=2),
+        ckpt_path=path,
     )
     found[name] = {
         "momenta": (module.momenta, module.ended),
@@ -146,7 +206,11 @@ def asynchronous(name, ema, path=None):
         "saved": saved.weights,
         "files": saved.files,
         "end": module.flat(),
-        "ema": None if ema is None else torch.cat([ema.state_dict()["average"][key].flatten() for key, _ in module.named_parameters()]),
+        "ema": None
+        if ema is None
+        else torch.cat(
+            [ema.state_dict()["average"][key].flatten() for key, _ in module.named_parameters()]
+        ),
     }
 
 
@@ -154,7 +218,13 @@ def main():
     for name, (options, more) in CASES.items():
         go(name, options, name, **more)
         for step in (2, 8):  # within the first epoch, and within another
-            go(f"{name} from {step}", options, f"{name} from {step}", f"{name}/steps/step={step}.ckpt", **more)
+            go(
+                f"{name} from {step}",
+                options,
+                f"{name} from {step}",
+                f"{name}/steps/step={step}.ckpt",
+                **more,
+            )
     asynchronous("async", None)
     asynchronous("async resumed", None, "async/last.ckpt")
     asynchronous("async with ema", EMA(0.5))

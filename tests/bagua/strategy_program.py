@@ -78,7 +78,9 @@ class Watched(GradientAllReduce):
 
     def set_up(self, context):
         super().set_up(context)
-        self.calls.append(("set_up", len(context.buckets), context.everyone.ranks, context.run.world.rank))
+        self.calls.append(
+            ("set_up", len(context.buckets), context.everyone.ranks, context.run.world.rank)
+        )
 
     def start_step(self):
         self.calls.append("start_step")
@@ -132,7 +134,9 @@ class Plugin:
 
 strategy = BaguaStrategy(algorithm=Watched(), bucket_bytes=100)
 options = {"accumulate_grad_batches": 3, "num_sanity_val_steps": 1}
-trainer = one_trainer(strategy=strategy, devices=2, output=f"out-{rank}", plugins=[Plugin()], **options)
+trainer = one_trainer(
+    strategy=strategy, devices=2, output=f"out-{rank}", plugins=[Plugin()], **options
+)
 trainer.fit(Hooks(optimizer="two"), DataLoader(samples(), 8), DataLoader(samples(8), 4))
 found["calls"], found["threads"] = list(Watched.calls), set(Watched.threads)
 found["state"] = strategy.state_dict()
@@ -165,7 +169,9 @@ waited, found["overlapped"] = [], True
 module = Waits()
 # The first layer's gradients are the last: backward waits there until others have been reduced.
 module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.wait(20)))
-one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(module, DataLoader(samples(), 4))
+one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(
+    module, DataLoader(samples(), 4)
+)
 
 
 class Early(Decentralized):
@@ -190,7 +196,9 @@ class Looks(Net):
         Early.going_on.set()
 
 
-one_trainer(strategy=BaguaStrategy(Early(hierarchical=False)), devices=2, max_steps=1).fit(Looks(), DataLoader(samples(), 4))
+one_trainer(strategy=BaguaStrategy(Early(hierarchical=False)), devices=2, max_steps=1).fit(
+    Looks(), DataLoader(samples(), 4)
+)
 found["early"] = sorted(Early.seen)
 
 
@@ -203,7 +211,9 @@ class Saves:
 
 
 saved = []
-trainer = bagua(strategy={"algorithm": "async", "sync_interval_ms": 1}, max_steps=4, plugins=[Saves()])
+trainer = bagua(
+    strategy={"algorithm": "async", "sync_interval_ms": 1}, max_steps=4, plugins=[Saves()]
+)
 trainer.fit(Net(), DataLoader(samples(), 4))
 found["saved in on_step_end"] = list(saved)
 
@@ -211,11 +221,16 @@ found["saved in on_step_end"] = list(saved)
 class Groups(Asynchronous):
     def set_up(self, context):
         super().set_up(context)
-        found["groups of async"] = [context.everyone.group is dist.group.WORLD, context.everyone.ranks]
+        found["groups of async"] = [
+            context.everyone.group is dist.group.WORLD,
+            context.everyone.ranks,
+        ]
 
 
 def threads():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("geartrain-bagua"))
+    return sorted(
+        thread.name for thread in threading.enumerate() if thread.name.startswith("geartrain-bagua")
+    )
 
 
 class Threads(Net):

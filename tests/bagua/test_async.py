@@ -28,14 +28,18 @@ def test_warm_up_averages_gradients_and_then_no_more():
         kept = rank["async warm-up"]
         assert kept["before"] == (0, None)
         for mine, theirs in zip(kept["history"], expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)  # gloo adds in another order
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-6, atol=1e-7
+            )  # gloo adds in another order
         assert kept["rounds"] >= 1
 
 
 def test_a_round_adds_the_average_and_keeps_what_was_learnt_meanwhile():
     for number, rank in enumerate(found()):
         kept = rank["async round"]
-        assert torch.equal(kept["while computing"], torch.full((1, 3), float(number)))  # training's turn
+        assert torch.equal(
+            kept["while computing"], torch.full((1, 3), float(number))
+        )  # training's turn
         # All ranks added 10 times their number in their turn, before the copy: the mean of 0, 11, 22 and 33.
         assert torch.equal(kept["after a round"], torch.full((1, 3), 16.5))
         assert torch.equal(kept["after pause"], torch.full((1, 3), 18.0))
@@ -47,7 +51,9 @@ def test_nothing_learnt_is_lost_and_a_busy_rank_lets_the_thread_in():
     for rank in found():
         kept = rank["async kept"]
         assert kept["rounds"] >= 5
-        torch.testing.assert_close(kept["weights"], torch.full((1, 2), kept["mean"]), rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            kept["weights"], torch.full((1, 2), kept["mean"]), rtol=1e-4, atol=0
+        )
 
 
 def test_resumed_and_aborted_many_times():
@@ -80,7 +86,9 @@ def test_a_run_that_failed_waits_for_no_rank():
 
 
 def alone():
-    run = SimpleNamespace(needs_closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[])
+    run = SimpleNamespace(
+        needs_closure=False, module=torch.nn.Linear(1, 1), optimizers=[], schedulers=[]
+    )
     return Context(run, [], None, Peers(None, 0, 1, (0,)))
 
 
@@ -89,9 +97,13 @@ def test_validation_counts_no_step():
 
     class Validated(Net):
         def validation_step(self, batch, batch_idx):
-            seen.append((self.trainer.global_step, strategy.algorithm.steps, strategy.algorithm.warm))
+            seen.append(
+                (self.trainer.global_step, strategy.algorithm.steps, strategy.algorithm.warm)
+            )
 
-    trainer = one_trainer(strategy=strategy, devices=1, val_check_interval=2, num_sanity_val_steps=2)
+    trainer = one_trainer(
+        strategy=strategy, devices=1, val_check_interval=2, num_sanity_val_steps=2
+    )
     trainer.fit(Validated(), DataLoader(samples(), 8), DataLoader(samples(16), 8))
     assert seen == [(step, step, step >= 4) for step in (0, 2, 4, 6) for _ in range(2)]
 

@@ -33,7 +33,11 @@ def test_types_do_not_mix():
     single, double = parameters(3), parameters(2, dtype=torch.float64)
     buckets = make_buckets([*single, *double, *parameters(1)])
     assert of(buckets) == [[1], [2], [3]]
-    assert [bucket.flat.dtype for bucket in buckets] == [torch.float32, torch.float64, torch.float32]
+    assert [bucket.flat.dtype for bucket in buckets] == [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+    ]
 
 
 def test_padded_with_zeros_to_a_multiple():

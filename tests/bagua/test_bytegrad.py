@@ -66,7 +66,12 @@ def four_ranks(tmp_path_factory):
     (folder / "train.py").write_text(PROGRAM)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
-        nodes = [stack.enter_context(launched("train.py", folder=folder, name=f"node-{i}", NODE_RANK=str(i), **address)) for i in range(2)]
+        nodes = [
+            stack.enter_context(
+                launched("train.py", folder=folder, name=f"node-{i}", NODE_RANK=str(i), **address)
+            )
+            for i in range(2)
+        ]
         for node in nodes:
             node.succeed(110)
     return [torch.load(folder / f"kept-{rank}.pt", weights_only=True) for rank in range(4)]
@@ -74,7 +79,9 @@ def four_ranks(tmp_path_factory):
 
 def gradients():
     """[4, 101], in the order of the bucket: the last parameter first."""
-    return torch.stack([torch.randn(101, generator=torch.Generator().manual_seed(rank)) for rank in range(4)])
+    return torch.stack(
+        [torch.randn(101, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    )
 
 
 def through_8_bits(chunks):
@@ -114,7 +121,9 @@ def expected(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_come_to_what_the_formula_says(four_ranks, name):
-    tolerance = {"half of fp16": 1e-3, "half of bf16": 8e-3, "half of bf16, two buckets": 8e-3}.get(name, 1e-6)
+    tolerance = {"half of fp16": 1e-3, "half of bf16": 8e-3, "half of bf16, two buckets": 8e-3}.get(
+        name, 1e-6
+    )
     for kept in four_ranks:
         assert torch.equal(kept[name], four_ranks[0][name])
     torch.testing.assert_close(four_ranks[0][name], expected(name), rtol=tolerance, atol=tolerance)

@@ -21,7 +21,9 @@ def channel():
 
 def test_work_is_done_in_order_by_one_thread_other_than_this(channel):
     done = []
-    jobs = [channel.submit(lambda i=i: (done.append(i), threading.get_ident())[1]) for i in range(500)]
+    jobs = [
+        channel.submit(lambda i=i: (done.append(i), threading.get_ident())[1]) for i in range(500)
+    ]
     idents = {job.result() for job in jobs}
     assert done == list(range(500))
     assert len(idents) == 1
@@ -63,7 +65,9 @@ def test_a_thread_that_never_comes_back_does_not_keep_the_process(tmp_path):
         "import threading\nfrom geartrain_bagua.channel import Channel\nchannel = Channel()\n"
         "channel.submit(threading.Event().wait)\nprint(channel.close(0.0), flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
@@ -90,7 +94,9 @@ def test_a_thread_that_gets_no_stream_says_so_to_whoever_waits(monkeypatch, call
     # No GPU is needed: these calls are all that the thread does there before work comes, and none is done.
     for name in ("set_device", "Stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, fails if name == call else lambda *_: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda *_: SimpleNamespace(record_event=lambda: None)
+    )
     channel, done = Channel(torch.device("cuda", 0)), []
     job = channel.submit(lambda: done.append(1))
     assert job._done.wait(30)

@@ -28,14 +28,20 @@ def same(name, expected, exact=True, ranks=4):
         ours = found()[rank][name]["history"]
         assert len(ours) == len(expected)
         for mine, theirs in zip(ours, expected, strict=True):
-            torch.testing.assert_close(mine, theirs[rank % ranks], **({"rtol": 0, "atol": 0} if exact else ORDER))
+            torch.testing.assert_close(
+                mine, theirs[rank % ranks], **({"rtol": 0, "atol": 0} if exact else ORDER)
+            )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("mode", "interval"), [("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)])
+@pytest.mark.parametrize(
+    ("mode", "interval"), [("all", 1), ("all", 3), ("shift_one", 1), ("shift_one", 2)]
+)
 def test_trains_as_the_reference(mode, interval, ranks):
     expected = reference.decentralized(ranks, STEPS, mode, interval)
-    same(f"{mode} {interval} {ranks}", expected, exact=ranks == 2 or mode == "shift_one", ranks=ranks)
+    same(
+        f"{mode} {interval} {ranks}", expected, exact=ranks == 2 or mode == "shift_one", ranks=ranks
+    )
     assert not torch.equal(expected[-1][0], expected[-1][1])
 
 
@@ -66,7 +72,11 @@ def test_many_buckets_were_many():
 
 
 def test_forward_and_backward_see_the_weights_from_before():
-    assert all(rank[name]["seen"] == [True] * STEPS for rank in found() for name in ("all 1 4", "shift_one 1 4"))
+    assert all(
+        rank[name]["seen"] == [True] * STEPS
+        for rank in found()
+        for name in ("all 1 4", "shift_one 1 4")
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -79,7 +89,9 @@ def test_the_average_itself_is_the_same_bits_on_all_ranks(mode, ranks):
             for other in range(ranks) if mode == "all" else [reference.peer(rank, ranks, step)]:
                 assert torch.equal(weights[rank], weights[other])
         # Of four, the first exchange in pairs makes two, the second one.
-        assert len({float(one[0]) for one in weights}) == (2 if (mode, ranks, step) == ("shift_one", 4, 0) else 1)
+        assert len({float(one[0]) for one in weights}) == (
+            2 if (mode, ranks, step) == ("shift_one", 4, 0) else 1
+        )
 
 
 def test_partners_are_mutual_and_all_are_met():
@@ -87,10 +99,14 @@ def test_partners_are_mutual_and_all_are_met():
 
     for size in (2, 4, 6, 8):
         for exchange in range(3 * size):
-            those = [partner(SimpleNamespace(rank=rank, size=size), exchange) for rank in range(size)]
+            those = [
+                partner(SimpleNamespace(rank=rank, size=size), exchange) for rank in range(size)
+            ]
             assert those == [reference.peer(rank, size, exchange) for rank in range(size)]
             assert all(those[those[rank]] == rank != those[rank] for rank in range(size))
-        assert {partner(SimpleNamespace(rank=0, size=size), exchange) for exchange in range(size)} == set(range(size // 2, size))
+        assert {
+            partner(SimpleNamespace(rank=0, size=size), exchange) for exchange in range(size)
+        } == set(range(size // 2, size))
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
@@ -110,14 +126,20 @@ def test_upstreams_norm():
 
 
 def plan(processes, nodes=1):
-    return SimpleNamespace(processes=processes, num_nodes=nodes, strategy=SimpleNamespace(label="geartrain-bagua[bagua]"))
+    return SimpleNamespace(
+        processes=processes,
+        num_nodes=nodes,
+        strategy=SimpleNamespace(label="geartrain-bagua[bagua]"),
+    )
 
 
 @pytest.mark.parametrize(
     ("hierarchical", "processes", "nodes", "named"),
     [(False, 3, 1, "3 processes"), (True, 4, 1, "1 node"), (True, 6, 3, "3 nodes")],
 )
-def test_pairs_of_an_odd_number_are_refused_before_anything_starts(hierarchical, processes, nodes, named):
+def test_pairs_of_an_odd_number_are_refused_before_anything_starts(
+    hierarchical, processes, nodes, named
+):
     with pytest.raises(UsageError, match=named) as error:
         Decentralized(hierarchical, "shift_one").check_plan(plan(processes, nodes), object)
     assert "geartrain-bagua[bagua]" in str(error.value)
@@ -137,7 +159,12 @@ def test_one_process_has_no_partner_and_trains_as_without(hierarchical):
 
 @pytest.mark.parametrize(
     ("hierarchical", "mode", "processes", "nodes"),
-    [(False, "shift_one", 4, 1), (True, "shift_one", 6, 2), (True, "all", 3, 3), (False, "shift_one", None, 1)],
+    [
+        (False, "shift_one", 4, 1),
+        (True, "shift_one", 6, 2),
+        (True, "all", 3, 3),
+        (False, "shift_one", None, 1),
+    ],
 )
 def test_what_fits_is_allowed(hierarchical, mode, processes, nodes):
     Decentralized(hierarchical, mode).check_plan(plan(processes, nodes), object)
@@ -155,7 +182,9 @@ def test_what_is_unfrozen_later_is_refused_by_each():
         assert all("fc3.weight" in message and "Fix:" in message for message in rank["unfrozen"])
 
 
-@pytest.mark.parametrize("options", [{"peer_selection_mode": "ring"}, {"communication_interval": 0}])
+@pytest.mark.parametrize(
+    "options", [{"peer_selection_mode": "ring"}, {"communication_interval": 0}]
+)
 def test_options_that_mean_nothing(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         Decentralized(**options)

@@ -42,14 +42,27 @@ class Sizes(Algorithm):
 
 
 @pytest.mark.parametrize(
-    ("variable", "option", "sizes"), [("", None, [113]), ("100", None, [81, 32]), ("100", 4, [1, 8, 8, 64, 8, 24]), ("4", 10**6, [113])]
+    ("variable", "option", "sizes"),
+    [
+        ("", None, [113]),
+        ("100", None, [81, 32]),
+        ("100", 4, [1, 8, 8, 64, 8, 24]),
+        ("4", 10**6, [113]),
+    ],
 )
 def test_a_runs_buckets_close_at_the_option_or_the_variable(monkeypatch, variable, option, sizes):
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", variable)
     layers = [nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 1)]
     strategy = BaguaStrategy(Sizes, bucket_bytes=option)
-    trainer = gt.Trainer(accelerator="cpu", strategy=strategy, devices=1, max_steps=1, enable_progress_bar=False)
-    trainer.fit(nn.Sequential(*layers), [(torch.ones(1, 3), torch.ones(1, 1))], loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    trainer = gt.Trainer(
+        accelerator="cpu", strategy=strategy, devices=1, max_steps=1, enable_progress_bar=False
+    )
+    trainer.fit(
+        nn.Sequential(*layers),
+        [(torch.ones(1, 3), torch.ones(1, 1))],
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+    )
     assert Sizes.found == sizes
 
 
@@ -62,13 +75,24 @@ def test_a_bucket_size_that_is_none_is_refused(monkeypatch, size):
 
 def test_variables_that_change_nothing_are_named(monkeypatch):
     monkeypatch.setenv("BAGUA_NET_MIN_CHUNKSIZE", "")
-    for name in ("BAGUA_AUTOTUNE", "AUTO_TUNE_SERVER_ADDR", "BAGUA_NET_NSTREAMS", "BAGUA_SERVICE_PORT", "BAGUA_DEFAULT_BUCKET_SIZE"):
+    for name in (
+        "BAGUA_AUTOTUNE",
+        "AUTO_TUNE_SERVER_ADDR",
+        "BAGUA_NET_NSTREAMS",
+        "BAGUA_SERVICE_PORT",
+        "BAGUA_DEFAULT_BUCKET_SIZE",
+    ):
         monkeypatch.setenv(name, "1")
-    with pytest.warns(UserWarning, match=r"AUTO_TUNE_SERVER_ADDR, BAGUA_AUTOTUNE, BAGUA_NET_NSTREAMS, BAGUA_SERVICE_PORT changes nothing"):
+    with pytest.warns(
+        UserWarning,
+        match=r"AUTO_TUNE_SERVER_ADDR, BAGUA_AUTOTUNE, BAGUA_NET_NSTREAMS, BAGUA_SERVICE_PORT changes nothing",
+    ):
         check()
 
 
 def test_without_them_there_is_no_warning(monkeypatch, recwarn):
-    monkeypatch.setenv("BAGUA_AUTOTUNE", "0")  # as Bagua's launcher sets it where nobody asked for it
+    monkeypatch.setenv(
+        "BAGUA_AUTOTUNE", "0"
+    )  # as Bagua's launcher sets it where nobody asked for it
     check()
     assert not recwarn.list

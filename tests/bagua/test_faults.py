@@ -11,14 +11,19 @@ from geartrain_testing.launching import launched
 HERE = Path(__file__).parent
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
+)
 #: Options of the strategy -> the optimizer's class, where it is the algorithm's own.
 ALGORITHMS = {
     "gradient_allreduce": ({"algorithm": "gradient_allreduce"}, ""),
     "bytegrad": ({"algorithm": "bytegrad", "hierarchical": False}, ""),
     "qadam": ({"algorithm": "qadam", "hierarchical": False}, "QAdamOptimizer"),
     "decentralized": ({"algorithm": "decentralized"}, ""),
-    "low_precision_decentralized": ({"algorithm": "low_precision_decentralized", "hierarchical": False}, ""),
+    "low_precision_decentralized": (
+        {"algorithm": "low_precision_decentralized", "hierarchical": False},
+        "",
+    ),
     "async": ({"algorithm": "async", "sync_interval_ms": 10}, ""),
 }
 matrix = pytest.mark.matrix
@@ -27,13 +32,23 @@ matrix = pytest.mark.matrix
 #: groups of bytegrad and qadam are those of gradient_allreduce.
 EVERYWHERE = [(1, "exception", "backward")]
 KILLED = [(1, "SIGKILL", "train")]
-THREAD = [(1, "exception", "train"), (0, "exception", "train"), (0, "SIGTERM", "train"), (0, "exception", "validation")]
+THREAD = [
+    (1, "exception", "train"),
+    (0, "exception", "train"),
+    (0, "SIGTERM", "train"),
+    (0, "exception", "validation"),
+]
 #: The default's part of the table.
-EVER = [("async", 1, "exception", "backward"), ("low_precision_decentralized", 1, "SIGKILL", "train")]
+EVER = [
+    ("async", 1, "exception", "backward"),
+    ("low_precision_decentralized", 1, "SIGKILL", "train"),
+]
 TABLE = [
     pytest.param(algorithm, *fault, marks=() if (algorithm, *fault) in EVER else matrix)
     for algorithm in ALGORITHMS
-    for fault in EVERYWHERE + (KILLED if algorithm not in ("bytegrad", "qadam") else []) + (THREAD if algorithm == "async" else [])
+    for fault in EVERYWHERE
+    + (KILLED if algorithm not in ("bytegrad", "qadam") else [])
+    + (THREAD if algorithm == "async" else [])
 ]
 
 
@@ -51,7 +66,9 @@ def test_a_rank_that_fails(tmp_path, algorithm, rank, kind, where):
         assert "rank 1" in run.err if rank == 1 else "rank 1 failed" not in run.err
         assert "terminate called" not in run.err
     alive = {0} if kind == "SIGKILL" else {0, 1}
-    assert {f"{what}-{each}" for what in ("teardown", "on_exception") for each in alive} <= marks(tmp_path)
+    assert {f"{what}-{each}" for what in ("teardown", "on_exception") for each in alive} <= marks(
+        tmp_path
+    )
     assert "done-0" not in marks(tmp_path)
 
 
@@ -59,7 +76,9 @@ def test_a_rank_that_fails(tmp_path, algorithm, rank, kind, where):
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
     """The thread of ``async`` waits for it, while the other rank trains on."""
     # Not less, because ranks that share cores with another program's start apart.
-    with start(tmp_path, "async", "SIGSTOP", 1, "train", TIMEOUT="20", GEARTRAIN_PATIENCE="stopped=60") as run:
+    with start(
+        tmp_path, "async", "SIGSTOP", 1, "train", TIMEOUT="20", GEARTRAIN_PATIENCE="stopped=60"
+    ) as run:
         assert ends_after_fault(run, tmp_path, 1, 20 + PROMPT) > 0
         assert "rank 1 did not come" in run.err
     assert "teardown-0" in marks(tmp_path)

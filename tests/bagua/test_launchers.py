@@ -16,28 +16,54 @@ PROGRAM = str(Path(__file__).with_name("upstream_program.py"))
 
 
 def test_joins_torchrun_and_trains_the_same(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    )
     with launched(*torchrun, PROGRAM, folder=tmp_path, CASES="bytegrad of shards") as run:
-        until(lambda: len(run.processes()) == 3 or run.process.poll() is not None, 60, "torchrun and its two")
+        until(
+            lambda: len(run.processes()) == 3 or run.process.poll() is not None,
+            60,
+            "torchrun and its two",
+        )
         run.succeed(100)
         assert not (tmp_path / "logs").exists()
     for rank in range(2):
         weights = torch.load(tmp_path / f"kept-{rank}.pt", weights_only=True)
-        assert norm(weights["bytegrad of shards"]) == pytest.approx(NORMS_OF_SHARDS["bytegrad of shards"], abs=2e-4)
+        assert norm(weights["bytegrad of shards"]) == pytest.approx(
+            NORMS_OF_SHARDS["bytegrad of shards"], abs=2e-4
+        )
 
 
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
     """Two launchers with the arguments that ``baguarun`` gives, on loopback: nodes of one rank each, which average as one ring does."""
-    common = ("-m", "torch.distributed.run", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}")
+    common = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=1",
+        "--nnodes=2",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    )
     case = "gradient_allreduce of shards"
     folders = [tmp_path / str(node) for node in range(2)]
     for folder in folders:
         folder.mkdir()
     with (
-        launched(*common, "--node_rank=0", PROGRAM, folder=folders[0], CASES=case, DEVICES="1") as first,
-        launched(*common, "--node_rank=1", PROGRAM, folder=folders[1], CASES=case, DEVICES="1") as second,
+        launched(
+            *common, "--node_rank=0", PROGRAM, folder=folders[0], CASES=case, DEVICES="1"
+        ) as first,
+        launched(
+            *common, "--node_rank=1", PROGRAM, folder=folders[1], CASES=case, DEVICES="1"
+        ) as second,
     ):
         for run in (first, second):
             run.succeed(100)
     for rank, folder in enumerate(folders):
-        assert norm(torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)
+        assert norm(
+            torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]
+        ) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)

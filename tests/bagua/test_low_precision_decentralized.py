@@ -45,17 +45,33 @@ def test_each_bucket_is_a_chunk_of_its_own():
 
 
 def test_momentum():
-    same("low momentum", 4, *reference.low_precision(4, STEPS, found()[0]["low momentum"]["buckets"], kind="momentum"))
+    same(
+        "low momentum",
+        4,
+        *reference.low_precision(4, STEPS, found()[0]["low momentum"]["buckets"], kind="momentum"),
+    )
 
 
 def test_the_ring_is_of_nodes_where_hierarchical():
-    same("low nodes", 4, *reference.low_precision(4, STEPS, found()[0]["low nodes"]["buckets"], node=2), node=2)
+    same(
+        "low nodes",
+        4,
+        *reference.low_precision(4, STEPS, found()[0]["low nodes"]["buckets"], node=2),
+        node=2,
+    )
     for rank in (1, 3):
         assert "own" not in found()[rank]["low nodes"]
-    same("low one node", 2, *reference.low_precision(2, STEPS, found()[0]["low one node"]["buckets"], node=2), node=2)
+    same(
+        "low one node",
+        2,
+        *reference.low_precision(2, STEPS, found()[0]["low one node"]["buckets"], node=2),
+        node=2,
+    )
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("low 1 2", 2), ("low 1 4", 4), ("low 3 4", 4), ("low many buckets", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("low 1 2", 2), ("low 1 4", 4), ("low 3 4", 4), ("low many buckets", 4)]
+)
 def test_what_a_rank_holds_of_its_neighbours_is_what_they_hold(name, ranks):
     """Upstream compares norms; these are the bits."""
     kept = [rank[name] for rank in found()[:ranks]]
@@ -129,8 +145,13 @@ def test_a_state_of_other_nodes_is_refused():
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))
     resumed.load_state_dict(saved.state_dict())
-    with pytest.raises(UsageError, match=r"this rank is not in the ring of nodes, and was when .* Fix: the same nodes as in the run"):
-        resumed.set_up(Context(run, buckets, None, one, node=one))  # one that is not its node's first
+    with pytest.raises(
+        UsageError,
+        match=r"this rank is not in the ring of nodes, and was when .* Fix: the same nodes as in the run",
+    ):
+        resumed.set_up(
+            Context(run, buckets, None, one, node=one)
+        )  # one that is not its node's first
 
 
 def test_an_interval_that_means_nothing():

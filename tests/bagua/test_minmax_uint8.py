@@ -12,13 +12,37 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from geartrain_bagua import minmax_uint8
-from geartrain_bagua.minmax_uint8 import compress, decode, decode_plain, decompress, encode, encode_plain
+from geartrain_bagua.minmax_uint8 import (
+    compress,
+    decode,
+    decode_plain,
+    decompress,
+    encode,
+    encode_plain,
+)
 
 from . import formula
 
 WIDTHS = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257]
 MB = 2**20
-ODD = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 1.2e-38, 3.4e38, -3.4e38, 1e30, 1e-7, 1.0, -1.0])
+ODD = torch.tensor(
+    [
+        0.0,
+        -0.0,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+        1e-45,
+        -1e-40,
+        1.2e-38,
+        3.4e38,
+        -3.4e38,
+        1e30,
+        1e-7,
+        1.0,
+        -1.0,
+    ]
+)
 
 
 @st.composite
@@ -45,7 +69,11 @@ def row(draw, columns: int, noise: torch.Generator) -> torch.Tensor:
     if kind == "all sizes":
         return values * 10 ** torch.empty(columns).uniform_(-44, 38, generator=noise)
     scaled = values * draw(st.sampled_from([1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 1e4, 1e37]))
-    return scaled + draw(st.sampled_from([1e-30, 0.01, 1.0, -3.0, 1e6])) if kind == "offset" else scaled
+    return (
+        scaled + draw(st.sampled_from([1e-30, 0.01, 1.0, -3.0, 1e6]))
+        if kind == "offset"
+        else scaled
+    )
 
 
 def bits(x: torch.Tensor) -> list:
@@ -64,7 +92,11 @@ def by_formula(x: torch.Tensor) -> tuple:
     parts = [formula.encode(chunk) for chunk in x.tolist()]
     back = [formula.decode(*part) for part in parts]
     codes = torch.tensor([codes for codes, _ in parts], dtype=torch.uint8).view(x.shape)
-    return codes, torch.tensor([bounds for _, bounds in parts]).view(-1, 2), torch.tensor(back).view(x.shape)
+    return (
+        codes,
+        torch.tensor([bounds for _, bounds in parts]).view(-1, 2),
+        torch.tensor(back).view(x.shape),
+    )
 
 
 def plainly(x: torch.Tensor) -> tuple:
@@ -108,7 +140,11 @@ def test_each_chunk_is_d_plus_8_bytes_its_bounds_then_its_codes():
     x = torch.randn(3, 1001)
     wire, (codes, bounds) = compress(x), encode(x)
     assert (wire.dtype, wire.shape, wire.is_contiguous()) == (torch.uint8, (3, 1009), True)
-    assert wire[1, :8].clone().view(torch.float32).tolist() == [x[1].min(), x[1].max()] == bounds[1].tolist()
+    assert (
+        wire[1, :8].clone().view(torch.float32).tolist()
+        == [x[1].min(), x[1].max()]
+        == bounds[1].tolist()
+    )
     assert torch.equal(wire[:, 8:], codes)
     out = torch.empty_like(x)
     assert decompress(wire, out) is out
@@ -117,10 +153,14 @@ def test_each_chunk_is_d_plus_8_bytes_its_bounds_then_its_codes():
 
 
 # 256 steps, that is the chunk's width: where ``lower`` is no longer exact, and the greatest wraps.
-@pytest.mark.parametrize(("times", "steps"), [(0, 0.52), (400, 0.52), (60_000, 2), (1_000_000, 300)])
+@pytest.mark.parametrize(
+    ("times", "steps"), [(0, 0.52), (400, 0.52), (60_000, 2), (1_000_000, 300)]
+)
 def test_the_error_in_steps_and_zeros_are_exact(times, steps):
     x = torch.randn(64, 4097, generator=torch.Generator().manual_seed(2))
-    x += times * (x.amax(1) - x.amin(1))[:, None]  # so many times farther from zero than they are wide
+    x += (
+        times * (x.amax(1) - x.amin(1))[:, None]
+    )  # so many times farther from zero than they are wide
     x *= torch.logspace(-2, 6, 64)[:, None]
     if not times:
         x[:, ::7] = 0
@@ -143,7 +183,9 @@ def test_a_chunk_that_is_not_finite_decodes_to_nan_and_the_others_do_not_notice(
         assert decoded[5:].isfinite().all()
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-45, -1e-9, 0.0066, 1.0, -1.0, 3.7, 1e6, -12345.678, 1e29])
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-45, -1e-9, 0.0066, 1.0, -1.0, 3.7, 1e6, -12345.678, 1e29]
+)
 def test_a_constant_chunk_decodes_right_also_where_its_code_wraps(value):
     x = torch.full((2, 33), value)
     codes, bounds = encode(x)
@@ -169,7 +211,12 @@ def test_no_float_that_is_no_byte_is_converted(value):
 
 # The least element's level is one under ``lower``. Wrapped to 255 it would come back as the greatest.
 @pytest.mark.parametrize(
-    ("least", "greatest"), [("0x1.d3f5d4p-1", "0x1.daec78p-1"), ("-0x1.a5eafcp+9", "-0x1.a5baf8p+9"), ("0x1.157ecep+66", "0x1.15b012p+66")]
+    ("least", "greatest"),
+    [
+        ("0x1.d3f5d4p-1", "0x1.daec78p-1"),
+        ("-0x1.a5eafcp+9", "-0x1.a5baf8p+9"),
+        ("0x1.157ecep+66", "0x1.15b012p+66"),
+    ],
 )
 def test_the_least_never_comes_back_as_the_greatest(least, greatest):
     x = torch.tensor([float.fromhex(least), float.fromhex(greatest)]).repeat(1, 20)
@@ -219,7 +266,9 @@ def test_rows_and_elements_may_lie_apart():
     assert not out[:, 1::2].any()
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)]
+)
 def test_what_is_no_matrix_of_floats_is_refused(wrong):
     for compressing in (encode, encode_plain):
         with pytest.raises(ValueError, match=r"floats of shape \[chunks, elements\].*Fix: "):
@@ -257,11 +306,15 @@ def kernels_agree(device: str) -> None:
     noise = torch.Generator().manual_seed(3)
     for columns in (1, 2, 31, 33, 129, 4096, 5001):
         x = torch.randn(12, columns, generator=noise)
-        x *= torch.tensor([1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 10.0, 1e4, 1e37, 1.0, 0.0, 1.0])[:, None]
+        x *= torch.tensor([1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 10.0, 1e4, 1e37, 1.0, 0.0, 1.0])[
+            :, None
+        ]
         x += torch.tensor([0, 0, 0, 0, 0.01, 1.0, -3.0, 1e6, 0, 0, 1.0, 1e30])[:, None]
         x[9, :: max(columns // 14, 1)] = ODD.repeat(2)[: len(x[9, :: max(columns // 14, 1)])]
         if columns > 1:
-            x[11] = torch.tensor([float.fromhex("0x1.d3f5d4p-1"), float.fromhex("0x1.daec78p-1")]).repeat(columns)[:columns]
+            x[11] = torch.tensor(
+                [float.fromhex("0x1.d3f5d4p-1"), float.fromhex("0x1.daec78p-1")]
+            ).repeat(columns)[:columns]
         x = x.to(device)
         scale, upper, lower = minmax_uint8._grid(minmax_uint8._bounds(x))
         wire = torch.full((12, columns + 8), 77, dtype=torch.uint8, device=device)
@@ -275,7 +328,9 @@ def kernels_agree(device: str) -> None:
 
 
 def test_triton_kernels_in_tritons_interpreter():
-    pytest.importorskip("triton", reason="triton is not installed: torch's CPU builds come without it")
+    pytest.importorskip(
+        "triton", reason="triton is not installed: torch's CPU builds come without it"
+    )
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         cwd=Path(__file__).parents[2],
@@ -301,5 +356,7 @@ def test_on_cuda_with_triton_and_without():
 
 def test_without_triton_nothing_imports_it():
     program = "import sys, torch; from geartrain_bagua.minmax_uint8 import *; compress(torch.randn(2, 9)); print('triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.strip() == "False", done.stderr

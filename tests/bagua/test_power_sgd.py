@@ -74,7 +74,9 @@ def test_what_is_left_out_is_this_ranks_own_and_is_kept_for_the_next_step(found)
     by_hand(expected)
     for rank in range(RANKS):
         low = found[rank]["rank 2"]["state"]["low"]
-        assert low.keys() == expected.errors.keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
+        assert (
+            low.keys() == expected.errors.keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
+        )
         for name, kept in low.items():
             close(kept["error"], expected.errors[name][rank])
             close(kept["q"], expected.q[name])
@@ -92,7 +94,9 @@ def test_a_step_sends_thin_matrices_and_the_rest(found):
     thin = sum((rows + columns) * 2 for rows, columns in [(8, 36), (20, 72), (9, 20)])
     rest = 8 + 20 + 9 + 2 + 2 * 9
     assert sum(found[0]["rank 2"]["sent"]) == STEPS * (thin + rest)
-    assert sum(found[0]["all warm-up"]["sent"]) == STEPS * sum(parameter.numel() for parameter in net().parameters())
+    assert sum(found[0]["all warm-up"]["sent"]) == STEPS * sum(
+        parameter.numel() for parameter in net().parameters()
+    )
     assert len(found[0]["rank 2"]["sent"]) > 4 * STEPS  # many buckets
 
 
@@ -106,7 +110,9 @@ def test_goes_on_from_its_state(found):
 def test_what_ranks_left_out_that_are_no_longer_there_is_forgotten(found):
     whole = reference.PowerSGD(2)
     half = by_hand(whole, range(STEPS // 2))
-    whole.errors = {name: [torch.zeros_like(error) for error in errors] for name, errors in whole.errors.items()}
+    whole.errors = {
+        name: [torch.zeros_like(error) for error in errors] for name, errors in whole.errors.items()
+    }
     close(found[0]["resumed elsewhere"]["weights"], by_hand(whole, range(STEPS // 2, STEPS), half))
 
 
@@ -125,11 +131,21 @@ def test_numbers_out_of_range_are_refused(options, error):
 
 def test_a_closure_that_is_evaluated_often_is_one_step_of_the_warm_up():
     strategy = BaguaStrategy(algorithm="power_sgd", warmup_steps=5)
-    one_trainer(devices=1, strategy=strategy, max_steps=2).fit(Net(optimizer="lbfgs"), DataLoader(samples(), batch_size=8))
+    one_trainer(devices=1, strategy=strategy, max_steps=2).fit(
+        Net(optimizer="lbfgs"), DataLoader(samples(), batch_size=8)
+    )
     assert strategy.algorithm.state_dict()["steps"] == 2
 
 
 def test_16_mixed_is_refused_before_anything_starts():
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=BaguaStrategy(algorithm=PowerSGD()), precision="16-mixed", max_epochs=1)
-    with pytest.raises(UsageError, match=r"scaler of precision 16-mixed.*Fix: precision='bf16-mixed'"):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=BaguaStrategy(algorithm=PowerSGD()),
+        precision="16-mixed",
+        max_epochs=1,
+    )
+    with pytest.raises(
+        UsageError, match=r"scaler of precision 16-mixed.*Fix: precision='bf16-mixed'"
+    ):
         trainer.fit(Model(), [])

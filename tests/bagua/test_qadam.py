@@ -16,7 +16,14 @@ from .cases import Net, bagua, samples
 
 def upstreams_net():
     torch.manual_seed(13)
-    net = nn.Sequential(nn.Linear(2, 10, bias=False), nn.ReLU(), nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 4, bias=False), nn.Softmax(1))
+    net = nn.Sequential(
+        nn.Linear(2, 10, bias=False),
+        nn.ReLU(),
+        nn.Linear(10, 50),
+        nn.ReLU(),
+        nn.Linear(50, 4, bias=False),
+        nn.Softmax(1),
+    )
     return net, torch.randn(4, 2), torch.randn(4, 4)
 
 
@@ -55,7 +62,9 @@ def by_hand(weights, gradients, warmup, lr=0.1, first=0.9, second=0.99, eps=1e-8
 def test_step_by_step_past_the_warm_up(warmup):
     start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
     parameter = nn.Parameter(start.clone())
-    optimizer = QAdamOptimizer([parameter], lr=0.1, warmup_steps=warmup, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = QAdamOptimizer(
+        [parameter], lr=0.1, warmup_steps=warmup, betas=(0.9, 0.99), weight_decay=0.1
+    )
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -67,7 +76,9 @@ def test_its_state_goes_through_state_dict():
     start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
     parameter, state = nn.Parameter(start.clone()), None
     for gradient in gradients:  # a new optimizer in each step
-        optimizer = QAdamOptimizer([parameter], lr=0.1, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.1)
+        optimizer = QAdamOptimizer(
+            [parameter], lr=0.1, warmup_steps=3, betas=(0.9, 0.99), weight_decay=0.1
+        )
         if state is not None:
             optimizer.load_state_dict(state)
         parameter.grad = gradient.clone()
@@ -85,14 +96,23 @@ def test_warmup_steps_must_be_above_0(wrong):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.5, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1.0}, {"weight_decay": -0.1}],
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (1.5, 0.9)},
+        {"betas": (0.9, -0.1)},
+        {"eps": -1.0},
+        {"weight_decay": -0.1},
+    ],
     ids=str,
 )
 def test_what_adam_refuses_is_refused_in_its_words(wrong):
     parameters = [nn.Parameter(torch.zeros(1))]
     with pytest.raises(ValueError, match="Invalid") as of_adam:
         torch.optim.Adam(parameters, **wrong)
-    with pytest.raises(gt.UsageError, match=f"QAdamOptimizer: {re.escape(str(of_adam.value))}. Fix: "):
+    with pytest.raises(
+        gt.UsageError, match=f"QAdamOptimizer: {re.escape(str(of_adam.value))}. Fix: "
+    ):
         QAdamOptimizer(parameters, **wrong)
 
 
@@ -116,8 +136,13 @@ def in_a_byte(chunk):
 
 def mean_in_bytes(momenta):
     """That of both ranks, by bucket: each rank averages a half of it."""
-    halves = zip(*(torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(2, -1) for flat in momenta), strict=True)
-    return torch.cat([in_a_byte((in_a_byte(one) + in_a_byte(other)) / 2) for one, other in halves])[: len(momenta[0])]
+    halves = zip(
+        *(torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(2, -1) for flat in momenta),
+        strict=True,
+    )
+    return torch.cat([in_a_byte((in_a_byte(one) + in_a_byte(other)) / 2) for one, other in halves])[
+        : len(momenta[0])
+    ]
 
 
 def two_ranks_by_hand(window, steps, warmup, lr=0.01):
@@ -128,25 +153,42 @@ def two_ranks_by_hand(window, steps, warmup, lr=0.01):
     own = [(0.8, 0.99, 0.1) if name.startswith("first") else (0.9, 0.999, 0.0) for name, _ in named]
     m, v = [torch.zeros_like(p) for p in parameters], [torch.zeros_like(p) for p in parameters]
     number = {p: i for i, p in enumerate(parameters)}
-    buckets = [[number[p] for p in bucket.parameters] for bucket in make_buckets(parameters, 2, 300)]
+    buckets = [
+        [number[p] for p in bucket.parameters] for bucket in make_buckets(parameters, 2, 300)
+    ]
     for t in range(1, steps + 1):
         of_rank = []
         for rank in range(2):
             gradients = [torch.zeros_like(p) for p in parameters]
             for micro in range(window):
-                start = 4 * ((t - 1) * window + micro) % 24  # of 24 samples a rank, every second one
+                start = (
+                    4 * ((t - 1) * window + micro) % 24
+                )  # of 24 samples a rank, every second one
                 rows = [2 * i + rank for i in range(start, start + 4)]
                 loss = nn.functional.mse_loss(net(x[rows]), y[rows])
-                gradients = [a + b / window for a, b in zip(gradients, torch.autograd.grad(loss, parameters), strict=True)]
-            of_rank.append([g + d * p.detach() for g, p, (_, _, d) in zip(gradients, parameters, own, strict=True)])
+                gradients = [
+                    a + b / window
+                    for a, b in zip(gradients, torch.autograd.grad(loss, parameters), strict=True)
+                ]
+            of_rank.append(
+                [
+                    g + d * p.detach()
+                    for g, p, (_, _, d) in zip(gradients, parameters, own, strict=True)
+                ]
+            )
         if t < warmup:
             for i, (b1, b2, _) in enumerate(own):
                 mean = (of_rank[0][i] + of_rank[1][i]) / 2
                 m[i], v[i] = b1 * m[i] + (1 - b1) * mean, b2 * v[i] + (1 - b2) * mean * mean
         elif t > warmup:
-            mixed = [[b1 * m[i] + (1 - b1) * gradients[i] for i, (b1, _, _) in enumerate(own)] for gradients in of_rank]
+            mixed = [
+                [b1 * m[i] + (1 - b1) * gradients[i] for i, (b1, _, _) in enumerate(own)]
+                for gradients in of_rank
+            ]
             for bucket in buckets:
-                mean = mean_in_bytes([torch.cat([one[i].flatten() for i in bucket]) for one in mixed])
+                mean = mean_in_bytes(
+                    [torch.cat([one[i].flatten() for i in bucket]) for one in mixed]
+                )
                 for i, part in zip(bucket, mean.split([m[i].numel() for i in bucket]), strict=True):
                     m[i] = part.view(m[i].shape)
         with torch.no_grad():
@@ -155,7 +197,9 @@ def two_ranks_by_hand(window, steps, warmup, lr=0.01):
     return net.state_dict()
 
 
-@pytest.mark.parametrize(("name", "window", "steps", "warmup"), [("flat", 1, 12, 4), ("accumulating", 3, 4, 2)])
+@pytest.mark.parametrize(
+    ("name", "window", "steps", "warmup"), [("flat", 1, 12, 4), ("accumulating", 3, 4, 2)]
+)
 def test_two_ranks_train_as_the_formulas_have_it(two_ranks, name, window, steps, warmup):
     first, second = two_ranks
     begin = Net().state_dict()
@@ -182,8 +226,14 @@ def scheduled(optimizer, n):
 @pytest.mark.parametrize(
     ("returns", "told"),
     [
-        (lambda p: torch.optim.Adam(p), "needs exactly one optimizer, a QAdamOptimizer, and configure_optimizers gave Adam"),
-        (lambda p: [make(p[:2]), make(p[2:])], "configure_optimizers gave QAdamOptimizer, QAdamOptimizer"),
+        (
+            lambda p: torch.optim.Adam(p),
+            "needs exactly one optimizer, a QAdamOptimizer, and configure_optimizers gave Adam",
+        ),
+        (
+            lambda p: [make(p[:2]), make(p[2:])],
+            "configure_optimizers gave QAdamOptimizer, QAdamOptimizer",
+        ),
         (lambda p: None, "gave none"),
         (lambda p: scheduled(make(p), 2), "one scheduler at most, and there are 2"),
     ],
@@ -207,7 +257,13 @@ def test_one_scheduler_is_right():
     bagua(1, strategy={"algorithm": "qadam"}).fit(Module(), DataLoader(samples(), 8))
 
 
-@pytest.mark.parametrize(("options", "told"), [({"precision": "16-mixed"}, "unscaled"), ({"gradient_clip_val": 1.0}, "clipped")])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"precision": "16-mixed"}, "unscaled"), ({"gradient_clip_val": 1.0}, "clipped")],
+)
 def test_what_would_be_done_to_the_momentum_is_refused_before_anything_starts(options, told):
-    with pytest.raises(gt.UsageError, match=rf"geartrain-bagua\[bagua\]: the algorithm 'qadam'.*before they are {told}"):
+    with pytest.raises(
+        gt.UsageError,
+        match=rf"geartrain-bagua\[bagua\]: the algorithm 'qadam'.*before they are {told}",
+    ):
         bagua(2, strategy={"algorithm": "qadam"}, **options).fit(Net(), DataLoader(samples(), 8))

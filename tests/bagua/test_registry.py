@@ -98,8 +98,17 @@ def package(folder, name, algorithms, module):
 def site(tmp_path_factory):
     """An environment with two distributions of other people's algorithms."""
     folder = tmp_path_factory.mktemp("site")
-    mine = {"signs": "mine:Signs", "shared": "mine:Signs", "broken": "mine_broken:Broken", "absent": "mine:Absent", "no_class": "mine:dist"}
-    sources = [package(folder / "a", "mine", mine, MINE), package(folder / "b", "theirs", {"shared": "theirs:Signs"}, MINE)]
+    mine = {
+        "signs": "mine:Signs",
+        "shared": "mine:Signs",
+        "broken": "mine_broken:Broken",
+        "absent": "mine:Absent",
+        "no_class": "mine:dist",
+    }
+    sources = [
+        package(folder / "a", "mine", mine, MINE),
+        package(folder / "b", "theirs", {"shared": "theirs:Signs"}, MINE),
+    ]
     (folder / "wheels").mkdir()
     return environment(folder / "venv", build(folder / "wheels", sources))
 
@@ -115,18 +124,28 @@ def errors(site, tmp_path_factory):
 
 def test_what_cannot_be_chosen_says_why(errors):
     assert "mine[shared] and theirs[shared] claim the same name" in errors["shared"]
-    assert "mine[broken] could not be imported: ModuleNotFoundError: No module named 'mine_broken'" in errors["broken"]
+    assert (
+        "mine[broken] could not be imported: ModuleNotFoundError: No module named 'mine_broken'"
+        in errors["broken"]
+    )
     assert "mine[absent] could not be imported: AttributeError" in errors["absent"]
     assert "which is no geartrain_bagua.Algorithm" in errors["no_class"]
-    assert "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, async, broken, bytegrad" in errors["sings"]
+    assert (
+        "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, async, broken, bytegrad"
+        in errors["sings"]
+    )
     assert errors["signs"] is None
 
 
 def test_options_are_held_to_the_algorithms_own(errors):
-    assert "the algorithm 'signs' has no option 'time'. Did you mean 'times'? Its options: times, kind." in errors["option"]
+    assert (
+        "the algorithm 'signs' has no option 'time'. Did you mean 'times'? Its options: times, kind."
+        in errors["option"]
+    )
     assert "the algorithm 'signs': times='twice' is no float" in errors["type"]
     assert (
-        "the algorithm 'gradient_allreduce' has no option 'times'. Its options: hierarchical, average." in errors["of gradient_allreduce"]
+        "the algorithm 'gradient_allreduce' has no option 'times'. Its options: hierarchical, average."
+        in errors["of gradient_allreduce"]
     )
 
 
@@ -138,10 +157,21 @@ def test_nothing_is_imported_that_was_not_chosen(errors):
 @pytest.mark.timeout(400)  # four programs
 def test_another_distributions_algorithm_trains(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "geartrain_command.py").write_text("import sys\nfrom geartrain.commands import main\nsys.exit(main())\n")
+    (tmp_path / "geartrain_command.py").write_text(
+        "import sys\nfrom geartrain.commands import main\nsys.exit(main())\n"
+    )
 
     def fit(*arguments):
-        return site.run(site.python, "geartrain_command.py", "fit", "train.py", *options, *arguments, cwd=tmp_path, seconds=150)
+        return site.run(
+            site.python,
+            "geartrain_command.py",
+            "fit",
+            "train.py",
+            *options,
+            *arguments,
+            cwd=tmp_path,
+            seconds=150,
+        )
 
     options = ("--strategy", "bagua", "--strategy.algorithm", "signs", "--accelerator", "cpu")
     help_text = fit("--help").stdout
@@ -163,7 +193,10 @@ def test_another_distributions_algorithm_trains(site, tmp_path):
     [
         ("strategy: {name: bagua, algorithm: half, dtype: fp16}", ()),
         ("strategy: bagua\nstrategy.algorithm: half\nstrategy.dtype: fp16", ()),
-        ("strategy: {name: bagua, algorithm: bytegrad}", ("--strategy.algorithm", "half", "--strategy.dtype=fp16")),
+        (
+            "strategy: {name: bagua, algorithm: bytegrad}",
+            ("--strategy.algorithm", "half", "--strategy.dtype=fp16"),
+        ),
     ],
     ids=["nested", "dotted", "overruled"],
 )
@@ -173,10 +206,20 @@ def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, argume
     target = tmp_path / f"train_{request.node.callspec.id}.py"  # its module's name
     target.write_text(TRAIN)
     (tmp_path / "config.yaml").write_text(config)
-    given = [str(target), "--config", str(tmp_path / "config.yaml"), "--accelerator", "cpu", *arguments]
+    given = [
+        str(target),
+        "--config",
+        str(tmp_path / "config.yaml"),
+        "--accelerator",
+        "cpu",
+        *arguments,
+    ]
     trainer = read_arguments("fit", given, None).trainer
     strategy = next(part.plugin for part in trainer._parts if part.info.kind == "strategy")
-    assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == ("HalfAllReduce", "fp16")
+    assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == (
+        "HalfAllReduce",
+        "fp16",
+    )
 
 
 # --- in Python -----------------------------------------------------------------------------------------------------------
@@ -194,27 +237,47 @@ def test_a_class_and_an_object_do_as_well_as_a_name():
 
 def test_a_checkpoint_has_an_algorithms_own_name_however_it_was_chosen():
     ways = ["gradient_allreduce", "Gradient_AllReduce", GradientAllReduce, GradientAllReduce()]
-    assert {BaguaStrategy(algorithm=way).state_dict()["algorithm"] for way in ways} == {"gradient_allreduce"}
+    assert {BaguaStrategy(algorithm=way).state_dict()["algorithm"] for way in ways} == {
+        "gradient_allreduce"
+    }
     for saves, loads in itertools.product(ways, ways):
         BaguaStrategy(algorithm=loads).load_state_dict(BaguaStrategy(algorithm=saves).state_dict())
 
     class Mine(GradientAllReduce): ...
 
-    assert BaguaStrategy(algorithm=Mine).state_dict()["algorithm"] == BaguaStrategy(algorithm=Mine()).state_dict()["algorithm"] == "Mine"
+    assert (
+        BaguaStrategy(algorithm=Mine).state_dict()["algorithm"]
+        == BaguaStrategy(algorithm=Mine()).state_dict()["algorithm"]
+        == "Mine"
+    )
 
 
 class Typed(Algorithm):
-    def __init__(self, n: int = 1, share: float | None = None, on: bool = False, any_thing=None) -> None:
+    def __init__(
+        self, n: int = 1, share: float | None = None, on: bool = False, any_thing=None
+    ) -> None:
         self.n, self.share, self.on, self.any_thing = n, share, on, any_thing
 
 
-@pytest.mark.parametrize("right", [{"n": 2}, {"share": 1}, {"share": 0.5}, {"share": None}, {"on": True}, {"any_thing": object()}])
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"n": 2},
+        {"share": 1},
+        {"share": 0.5},
+        {"share": None},
+        {"on": True},
+        {"any_thing": object()},
+    ],
+)
 def test_options_of_the_right_type_arrive(right):
     algorithm = BaguaStrategy(algorithm=Typed, **right).algorithm
     assert {name: getattr(algorithm, name) for name in right} == right
 
 
-@pytest.mark.parametrize("wrong", [{"n": 1.5}, {"n": True}, {"share": "half"}, {"share": False}, {"on": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"n": 1.5}, {"n": True}, {"share": "half"}, {"share": False}, {"on": 1}]
+)
 def test_options_of_a_wrong_type_are_refused(wrong):
     with pytest.raises(gt.UsageError, match=f"the algorithm 'Typed': {next(iter(wrong))}="):
         BaguaStrategy(algorithm=Typed, **wrong)
@@ -224,7 +287,9 @@ def test_an_option_that_the_strategy_would_take_is_refused():
     class Waits(Algorithm):
         def __init__(self, timeout: float = 1.0) -> None: ...
 
-    with pytest.raises(gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"):
+    with pytest.raises(
+        gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"
+    ):
         BaguaStrategy(algorithm=Waits)
 
 
@@ -233,15 +298,23 @@ def test_a_misspelt_method_is_refused(made):
     class Ends(Algorithm):
         def end_steps(self): ...
 
-    with pytest.raises(gt.UsageError, match=r"algorithm Ends: its end_steps would never be called\. Did you mean 'end_step'\?"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"algorithm Ends: its end_steps would never be called\. Did you mean 'end_step'\?",
+    ):
         BaguaStrategy(algorithm=Ends() if made else Ends)
 
 
 def test_our_own_algorithm_wins_over_anothers_of_its_name(monkeypatch):
-    theirs = EntryPoint("ByteGrad", "acme_absent:ByteGrad", choosing.GROUP)._for(SimpleNamespace(name="acme"))
+    theirs = EntryPoint("ByteGrad", "acme_absent:ByteGrad", choosing.GROUP)._for(
+        SimpleNamespace(name="acme")
+    )
     real = choosing.entry_points
     monkeypatch.setattr(choosing, "entry_points", lambda **wanted: [theirs, *real(**wanted)])
-    with pytest.warns(UserWarning, match=r"algorithm 'bytegrad' is geartrain-bagua's own; not used: acme\[ByteGrad\]"):
+    with pytest.warns(
+        UserWarning,
+        match=r"algorithm 'bytegrad' is geartrain-bagua's own; not used: acme\[ByteGrad\]",
+    ):
         assert algorithm_class("bytegrad").__module__ == "geartrain_bagua.algorithms.bytegrad"
 
 
@@ -253,7 +326,9 @@ def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e10])
 def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
-    with pytest.raises(gt.UsageError, match=re.escape(f"timeout={wrong!r} must be above 0 and at most ")):
+    with pytest.raises(
+        gt.UsageError, match=re.escape(f"timeout={wrong!r} must be above 0 and at most ")
+    ):
         BaguaStrategy(timeout=wrong)
 
 
@@ -263,18 +338,34 @@ def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
         "gradient_allreduce": {"hierarchical": False, "average": True},
         "bytegrad": {"hierarchical": True, "average": True},
         "qadam": {"hierarchical": True},
-        "decentralized": {"hierarchical": True, "peer_selection_mode": "all", "communication_interval": 1},
+        "decentralized": {
+            "hierarchical": True,
+            "peer_selection_mode": "all",
+            "communication_interval": 1,
+        },
         "low_precision_decentralized": {"hierarchical": True, "communication_interval": 1},
         "async": {"peer_selection_mode": "all", "sync_interval_ms": 500, "warmup_steps": 0},
-        QAdamOptimizer: {"lr": 1e-3, "warmup_steps": 100, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+        QAdamOptimizer: {
+            "lr": 1e-3,
+            "warmup_steps": 100,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+        },
     }.items(),
 )
 def test_arguments_and_defaults_are_baguas(name, arguments):
     made = name if name is QAdamOptimizer else algorithm_class(name)
-    found = {key: parameter.default for key, parameter in inspect.signature(made).parameters.items() if key != "params"}
+    found = {
+        key: parameter.default
+        for key, parameter in inspect.signature(made).parameters.items()
+        if key != "params"
+    }
     assert found == arguments
     assert list(found) == list(arguments)  # by position, too
-    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in arguments.items()}
+    assert {key: type(value) for key, value in found.items()} == {
+        key: type(value) for key, value in arguments.items()
+    }
 
 
 def test_names_of_the_plugin_are_among_geartrains_strategies():

@@ -43,7 +43,9 @@ def same(mine, theirs):
         return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
     if isinstance(mine, list | tuple):
         return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    return bool(mine == theirs) or (isinstance(mine, float) and math.isnan(mine) and math.isnan(theirs))
+    return bool(mine == theirs) or (
+        isinstance(mine, float) and math.isnan(mine) and math.isnan(theirs)
+    )
 
 
 @pytest.mark.parametrize("step", [2, 8])
@@ -91,7 +93,9 @@ def test_under_async_the_average_of_an_ema_is_validated_and_nobody_averages_it(r
         assert rank["validated"]
         assert all(rank["validated"])
         assert torch.equal(rank["end"], rank["ema"])
-    assert same(first["after"], second["after"])  # after a validation all ranks have one model to train, still
+    assert same(
+        first["after"], second["after"]
+    )  # after a validation all ranks have one model to train, still
 
 
 # --- what does not fit ---------------------------------------------------------------------------------------------------
@@ -101,7 +105,9 @@ def refused(tmp_path, then, now):
     """Train by some options and go on by others; the error."""
 
     def fit(options, epochs, path=None):
-        trainer = one_trainer(devices=1, strategy=BaguaStrategy(**options), output=tmp_path / "run", max_epochs=epochs)
+        trainer = one_trainer(
+            devices=1, strategy=BaguaStrategy(**options), output=tmp_path / "run", max_epochs=epochs
+        )
         trainer.fit(Net(), DataLoader(samples(), batch_size=8), ckpt_path=path)
 
     fit(then, 1)

@@ -78,8 +78,28 @@ def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
         begun = ["start_step", "computing", "batch", "end of batch", "batch"]
-        others = ["computed", "computing", "end of batch", "batch", "computed", "computing", 0, 1, 2, "end_backward"]
-        ended = ["optimizer", "optimizer", "end of batch", "computed", "end_step", "computing", "on_step_end", "computed"]
+        others = [
+            "computed",
+            "computing",
+            "end of batch",
+            "batch",
+            "computed",
+            "computing",
+            0,
+            1,
+            2,
+            "end_backward",
+        ]
+        ended = [
+            "optimizer",
+            "optimizer",
+            "end of batch",
+            "computed",
+            "end_step",
+            "computing",
+            "on_step_end",
+            "computed",
+        ]
         step = [*begun, *others, *ended]
         # The sanity check, three batches of 8 samples in one window, and one pause for validation and the epoch's checkpoint.
         assert calls == ["pause", "resume", *step, "pause", ("close", False)]
@@ -106,7 +126,15 @@ def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script)
 def test_a_closure_is_one_step_of_several_backwards(one_script):
     calls = one_script[0]["calls of lbfgs"][1:-1]
     evaluation = [0, 1, 2, "end_backward"]
-    assert calls == ["start_step", "computing", *evaluation * 4, "computed", "end_step", "computing", "computed"]
+    assert calls == [
+        "start_step",
+        "computing",
+        *evaluation * 4,
+        "computed",
+        "end_step",
+        "computing",
+        "computed",
+    ]
 
 
 def test_async_stops_for_a_checkpoint_that_a_plugin_saves_in_on_step_end(one_script):
@@ -163,7 +191,9 @@ def test_a_parameter_that_is_unfrozen_later_is_named():
             if batch_idx == 2:
                 self.first.requires_grad_(True)
 
-    assert "first.weight got a gradient, but needed none when training began" in refused(Unfreezes(frozen=True))
+    assert "first.weight got a gradient, but needed none when training began" in refused(
+        Unfreezes(frozen=True)
+    )
 
 
 def test_a_second_backward_is_named():
@@ -186,10 +216,15 @@ class Changes(Net):
     def __init__(self, change=zero, of=(), **options):
         super().__init__(**options)
         self.change, self.of = change, of
-        self.pair = nn.ParameterDict({name: nn.Parameter(torch.ones(32)) for name in ("upper", "lower")})
+        self.pair = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(32)) for name in ("upper", "lower")}
+        )
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + torch.cat([self.pair.upper, self.pair.lower]).square().sum()
+        return (
+            super().training_step(batch, batch_idx)
+            + torch.cat([self.pair.upper, self.pair.lower]).square().sum()
+        )
 
     def on_after_backward(self):
         for name in self.of:
@@ -197,7 +232,11 @@ class Changes(Net):
             parameter.grad = self.change(parameter.grad)
 
 
-@pytest.mark.parametrize("name", ["last.weight", "first.bias", "pair.upper"], ids=["an early one", "of the last bucket", "a view"])
+@pytest.mark.parametrize(
+    "name",
+    ["last.weight", "first.bias", "pair.upper"],
+    ids=["an early one", "of the last bucket", "a view"],
+)
 @pytest.mark.parametrize("change", [zero, torch.zeros_like], ids=["in place", "another"])
 def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
     """Its bucket overwrites it: the change would be lost."""
@@ -208,7 +247,9 @@ def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_that_nobody_changed_are_not_refused(accumulate):
-    bagua(1, accumulate_grad_batches=accumulate, strategy={"bucket_bytes": 100}).fit(Changes(), DataLoader(samples(), 8))
+    bagua(1, accumulate_grad_batches=accumulate, strategy={"bucket_bytes": 100}).fit(
+        Changes(), DataLoader(samples(), 8)
+    )
 
 
 def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
@@ -222,7 +263,9 @@ def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
 
     def trained(**options):
         module = Early()
-        one_trainer(accumulate_grad_batches=2, max_steps=2, **options).fit(module, DataLoader(samples(), 8))
+        one_trainer(accumulate_grad_batches=2, max_steps=2, **options).fit(
+            module, DataLoader(samples(), 8)
+        )
         return flat(module)
 
     torch.testing.assert_close(trained(strategy="bagua", devices=1), trained(devices=1))
@@ -234,10 +277,16 @@ class Other(Algorithm):
 
 @pytest.mark.parametrize(
     ("strategy", "who"),
-    [(BaguaStrategy(Other), "'Other'"), (BaguaStrategy(hierarchical=True), "'gradient_allreduce'"), (BaguaStrategy(average=False), "")],
+    [
+        (BaguaStrategy(Other), "'Other'"),
+        (BaguaStrategy(hierarchical=True), "'gradient_allreduce'"),
+        (BaguaStrategy(average=False), ""),
+    ],
     ids=["another", "hierarchical", "summed"],
 )
-def test_manual_optimisation_and_a_session_are_refused_where_core_would_average_otherwise(strategy, who):
+def test_manual_optimisation_and_a_session_are_refused_where_core_would_average_otherwise(
+    strategy, who
+):
     class Manual(Net):
         automatic_optimization = False
 
@@ -268,7 +317,10 @@ def test_manual_optimisation_does_not_ask_an_algorithm_that_was_not_set_up():
 def test_a_state_of_another_algorithm_is_refused_by_name():
     strategy = BaguaStrategy()
     strategy.load_state_dict(strategy.state_dict())
-    with pytest.raises(gt.UsageError, match="is of the algorithm 'bytegrad', and this run's is 'gradient_allreduce'"):
+    with pytest.raises(
+        gt.UsageError,
+        match="is of the algorithm 'bytegrad', and this run's is 'gradient_allreduce'",
+    ):
         strategy.load_state_dict({"algorithm": "bytegrad", "state": {}})
 
 
@@ -307,7 +359,10 @@ def test_ddps_own_hook_for_buckets_is_refused(tmp_path):
 
 @pytest.mark.end_to_end
 def test_a_rank_that_leaves_a_parameter_out_ends_the_run(tmp_path):
-    done = script(tmp_path, "bagua().fit(Net(unused=int(os.environ.get('RANK', 0)) == 1), DataLoader(samples(), 4))\n")
+    done = script(
+        tmp_path,
+        "bagua().fit(Net(unused=int(os.environ.get('RANK', 0)) == 1), DataLoader(samples(), 4))\n",
+    )
     assert done.returncode != 0
     assert "rank 1" in done.printed
     assert "extra.weight" in done.printed

@@ -15,7 +15,11 @@ NORMS = {
     "qadam": 6.891299724578857,
 }
 #: Those of shards, from the hand-written reference; the first is the mean of both shards' gradients.
-NORMS_OF_SHARDS = {"gradient_allreduce of shards": 2.69305, "bytegrad of shards": 2.69275, "qadam of shards": 5.12995}
+NORMS_OF_SHARDS = {
+    "gradient_allreduce of shards": 2.69305,
+    "bytegrad of shards": 2.69275,
+    "qadam of shards": 5.12995,
+}
 IN_BYTES = ("bytegrad", "qadam", "low_precision_decentralized")
 #: Algorithms whose ranks keep weights of their own, and those whose ranks have one model at the end only, which time makes.
 APART, TIMED = ("decentralized", "low_precision_decentralized"), ("async",)
@@ -59,23 +63,34 @@ def test_async_trains(ranks, case):
 @pytest.mark.parametrize("case", NORMS_OF_SHARDS)
 def test_norm_of_shards(ranks, case):
     for weights in ranks:
-        assert norm(weights[case]) == pytest.approx(NORMS_OF_SHARDS[case], abs=2e-4 if CASES[case][0] in IN_BYTES else 1e-5)
+        assert norm(weights[case]) == pytest.approx(
+            NORMS_OF_SHARDS[case], abs=2e-4 if CASES[case][0] in IN_BYTES else 1e-5
+        )
 
 
-@pytest.mark.parametrize("case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in TIMED])
+@pytest.mark.parametrize(
+    "case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in TIMED]
+)
 def test_equals_the_reference(ranks, case):
     for mine, expected in zip(ranks, reference.trained(*CASES[case]), strict=True):
         for name, tensor in expected.items():
             # A byte that is rounded the other way, because a gradient differs in its last digit, is one of 255 steps.
-            torch.testing.assert_close(mine[case][name], tensor, rtol=0, atol=1e-3 if CASES[case][0] in IN_BYTES else 1e-5)
+            torch.testing.assert_close(
+                mine[case][name], tensor, rtol=0, atol=1e-3 if CASES[case][0] in IN_BYTES else 1e-5
+            )
 
 
-@pytest.mark.parametrize("case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in APART])
+@pytest.mark.parametrize(
+    "case", [name for name, (algorithm, _, _) in CASES.items() if algorithm not in APART]
+)
 def test_weights_are_the_same_on_both_ranks_bit_by_bit(ranks, case):
     for name, tensor in ranks[0][case].items():
         assert torch.equal(tensor, ranks[1][case][name])
 
 
-@pytest.mark.parametrize("case", [name for name, (algorithm, _, sharded) in CASES.items() if algorithm in APART and sharded])
+@pytest.mark.parametrize(
+    "case",
+    [name for name, (algorithm, _, sharded) in CASES.items() if algorithm in APART and sharded],
+)
 def test_ranks_keep_weights_of_their_own(ranks, case):
     assert not torch.equal(ranks[0][case]["weight"], ranks[1][case]["weight"])

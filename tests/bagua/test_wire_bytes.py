@@ -41,7 +41,13 @@ def counted(hosts: list[str], folder: Path, algorithm: str) -> list[dict[str, fl
             path = folder / f"{algorithm}-{i}"
             path.mkdir()
             before = ("ip", "netns", "exec", host)
-            runs.append(stack.enter_context(launched(WIRE, algorithm, folder=path, before=before, NODE_RANK=str(i), **address)))
+            runs.append(
+                stack.enter_context(
+                    launched(
+                        WIRE, algorithm, folder=path, before=before, NODE_RANK=str(i), **address
+                    )
+                )
+            )
         for run in runs:
             run.succeed(100)
         return [json.loads(run.out.rpartition("a step:")[2]) for run in runs]

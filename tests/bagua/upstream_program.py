@@ -29,8 +29,16 @@ CASES = {
     "qadam of shards": ("qadam", FLAT, True),
     "qadam of shards, hierarchical": ("qadam", {}, True),
     "decentralized of shards": ("decentralized", FLAT, True),
-    "decentralized of shards, shift_one": ("decentralized", {**FLAT, "peer_selection_mode": "shift_one"}, True),
-    "decentralized of shards, every third step": ("decentralized", {**FLAT, "communication_interval": 3}, True),
+    "decentralized of shards, shift_one": (
+        "decentralized",
+        {**FLAT, "peer_selection_mode": "shift_one"},
+        True,
+    ),
+    "decentralized of shards, every third step": (
+        "decentralized",
+        {**FLAT, "communication_interval": 3},
+        True,
+    ),
     "low_precision_decentralized of shards": ("low_precision_decentralized", FLAT, True),
     "async of shards": ("async", {"sync_interval_ms": 5}, True),
 }
@@ -73,7 +81,9 @@ class Upstream(gt.Module):
         return torch.optim.SGD(self.layer.parameters(), lr=LEARNING_RATE)
 
 
-def train(strategy, devices: int, sampler: list[int], sharded: bool, qadam: bool = False) -> tuple[gt.Trainer, dict[str, torch.Tensor]]:
+def train(
+    strategy, devices: int, sampler: list[int], sharded: bool, qadam: bool = False
+) -> tuple[gt.Trainer, dict[str, torch.Tensor]]:
     """Train for one epoch; this rank's weights."""
     module = Upstream(qadam)
     loader = DataLoader(seeded()[1], batch_size=1, sampler=sampler)
@@ -98,7 +108,13 @@ def main() -> None:
             continue
         sampler = order() if sharded else order()[0::2]
         devices = int(os.environ.get("DEVICES", "2"))
-        trainer, weights = train(BaguaStrategy(algorithm=algorithm, **options), devices, sampler, sharded, algorithm == "qadam")
+        trainer, weights = train(
+            BaguaStrategy(algorithm=algorithm, **options),
+            devices,
+            sampler,
+            sharded,
+            algorithm == "qadam",
+        )
         found[case] = weights
     torch.save(found, f"kept-{trainer.global_rank}.pt")
 

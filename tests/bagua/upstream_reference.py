@@ -43,7 +43,9 @@ class Ranks:
         layer, self.data = seeded()
         self.shards = shards
         self.layers = [copy.deepcopy(layer) for _ in shards]
-        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE) for layer in self.layers]
+        self.optimizers = [
+            torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE) for layer in self.layers
+        ]
         self.step = 0
 
     def backward(self, i: int) -> torch.Tensor:
@@ -104,7 +106,12 @@ def qadam(ranks: Ranks, hierarchical: bool = True) -> None:
             ranks.give(i, ranks.weights(i) - QADAM["lr"] / (1 - first**t) * update)
 
 
-def decentralized(ranks: Ranks, peer_selection_mode: str = "all", communication_interval: int = 1, hierarchical: bool = False) -> None:
+def decentralized(
+    ranks: Ranks,
+    peer_selection_mode: str = "all",
+    communication_interval: int = 1,
+    hierarchical: bool = False,
+) -> None:
     """On two ranks the one peer of shift_one is all the others."""
     for ranks.step in range(STEPS):
         average = mean([ranks.weights(i) for i in range(len(ranks.layers))])
@@ -124,7 +131,9 @@ def low_precision_decentralized(ranks: Ranks, hierarchical: bool = False) -> Non
         for i, optimizer in enumerate(ranks.optimizers):
             ranks.backward(i)
             optimizer.step()
-            change = torch.add(ranks.weights(i), left[i], alpha=1 / 3)  # Bagua's order: another rounds to another byte here and there
+            change = torch.add(
+                ranks.weights(i), left[i], alpha=1 / 3
+            )  # Bagua's order: another rounds to another byte here and there
             change = torch.add(change, right[i], alpha=1 / 3)
             sent.append(quantised(torch.sub(change, own[i], alpha=5 / 3)))
         for i in range(n):
@@ -143,7 +152,9 @@ ALGORITHMS = {
 }
 
 
-def trained(algorithm: str, options: dict[str, object], sharded: bool) -> list[dict[str, torch.Tensor]]:
+def trained(
+    algorithm: str, options: dict[str, object], sharded: bool
+) -> list[dict[str, torch.Tensor]]:
     """Each rank's weights after an epoch of two ranks."""
     ranks = Ranks([order()[i if sharded else 0 :: 2] for i in range(2)])
     ALGORITHMS[algorithm](ranks, **options)

@@ -41,16 +41,33 @@ def mine(*groups):
 class Hand:
     """What the strategy does."""
 
-    def __init__(self, algorithm, ranks=4, node=None, kind="sgd", bucket_bytes=2**20, module=None, optims=None, closure=False, group=None):
+    def __init__(
+        self,
+        algorithm,
+        ranks=4,
+        node=None,
+        kind="sgd",
+        bucket_bytes=2**20,
+        module=None,
+        optims=None,
+        closure=False,
+        group=None,
+    ):
         self.algorithm = algorithm
         self.module = net() if module is None else module
         self.optimizers = optimizers(self.module, kind) if optims is None else optims
         everyone, nodes, leaders = group or (ALL if ranks == 4 else PAIR), None, None
         if node is not None:
-            nodes, leaders = (PAIR, LEADERS if RANK % 2 == 0 else None) if node < ranks else (everyone, ONE if everyone.rank == 0 else None)
+            nodes, leaders = (
+                (PAIR, LEADERS if RANK % 2 == 0 else None)
+                if node < ranks
+                else (everyone, ONE if everyone.rank == 0 else None)
+            )
         self.buckets = make_buckets(self.module.parameters(), size=bucket_bytes)
         self.channel = Channel()
-        run = SimpleNamespace(needs_closure=closure, module=self.module, optimizers=self.optimizers, schedulers=[])
+        run = SimpleNamespace(
+            needs_closure=closure, module=self.module, optimizers=self.optimizers, schedulers=[]
+        )
         self.context = Context(run, self.buckets, self.channel, everyone, nodes, leaders)
         self.rank, self.history, self.seen = everyone.rank, [], []
         algorithm.set_up(self.context)
@@ -91,7 +108,11 @@ class Hand:
 
 def case(name, algorithm, steps=6, ranks=4, node=None, kind="sgd", bucket_bytes=2**20, **options):
     hand = Hand(algorithm, ranks, node, kind, bucket_bytes).run(steps, **options)
-    kept = {"history": hand.close(), "seen": hand.seen, "buckets": [bucket.numel for bucket in hand.buckets]}
+    kept = {
+        "history": hand.close(),
+        "seen": hand.seen,
+        "buckets": [bucket.numel for bucket in hand.buckets],
+    }
     if getattr(algorithm, "replicas", None):
         for which in ("own", "left", "right"):
             kept[which] = torch.cat([getattr(replicas, which) for replicas in algorithm.replicas])
@@ -103,7 +124,12 @@ def averages(name, algorithm, ranks):
     hand = Hand(algorithm, ranks, optims=[])
     with torch.no_grad():
         for number, parameter in enumerate(hand.module.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * hand.rank + number)))
+            parameter.copy_(
+                torch.randn(
+                    parameter.shape,
+                    generator=torch.Generator().manual_seed(100 * hand.rank + number),
+                )
+            )
     found[name] = hand.run(3).close()
 
 
@@ -120,7 +146,9 @@ def resumed(name, make, kind="momentum"):
     optims = optimizers(module, kind)
     for optimizer, was in zip(optims, from_rank_0["optimizers"], strict=True):
         optimizer.load_state_dict(was)
-    for bucket, weights in zip(make_buckets(module.parameters()), from_rank_0["weights"], strict=True):
+    for bucket, weights in zip(
+        make_buckets(module.parameters()), from_rank_0["weights"], strict=True
+    ):
         bucket.give_weights(weights)
     algorithm.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
     second = Hand(algorithm, kind=kind, module=module, optims=optims).run(3, 6)
@@ -139,7 +167,9 @@ def norm(name, algorithm, ranks=2, node=None):
     nn.Linear(32, 2)
     module = nn.Linear(32, 32)
     samples = torch.randn(64, 32)
-    hand = Hand(algorithm, ranks, node, module=module, optims=[torch.optim.SGD(module.parameters(), 0.1)])
+    hand = Hand(
+        algorithm, ranks, node, module=module, optims=[torch.optim.SGD(module.parameters(), 0.1)]
+    )
     # Lightning's order: its sampler shuffles with seed 0.
     for sample in samples[torch.randperm(64, generator=torch.Generator().manual_seed(0))[::2]]:
 
@@ -170,7 +200,12 @@ def warm_up():
     before = hand.algorithm.rounds, hand.algorithm.reduces
     hand.run(4, 8, keep=False)
     hand.algorithm.pause()
-    found["async warm-up"] = {"history": hand.history, "before": before, "rounds": hand.algorithm.rounds, "weights": flat(hand.module)}
+    found["async warm-up"] = {
+        "history": hand.history,
+        "before": before,
+        "rounds": hand.algorithm.rounds,
+        "weights": flat(hand.module),
+    }
     hand.close()
 
 
@@ -263,7 +298,11 @@ def kept_meanwhile():
     algorithm.pause()
     total = torch.tensor(float(added), dtype=torch.float64)
     dist.all_reduce(total)
-    found["async kept"] = {"weights": module.weight.detach().clone(), "mean": total.item() / RANKS, "rounds": rounds}
+    found["async kept"] = {
+        "weights": module.weight.detach().clone(),
+        "mean": total.item() / RANKS,
+        "rounds": rounds,
+    }
     hand.close()
 
 
@@ -334,9 +373,15 @@ def main():
     norm("norm decentralized", Decentralized(), node=2)
     norm("norm low precision", LowPrecisionDecentralized(), node=2)
     norm("norm low precision ring", LowPrecisionDecentralized(False))
-    found["unfrozen"] = [unfrozen(make) for make in (Decentralized, LowPrecisionDecentralized, Asynchronous)]
+    found["unfrozen"] = [
+        unfrozen(make) for make in (Decentralized, LowPrecisionDecentralized, Asynchronous)
+    ]
     found["closure"] = refused(lambda: Hand(Decentralized(False), closure=True))
-    found["odd nodes"] = refused(lambda: Hand(Decentralized(peer_selection_mode="shift_one"), node=4)) if RANK == 0 else None
+    found["odd nodes"] = (
+        refused(lambda: Hand(Decentralized(peer_selection_mode="shift_one"), node=4))
+        if RANK == 0
+        else None
+    )
     for part in (warm_up, aborts, late, one_round, kept_meanwhile, failing):
         part()
         dist.barrier()
@@ -346,7 +391,9 @@ def rank_main(rank):
     global RANK, ALL, LEADERS, PAIR, ONE
     RANK = rank
     store = dist.FileStore("store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
     ALL, LEADERS = peers(0, 1, 2, 3), peers(0, 2)
     PAIR = mine(peers(0, 1), peers(2, 3))
     ONE = mine(peers(0), peers(1), peers(2), peers(3))
@@ -359,7 +406,10 @@ def rank_main(rank):
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     # Forked, so that torch is imported once; nothing of it has run yet.
-    ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(RANKS)]
+    ranks = [
+        multiprocessing.get_context("fork").Process(target=rank_main, args=(rank,))
+        for rank in range(RANKS)
+    ]
     for process in ranks:
         process.start()
     running = {process.sentinel: process for process in ranks}

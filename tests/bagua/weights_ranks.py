@@ -35,7 +35,13 @@ def _run(folder):
     command = [sys.executable, str(HERE / "weights_program.py"), str(folder)]
     code, log = None, folder / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
         try:
             code = process.wait(DEADLINE)
         except subprocess.TimeoutExpired:

@@ -24,7 +24,9 @@ STEPS = int(os.environ.get("STEPS", "8"))
 def counters() -> tuple[int, int]:
     """Bytes that the interface which is not loopback has sent and received; /sys is the namespace's own."""
     (interface,) = (path for path in Path("/sys/class/net").iterdir() if path.name != "lo")
-    sent, received = ((interface / "statistics" / f"{way}_bytes").read_text() for way in ("tx", "rx"))
+    sent, received = (
+        (interface / "statistics" / f"{way}_bytes").read_text() for way in ("tx", "rx")
+    )
     return int(sent), int(received)
 
 
@@ -45,7 +47,9 @@ class Meter:
 
     def a_step(self) -> dict[str, float]:
         first, last = self.read
-        seconds = statistics.median(b - a for a, b in zip(self.ended[FIRST:], self.ended[FIRST + 1 :], strict=False))
+        seconds = statistics.median(
+            b - a for a, b in zip(self.ended[FIRST:], self.ended[FIRST + 1 :], strict=False)
+        )
         sent, received = ((b - a) / (STEPS - FIRST) for a, b in zip(first, last, strict=True))
         return {"seconds": seconds, "sent": sent, "received": received}
 

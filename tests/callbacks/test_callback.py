@@ -48,11 +48,18 @@ def test_each_is_called_where_the_modules_own_hook_is_and_before_it():
             assert after == before.removeprefix("callback ")
 
 
-@pytest.mark.parametrize(("command", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+@pytest.mark.parametrize(
+    ("command", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
 def test_evaluation(command, stage):
     notes = []
     getattr(trainer(callbacks=[noting(notes)]), command)(EvalNet(), loader(4))
-    events = [f"on_{stage}_start", f"on_{stage}_epoch_start", f"on_{stage}_batch_start", f"on_{stage}_batch_end"]
+    events = [
+        f"on_{stage}_start",
+        f"on_{stage}_epoch_start",
+        f"on_{stage}_batch_start",
+        f"on_{stage}_batch_end",
+    ]
     assert notes == ["setup", *events, f"on_{stage}_epoch_end", f"on_{stage}_end", "teardown"]
 
 
@@ -153,7 +160,9 @@ def test_several_loaders():
     seen = []
 
     class Looks(Callback):
-        def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        def on_test_batch_end(
+            self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
+        ):
             seen.append((batch_idx, dataloader_idx))
 
     trainer(callbacks=Looks()).test(EvalNet(), [loader(8), loader(4)])
@@ -188,9 +197,17 @@ def test_an_error_is_told():
 
 def test_plugins_may_stand_among_callbacks():
     module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
-    one = fit(module, val=loader(), max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=1), noting([])])
+    one = fit(
+        module,
+        val=loader(),
+        max_epochs=9,
+        callbacks=[EarlyStopping("val_loss", patience=1), noting([])],
+    )
     assert one.current_epoch == 2
-    assert [choice.label for choice in one.plan.plugins] == ["geartrain-callbacks[early_stopping]", "Noting"]
+    assert [choice.label for choice in one.plan.plugins] == [
+        "geartrain-callbacks[early_stopping]",
+        "Noting",
+    ]
 
 
 def test_a_callback_may_stand_among_plugins():
@@ -239,18 +256,30 @@ def test_it_goes_to_another_process():
 @pytest.mark.parametrize("name", NOT_CALLED)
 def test_a_method_that_would_never_be_called(name):
     callback = type("Mine", (Callback,), {name: lambda self, trainer, pl_module: None})()
-    with pytest.raises(UsageError, match=rf"callback Mine.{name} would never be called. Use instead: "):
+    with pytest.raises(
+        UsageError, match=rf"callback Mine.{name} would never be called. Use instead: "
+    ):
         trainer(callbacks=[callback])
 
 
 def test_a_misspelt_method():
-    callback = type("Mine", (Callback,), {"on_train_epoch_ends": lambda self, trainer, pl_module: None})()
-    with pytest.raises(UsageError, match=r"on_train_epoch_ends would never be called. Did you mean 'on_train_epoch_end'\?"):
+    callback = type(
+        "Mine", (Callback,), {"on_train_epoch_ends": lambda self, trainer, pl_module: None}
+    )()
+    with pytest.raises(
+        UsageError,
+        match=r"on_train_epoch_ends would never be called. Did you mean 'on_train_epoch_end'\?",
+    ):
         trainer(callbacks=[callback])
 
 
 @pytest.mark.parametrize(
-    ("wrong", "why"), [(Callback(), "overrides no method"), (object(), "no callback"), ("early_stopping", "no callback")]
+    ("wrong", "why"),
+    [
+        (Callback(), "overrides no method"),
+        (object(), "no callback"),
+        ("early_stopping", "no callback"),
+    ],
 )
 def test_what_is_no_callback(wrong, why):
     with pytest.raises(UsageError, match=why):
@@ -258,17 +287,35 @@ def test_what_is_no_callback(wrong, why):
 
 
 def test_the_base_has_each_hook_of_the_module_with_its_arguments():
-    known = {name for name in vars(ModuleHooks(Net())) if name.startswith("on_")} - {"on_before_batch_transfer", "on_after_batch_transfer"}
+    known = {name for name in vars(ModuleHooks(Net())) if name.startswith("on_")} - {
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    }
     assert known - set(NOT_CALLED) == set(EVENTS)
     for name in EVENTS:
         own = list(inspect.signature(getattr(gt.Module, name)).parameters)
-        assert list(inspect.signature(getattr(Callback, name)).parameters) == ["self", "trainer", "pl_module", *own[1:]]
+        assert list(inspect.signature(getattr(Callback, name)).parameters) == [
+            "self",
+            "trainer",
+            "pl_module",
+            *own[1:],
+        ]
 
 
 def test_the_page_lists_what_is_called_and_what_is_not():
     page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
-    called, _, refused = page.partition("| called | when |")[2].partition("| not called | instead |")
-    assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in called.splitlines() if line.startswith("|")))) == set(CALLED)
-    assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")))) == set(
-        NOT_CALLED
+    called, _, refused = page.partition("| called | when |")[2].partition(
+        "| not called | instead |"
     )
+    assert set(
+        re.findall(
+            r"`(\w+)`",
+            "\n".join(line.split("|")[1] for line in called.splitlines() if line.startswith("|")),
+        )
+    ) == set(CALLED)
+    assert set(
+        re.findall(
+            r"`(\w+)`",
+            "\n".join(line.split("|")[1] for line in refused.splitlines() if line.startswith("|")),
+        )
+    ) == set(NOT_CALLED)

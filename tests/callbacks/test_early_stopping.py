@@ -97,13 +97,23 @@ def test_a_training_metric_is_that_of_the_step_before_the_validation(flush):
         module.log("loss", [9.0, 5.0, 0.0, 6.0, 0.0, 7.0][batch_idx])
 
     stopping = EarlyStopping("loss", patience=2)
-    ended = fit(Logging(train, validate=lambda *_: None), val=loader(4), plugins=[stopping], val_check_interval=2, log_every_n_steps=flush)
+    ended = fit(
+        Logging(train, validate=lambda *_: None),
+        val=loader(4),
+        plugins=[stopping],
+        val_check_interval=2,
+        log_every_n_steps=flush,
+    )
     assert (stopping.best_score, ended.global_step) == (5.0, 6)
 
 
 def test_an_epoch_that_does_not_log_the_metric_is_no_check():
-    with pytest.warns(UserWarning, match="monitors 'metric', which was not logged"):  # in the first epoch
-        _, trainer = run_on([5], check_val_every_n_epoch=2, check_on_train_epoch_end=True, strict=False, patience=2)
+    with pytest.warns(
+        UserWarning, match="monitors 'metric', which was not logged"
+    ):  # in the first epoch
+        _, trainer = run_on(
+            [5], check_val_every_n_epoch=2, check_on_train_epoch_end=True, strict=False, patience=2
+        )
     assert trainer.current_epoch == 6
 
 
@@ -114,19 +124,27 @@ def test_only_epochs_with_validation_are_checked():
 
 def test_after_each_epoch_training_metrics_are_there():
     module = Logging(
-        train=lambda self, batch, i: self.log("train", 5.0, on_step=False, on_epoch=True), validate=lambda self, batch, i: None
+        train=lambda self, batch, i: self.log("train", 5.0, on_step=False, on_epoch=True),
+        validate=lambda self, batch, i: None,
     )
-    assert fit(module, val=loader(), max_epochs=9, plugins=[EarlyStopping("train")]).current_epoch == 4
+    assert (
+        fit(module, val=loader(), max_epochs=9, plugins=[EarlyStopping("train")]).current_epoch == 4
+    )
 
 
 def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest():
-    with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
+    with pytest.raises(
+        TrainingError,
+        match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.",
+    ) as raised:
         run_on([5], monitor="metrik")
     assert "geartrain-callbacks[early_stopping]" in str(raised.value)
 
 
 def test_a_metric_of_several_loaders_is_named_by_the_first():
-    hint = nearest("val_loss", ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"])
+    hint = nearest(
+        "val_loss", ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
+    )
     assert hint == "Did you mean 'val_loss/dataloader_idx_0'?"
 
 
@@ -140,7 +158,9 @@ def test_not_strict_it_warns_once_and_goes_on():
 def test_it_may_be_chosen_by_name():
     module = Logging(validate=lambda self, batch, i: self.log("val_loss", 5.0))
     options = {"early_stopping": {"monitor": "val_loss", "patience": 1}}
-    trainer = fit(module, val=loader(), max_epochs=9, plugins=["early_stopping"], plugin_options=options)
+    trainer = fit(
+        module, val=loader(), max_epochs=9, plugins=["early_stopping"], plugin_options=options
+    )
     assert trainer.current_epoch == 2
     assert trainer.plan.plugins[0].label == "geartrain-callbacks[early_stopping]"
 
@@ -159,11 +179,15 @@ def test_the_next_fit_is_not_ended_by_the_last_ones_stop():
     callback, trainer = run_on([5], patience=1)
     assert trainer.current_epoch == 2
     callback.patience = 4
-    trainer.fit(Logging(validate=lambda self, batch, i: self.log("metric", 5.0)), loader(), loader())
+    trainer.fit(
+        Logging(validate=lambda self, batch, i: self.log("metric", 5.0)), loader(), loader()
+    )
     assert trainer.current_epoch == 3
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -0.1}]
+)
 def test_wrong_options(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         EarlyStopping("metric", **wrong)

@@ -27,14 +27,18 @@ class Follows:
     def average(self, decay, steps=None, first=None):
         found = {name: t.double() for name, t in (self.first if first is None else first).items()}
         for now in self.weights if steps is None else [self.weights[i - 1] for i in steps]:
-            found = {name: decay * t + (1 - decay) * now[name].double() for name, t in found.items()}
+            found = {
+                name: decay * t + (1 - decay) * now[name].double() for name, t in found.items()
+            }
         return found
 
 
 def close(a, b, tolerance=1e-6):
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name].double(), b[name].double(), rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            a[name].double(), b[name].double(), rtol=tolerance, atol=tolerance, msg=name
+        )
 
 
 class Norm(EvalNet):
@@ -108,7 +112,9 @@ def test_validation_is_of_the_average_and_training_goes_on_with_the_weights(vali
     torch.manual_seed(3)
     watches = Watches()
     ema, module, follows = EMA(0.9, validate=validate), EvalNet(), Follows()
-    fit(module, val=loader(4), plugins=[watches, follows, ema], max_epochs=2, num_sanity_val_steps=1)
+    fit(
+        module, val=loader(4), plugins=[watches, follows, ema], max_epochs=2, num_sanity_val_steps=1
+    )
     assert_equal(before.weights[-1], follows.weights[-1])  # what is trained is the same as without
     (stage, sanity), (_, first), (_, second) = watches.seen
     assert stage == "sanity_check"
@@ -125,13 +131,17 @@ class Tied(EvalNet):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 1)
+        )
         self.layers[2].weight = self.layers[0].weight
 
 
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("kind", [EvalNet, Tied])
-def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(tmp_path, kind, validate):
+def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(
+    tmp_path, kind, validate
+):
     follows, module, ema = Follows(), kind(), EMA(0.9, validate=validate)
     best = ModelCheckpoint(save_last=True)
     trainer(plugins=[best, follows, ema], output=tmp_path / "run").fit(module, loader(), loader(8))
@@ -139,14 +149,25 @@ def test_a_checkpoint_has_what_is_validated_and_the_other_weights_beside_it(tmp_
     assert differ(module, trained)
     for path in (tmp_path / "run" / "last.ckpt", best.best_model_path, best.last_model_path):
         state = torch.load(path, weights_only=True)
-        assert set(state) == {"geartrain", "step", "epoch", "model", "fit", "trained" if validate else "average"}
+        assert set(state) == {
+            "geartrain",
+            "step",
+            "epoch",
+            "model",
+            "fit",
+            "trained" if validate else "average",
+        }
         assert_equal(state["model"], average if validate else trained)
-        assert_equal(state["trained"] if validate else state["average"], trained if validate else average)
+        assert_equal(
+            state["trained"] if validate else state["average"], trained if validate else average
+        )
 
 
 def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
     follows = Follows()
-    trainer(plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run").fit(EvalNet(), loader(), loader(4))
+    trainer(plugins=[follows, EMA(0.9, start_step=100)], output=tmp_path / "run").fit(
+        EvalNet(), loader(), loader(4)
+    )
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert set(state) == {"geartrain", "step", "epoch", "model", "fit"}
     assert_equal(state["model"], follows.weights[-1])
@@ -155,14 +176,20 @@ def test_before_the_first_update_a_checkpoint_is_as_without(tmp_path):
 def test_what_the_module_makes_of_its_checkpoint_stays(tmp_path):
     class Changes(EvalNet):
         def on_save_checkpoint(self, checkpoint):
-            checkpoint["model"] = {"own": torch.ones(1), **{k: t for k, t in checkpoint["model"].items() if not k.endswith("bias")}}
+            checkpoint["model"] = {
+                "own": torch.ones(1),
+                **{k: t for k, t in checkpoint["model"].items() if not k.endswith("bias")},
+            }
             checkpoint["labels"] = ["cat"]
 
     module = Changes()
     trainer(plugins=[EMA(0.9)], output=tmp_path / "run").fit(module, loader())
     state = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert state["labels"] == ["cat"]
-    expected = {"own": torch.ones(1), **{name: t for name, t in weights(module).items() if not name.endswith("bias")}}
+    expected = {
+        "own": torch.ones(1),
+        **{name: t for name, t in weights(module).items() if not name.endswith("bias")},
+    }
     assert state["model"].keys() == state["trained"].keys() == expected.keys()
     assert_equal(state["model"], expected)
 
@@ -180,7 +207,9 @@ class SavesWithin:
 def test_a_checkpoint_from_within_a_validation_has_both_too(tmp_path, first):
     follows, module, watches = Follows(), EvalNet(), Watches()
     plugins = [EMA(0.9), SavesWithin()]
-    trainer(plugins=[follows, watches, *plugins[:: 1 if first else -1]], output=tmp_path / "run").fit(module, loader(), loader(4))
+    trainer(
+        plugins=[follows, watches, *plugins[:: 1 if first else -1]], output=tmp_path / "run"
+    ).fit(module, loader(), loader(4))
     state = torch.load(tmp_path / "run" / "within.ckpt", weights_only=True)
     assert_equal(state["trained"], follows.weights[-1])
     assert_equal(state["model"], module)
@@ -211,12 +240,19 @@ class Bumpy(Tied):
 def test_the_best_is_tested_with_exactly_the_metric_that_made_it_the_best(tmp_path, ema, options):
     torch.manual_seed(2)
     best = ModelCheckpoint(monitor="val", save_top_k=-1)
-    one = trainer(plugins=[best, *([] if ema is None else [EMA(0.5, **ema)])], output=tmp_path / "run", max_epochs=4, **options)
+    one = trainer(
+        plugins=[best, *([] if ema is None else [EMA(0.5, **ema)])],
+        output=tmp_path / "run",
+        max_epochs=4,
+        **options,
+    )
     one.fit(Bumpy(), loader(24, 4), loader(12, 5))
     assert len(set(best.best_k_models.values())) > 3
     for path, score in best.best_k_models.items():
         assert one.test(dataloaders=loader(12, 5), ckpt_path=path) == [{"test": score}]
-    assert one.test(dataloaders=loader(12, 5), ckpt_path="best") == [{"test": best.best_model_score}]
+    assert one.test(dataloaders=loader(12, 5), ckpt_path="best") == [
+        {"test": best.best_model_score}
+    ]
 
 
 def test_what_is_tested_after_fit_is_the_average_and_the_last_checkpoint_has_it(tmp_path):
@@ -275,11 +311,15 @@ def test_a_state_of_another_module_is_refused():
     ema, again = EMA(0.9), EMA(0.9)
     averaged(ema, Norm())
     again.load_state_dict(ema.state_dict())
-    with pytest.raises(UsageError, match=r"geartrain-callbacks\[ema\]: its state is of another module"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-callbacks\[ema\]: its state is of another module"
+    ):
         averaged(again, Net(SGD))
 
 
-@pytest.mark.parametrize("wrong", [{"decay": 1.1}, {"decay": -0.1}, {"every": 0}, {"start_step": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"decay": 1.1}, {"decay": -0.1}, {"every": 0}, {"start_step": -1}]
+)
 def test_wrong_options(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         EMA(**wrong)

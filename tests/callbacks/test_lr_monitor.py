@@ -28,7 +28,11 @@ class Made(Net):
 def logged(make, *arguments, **options):
     """``(step, metrics)`` of each flush of a net trained on 6 batches an epoch, learning rates only."""
     loggers = Loggers()
-    fit(Made(make), plugins=[LearningRateMonitor(*arguments), loggers], **{"log_every_n_steps": 1, **options})
+    fit(
+        Made(make),
+        plugins=[LearningRateMonitor(*arguments), loggers],
+        **{"log_every_n_steps": 1, **options},
+    )
     return loggers.lines
 
 
@@ -46,7 +50,13 @@ def last(module):
 
 def groups(module, *more):
     first, last = module.layers[0].parameters(), module.layers[2].parameters()
-    return torch.optim.SGD([{"params": first, **(more[0] if more else {})}, {"params": last, **(more[1] if more else {})}], lr=0.1)
+    return torch.optim.SGD(
+        [
+            {"params": first, **(more[0] if more else {})},
+            {"params": last, **(more[1] if more else {})},
+        ],
+        lr=0.1,
+    )
 
 
 def both(module):
@@ -71,7 +81,10 @@ def second_scheduled(module):
         (lambda m: [first(m), torch.optim.Adam(m.layers[2].parameters())], ["lr-Adam", "lr-SGD"]),
         (groups, ["lr-SGD/pg1", "lr-SGD/pg2"]),
         (lambda m: groups(m, {"name": "body"}, {"name": "head"}), ["lr-SGD/body", "lr-SGD/head"]),
-        (lambda m: torch.optim.SGD([{"params": m.parameters(), "name": "all"}], lr=0.1), ["lr-SGD/all"]),
+        (
+            lambda m: torch.optim.SGD([{"params": m.parameters(), "name": "all"}], lr=0.1),
+            ["lr-SGD/all"],
+        ),
         (lambda m: scheduled(m, name="my_rate"), ["my_rate"]),
         (second_scheduled, ["lr-SGD", "lr-SGD-1"]),
     ],
@@ -83,7 +96,12 @@ def test_names(make, expected):
 def test_momentum_and_weight_decay():
     def make(module):
         sgd = torch.optim.SGD(module.layers[0].parameters(), lr=0.1, momentum=0.8)
-        return [sgd, torch.optim.AdamW(module.layers[2].parameters(), lr=0.2, betas=(0.7, 0.9), weight_decay=0.3)]
+        return [
+            sgd,
+            torch.optim.AdamW(
+                module.layers[2].parameters(), lr=0.2, betas=(0.7, 0.9), weight_decay=0.3
+            ),
+        ]
 
     values = logged(make, "step", True, True)[0][1]
     assert values == {
@@ -103,12 +121,17 @@ def test_a_steps_rate_is_the_one_that_it_was_taken_with():
 
 def test_only_flushed_steps_are_logged():
     lines = logged(lambda m: scheduled(m, interval="step"), log_every_n_steps=3)
-    assert lines == [(3, {"lr-SGD": pytest.approx(0.1 * 0.5**2)}), (6, {"lr-SGD": pytest.approx(0.1 * 0.5**5)})]
+    assert lines == [
+        (3, {"lr-SGD": pytest.approx(0.1 * 0.5**2)}),
+        (6, {"lr-SGD": pytest.approx(0.1 * 0.5**5)}),
+    ]
 
 
 def test_a_scheduler_of_epochs_is_logged_each_epoch():
     lines = logged(scheduled, max_epochs=3)
-    assert lines == [(6 * (epoch + 1), {"lr-SGD": pytest.approx(0.1 * 0.5**epoch)}) for epoch in range(3)]
+    assert lines == [
+        (6 * (epoch + 1), {"lr-SGD": pytest.approx(0.1 * 0.5**epoch)}) for epoch in range(3)
+    ]
 
 
 @pytest.mark.parametrize(("interval", "count"), [("step", 12), ("epoch", 2)])
@@ -121,13 +144,16 @@ def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
         optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1))
         return {"optimizer": optimizer, "lr_scheduler": halves(optimizer, "step")}
 
-    assert [metrics["lr-SGD"] for _, metrics in logged(make)] == [pytest.approx(0.1 * 0.5**step) for step in range(6)]
+    assert [metrics["lr-SGD"] for _, metrics in logged(make)] == [
+        pytest.approx(0.1 * 0.5**step) for step in range(6)
+    ]
 
 
 @pytest.mark.parametrize("interval", [None, "step", "epoch"])
 def test_two_groups_of_one_name_are_refused_before_training(interval):
     with pytest.raises(
-        UsageError, match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each a name"
+        UsageError,
+        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each a name",
     ):
         logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}), interval)
 

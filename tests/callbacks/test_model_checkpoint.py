@@ -14,7 +14,14 @@ NAN, INF = float("nan"), float("inf")
 
 def steps_of(folder):
     """name -> the step that it was saved at."""
-    return {path.name: torch.load(path, weights_only=True)["step"] for path in sorted(folder.iterdir())} if folder.exists() else {}
+    return (
+        {
+            path.name: torch.load(path, weights_only=True)["step"]
+            for path in sorted(folder.iterdir())
+        }
+        if folder.exists()
+        else {}
+    )
 
 
 def run_on(folder, values, every=1.0, train=None, **options):
@@ -27,9 +34,20 @@ def run_on(folder, values, every=1.0, train=None, **options):
             left.pop(0)
 
     names = ("max_epochs", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps")
-    of_trainer = {"max_epochs": len(values), **{name: options.pop(name) for name in names if name in options}}
-    callback = ModelCheckpoint(**{"monitor": "metric", "dirpath": folder, "filename": "{step}", **options})
-    fit(Logging(train=train, validate=logs), val=loader(4), plugins=[callback], val_check_interval=every, **of_trainer)
+    of_trainer = {
+        "max_epochs": len(values),
+        **{name: options.pop(name) for name in names if name in options},
+    }
+    callback = ModelCheckpoint(
+        **{"monitor": "metric", "dirpath": folder, "filename": "{step}", **options}
+    )
+    fit(
+        Logging(train=train, validate=logs),
+        val=loader(4),
+        plugins=[callback],
+        val_check_interval=every,
+        **of_trainer,
+    )
     return callback
 
 
@@ -65,14 +83,20 @@ def test_the_best_are_kept(tmp_path, values, options, kept, best):
     else:
         assert callback.best_model_path == str(tmp_path / "best" / f"step={best}.ckpt")
         assert callback.best_model_score == values[best // 6 - 1]
-    assert set(callback.best_k_models) == {str(tmp_path / "best" / f"step={step}.ckpt") for step in kept}
+    assert set(callback.best_k_models) == {
+        str(tmp_path / "best" / f"step={step}.ckpt") for step in kept
+    }
 
 
 def test_the_kth_best_is_the_one_that_goes_next(tmp_path):
     assert run_on(tmp_path / "room", [5, 4], save_top_k=3).kth_best_model_path == ""
-    assert run_on(tmp_path / "full", [5, 4, 6], save_top_k=2).kth_best_model_path == str(tmp_path / "full" / "step=6.ckpt")
+    assert run_on(tmp_path / "full", [5, 4, 6], save_top_k=2).kth_best_model_path == str(
+        tmp_path / "full" / "step=6.ckpt"
+    )
     # Of equal ones the newer is the worse.
-    assert run_on(tmp_path / "tie", [5, 5], save_top_k=2).kth_best_model_path == str(tmp_path / "tie" / "step=12.ckpt")
+    assert run_on(tmp_path / "tie", [5, 5], save_top_k=2).kth_best_model_path == str(
+        tmp_path / "tie" / "step=12.ckpt"
+    )
 
 
 @pytest.mark.parametrize(("k", "kept"), [(1, [18]), (-1, [6, 12, 18])])
@@ -97,23 +121,42 @@ def test_a_checkpoint_holds_the_weights_of_its_moment(tmp_path):
         kept = ()
 
         def on_train_epoch_end(self):
-            self.kept = (*self.kept, {name: value.clone() for name, value in self.state_dict().items()})
+            self.kept = (
+                *self.kept,
+                {name: value.clone() for name, value in self.state_dict().items()},
+            )
 
         def on_save_checkpoint(self, checkpoint):
             checkpoint["mine"] = self.current_epoch
 
     module = Keeps()
-    fit(module, val=loader(), max_epochs=3, plugins=[ModelCheckpoint("val_loss", save_top_k=-1, dirpath=tmp_path)])
+    fit(
+        module,
+        val=loader(),
+        max_epochs=3,
+        plugins=[ModelCheckpoint("val_loss", save_top_k=-1, dirpath=tmp_path)],
+    )
     for epoch in range(3):
-        state = torch.load(tmp_path / f"epoch={epoch}-step={6 * (epoch + 1)}.ckpt", weights_only=True)
-        assert all(torch.equal(state["model"][name], value) for name, value in module.kept[epoch].items())
+        state = torch.load(
+            tmp_path / f"epoch={epoch}-step={6 * (epoch + 1)}.ckpt", weights_only=True
+        )
+        assert all(
+            torch.equal(state["model"][name], value) for name, value in module.kept[epoch].items()
+        )
         assert (state["epoch"], state["mine"]) == (epoch + 1, epoch)
 
 
-def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that_are_trained(tmp_path):
+def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that_are_trained(
+    tmp_path,
+):
     for order in (0, 1):
         for when in (True, False):
-            own = ModelCheckpoint("val_loss", dirpath=tmp_path / f"{order}-{when}", filename="one", save_on_train_epoch_end=when)
+            own = ModelCheckpoint(
+                "val_loss",
+                dirpath=tmp_path / f"{order}-{when}",
+                filename="one",
+                save_on_train_epoch_end=when,
+            )
             plugins = [EMA(0.9), own]
             torch.manual_seed(0)
             one = fit(EvalNet(), val=loader(), plugins=plugins[::-1] if order else plugins)
@@ -121,7 +164,10 @@ def test_with_averaged_weights_it_saves_those_that_were_validated_and_those_that
             assert_equal(state["model"], one.run.module)
             torch.manual_seed(0)
             assert_equal(state["trained"], fit(EvalNet()).run.module)
-            assert any(not torch.equal(state["trained"][name], value) for name, value in state["model"].items())
+            assert any(
+                not torch.equal(state["trained"][name], value)
+                for name, value in state["model"].items()
+            )
 
 
 # --- when it looks -------------------------------------------------------------------------------------------------------
@@ -140,14 +186,18 @@ def test_validations_every_second_epoch_are_the_looks(tmp_path):
 
 
 def test_after_each_epoch_on_request_also_with_validations_within(tmp_path):
-    callback = run_on(tmp_path, [5, 3, 4, 2], every=3, max_epochs=2, save_top_k=-1, save_on_train_epoch_end=True)
+    callback = run_on(
+        tmp_path, [5, 3, 4, 2], every=3, max_epochs=2, save_top_k=-1, save_on_train_epoch_end=True
+    )
     assert sorted(steps_of(tmp_path).values()) == [6, 12]
     assert list(callback.best_k_models.values()) == [3, 2]
 
 
 @pytest.mark.parametrize("every", [1.0, 3])
 def test_the_sanity_check_does_not_count(tmp_path, every):
-    callback = run_on(tmp_path, [5, 4, 3, 2], every=every, num_sanity_val_steps=1, max_epochs=1, mode="max")
+    callback = run_on(
+        tmp_path, [5, 4, 3, 2], every=every, num_sanity_val_steps=1, max_epochs=1, mode="max"
+    )
     assert callback.best_model_score == 5
     assert 0 not in steps_of(tmp_path).values()
 
@@ -165,10 +215,19 @@ def test_by_steps(tmp_path):
         module.log("loss", float(-module.global_step))
 
     # Step 8 has no value of its own; the next is that of the validation after step 12.
-    callback = run_on(tmp_path, [2, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1)
+    callback = run_on(
+        tmp_path, [2, 1], train=logs, monitor="metric", every_n_train_steps=8, save_top_k=-1
+    )
     assert steps_of(tmp_path) == {"step=12.ckpt": 12}
     assert callback.best_model_score == 1
-    by_flush = run_on(tmp_path / "loss", [1], train=logs, monitor="loss", every_n_train_steps=4, log_every_n_steps=2)
+    by_flush = run_on(
+        tmp_path / "loss",
+        [1],
+        train=logs,
+        monitor="loss",
+        every_n_train_steps=4,
+        log_every_n_steps=2,
+    )
     assert by_flush.best_model_score == -3.0
 
 
@@ -182,7 +241,9 @@ def test_by_steps_a_files_score_is_that_of_its_step(tmp_path, name, flush):
 
     options = {"train": logs, "monitor": name, "every_n_train_steps": 1, "log_every_n_steps": flush}
     callback = run_on(tmp_path / "all", [1], save_top_k=-1, **options)
-    assert callback.best_k_models == {str(tmp_path / "all" / f"step={i}.ckpt"): loss for i, loss in enumerate(losses, start=1)}
+    assert callback.best_k_models == {
+        str(tmp_path / "all" / f"step={i}.ckpt"): loss for i, loss in enumerate(losses, start=1)
+    }
     best = run_on(tmp_path / "best", [1], filename="{step}-{loss:.0f}", **options)
     assert steps_of(tmp_path / "best") == {"step=4-loss=1.ckpt": 4}
     assert best.best_model_score == 1.0
@@ -190,8 +251,12 @@ def test_by_steps_a_files_score_is_that_of_its_step(tmp_path, name, flush):
 
 def test_by_steps_a_validations_score_belongs_to_the_weights_that_were_validated(tmp_path):
     """Looks at every step; validations after steps 2, 4 and 6."""
-    callback = run_on(tmp_path, [5, 3, 4], every=2, max_epochs=1, every_n_train_steps=1, save_top_k=-1)
-    assert callback.best_k_models == {str(tmp_path / f"step={step}.ckpt"): score for step, score in ((2, 5), (4, 3), (6, 4))}
+    callback = run_on(
+        tmp_path, [5, 3, 4], every=2, max_epochs=1, every_n_train_steps=1, save_top_k=-1
+    )
+    assert callback.best_k_models == {
+        str(tmp_path / f"step={step}.ckpt"): score for step, score in ((2, 5), (4, 3), (6, 4))
+    }
 
 
 def test_by_steps_a_metric_that_is_seldom_logged_keeps_nothing_of_other_steps_and_says_so(tmp_path):
@@ -200,20 +265,35 @@ def test_by_steps_a_metric_that_is_seldom_logged_keeps_nothing_of_other_steps_an
             module.log("loss", 1.0)
 
     with pytest.warns(
-        UserWarning, match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. Fix: log it in each"
+        UserWarning,
+        match=r"monitors 'loss', which was logged after step 4, and it looks every 3 steps. Fix: log it in each",
     ):
         callback = run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=3)
     assert callback.best_model_path == ""
-    assert run_on(tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=2).best_model_path == str(tmp_path / "step=4.ckpt")
+    assert run_on(
+        tmp_path, [1], train=logs, monitor="loss", every_n_train_steps=2
+    ).best_model_path == str(tmp_path / "step=4.ckpt")
 
 
 def test_an_epoch_without_a_value_of_its_own_is_not_judged(tmp_path):
-    callback = run_on(tmp_path, [5, 4], check_val_every_n_epoch=2, max_epochs=4, save_on_train_epoch_end=True, save_top_k=-1)
-    assert callback.best_k_models == {str(tmp_path / "step=12.ckpt"): 5, str(tmp_path / "step=24.ckpt"): 4}
+    callback = run_on(
+        tmp_path,
+        [5, 4],
+        check_val_every_n_epoch=2,
+        max_epochs=4,
+        save_on_train_epoch_end=True,
+        save_top_k=-1,
+    )
+    assert callback.best_k_models == {
+        str(tmp_path / "step=12.ckpt"): 5,
+        str(tmp_path / "step=24.ckpt"): 4,
+    }
 
 
 def test_by_steps_a_metric_that_is_not_there_yet_is_warned_of_once(tmp_path):
-    with pytest.warns(UserWarning, match=r"monitors 'metric', which was not logged.*Until it is") as warned:
+    with pytest.warns(
+        UserWarning, match=r"monitors 'metric', which was not logged.*Until it is"
+    ) as warned:
         run_on(tmp_path, [1, 1], every_n_train_steps=2, save_top_k=-1, save_last=True)
     assert len([one for one in warned if "Until it is" in str(one.message)]) == 1
     assert steps_of(tmp_path) == {"last.ckpt": 12, "step=12.ckpt": 12, "step=6.ckpt": 6}
@@ -230,12 +310,19 @@ def test_only_fit_saves(tmp_path, when):
 def test_a_dry_run_writes_nothing_and_needs_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fit(EvalNet(), val=loader(), fast_dev_run=True, plugins=[ModelCheckpoint("val_loss")])
-    fit(EvalNet(), val=loader(), fast_dev_run=True, plugins=[ModelCheckpoint("val_loss", dirpath="there")])
+    fit(
+        EvalNet(),
+        val=loader(),
+        fast_dev_run=True,
+        plugins=[ModelCheckpoint("val_loss", dirpath="there")],
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_too_short_for_a_look_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="saved nothing: every_n_epochs=5, and the run had 2 epochs"):
+    with pytest.warns(
+        UserWarning, match="saved nothing: every_n_epochs=5, and the run had 2 epochs"
+    ):
         run_on(tmp_path, [1, 1], every_n_epochs=5)
 
 
@@ -266,7 +353,11 @@ def test_files_that_are_there_are_never_overwritten(tmp_path):
     for name in ("step=6.ckpt", "step=6-v1.ckpt", "last.ckpt"):
         (tmp_path / name).write_text("mine")
     callback = run_on(tmp_path, [5, 4], save_top_k=2, save_last=True)
-    assert {path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"} == {"step=6.ckpt", "step=6-v1.ckpt", "last.ckpt"}
+    assert {path.name for path in tmp_path.iterdir() if path.read_bytes() == b"mine"} == {
+        "step=6.ckpt",
+        "step=6-v1.ckpt",
+        "last.ckpt",
+    }
     assert callback.kth_best_model_path == str(tmp_path / "step=6-v2.ckpt")
     assert callback.last_model_path == str(tmp_path / "last-v1.ckpt")
     assert torch.load(callback.last_model_path, weights_only=True)["step"] == 12
@@ -275,7 +366,10 @@ def test_files_that_are_there_are_never_overwritten(tmp_path):
 def test_files_of_one_name_are_told_apart_and_the_one_that_goes_is_replaced(tmp_path):
     callback = run_on(tmp_path, [5, 4, 3], save_top_k=2, filename="same")
     assert steps_of(tmp_path) == {"same.ckpt": 18, "same-v1.ckpt": 12}
-    assert callback.best_k_models == {str(tmp_path / "same-v1.ckpt"): 4, str(tmp_path / "same.ckpt"): 3}
+    assert callback.best_k_models == {
+        str(tmp_path / "same-v1.ckpt"): 4,
+        str(tmp_path / "same.ckpt"): 3,
+    }
 
 
 def test_the_folder_is_that_of_the_run(tmp_path):
@@ -311,7 +405,10 @@ def test_the_old_file_goes_only_when_the_new_one_is_whole(tmp_path):
     callback = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}")
     module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
     fit(module, val=loader(4), max_epochs=2, plugins=[callback, watches])
-    assert watches.seen == [("step=6.ckpt", ["step=6.ckpt"]), ("step=12.ckpt", ["step=12.ckpt", "step=6.ckpt"])]
+    assert watches.seen == [
+        ("step=6.ckpt", ["step=6.ckpt"]),
+        ("step=12.ckpt", ["step=12.ckpt", "step=6.ckpt"]),
+    ]
     assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
 
 
@@ -332,12 +429,17 @@ def test_a_save_that_fails_leaves_the_best_as_it_was(tmp_path):
     with pytest.raises(OSError, match="no space"):
         fit(module, val=loader(4), max_epochs=2, plugins=[callback, Full()])
     assert list(steps_of(tmp_path)) == ["step=6.ckpt"]
-    assert (callback.best_model_path, callback.best_model_score) == (str(tmp_path / "step=6.ckpt"), 3.0)
+    assert (callback.best_model_path, callback.best_model_score) == (
+        str(tmp_path / "step=6.ckpt"),
+        3.0,
+    )
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"file/in/step=6\.ckpt could not be written: .*Fix: another output"):
+    with pytest.raises(
+        TrainingError, match=r"file/in/step=6\.ckpt could not be written: .*Fix: another output"
+    ):
         run_on(tmp_path / "file" / "in", [1.0])
 
 
@@ -350,12 +452,20 @@ def test_a_file_that_somebody_deleted_is_not_missed(tmp_path):
 
     left = [3.0, 2.0]
     module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
-    fit(module, val=loader(4), max_epochs=2, plugins=[ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}"), Deletes()])
+    fit(
+        module,
+        val=loader(4),
+        max_epochs=2,
+        plugins=[ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}"), Deletes()],
+    )
     assert list(steps_of(tmp_path)) == ["step=12.ckpt"]
 
 
 def test_a_second_fit_goes_on(tmp_path):
-    one, left = ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}", save_top_k=2), [3.0, 5.0, 4.0]
+    one, left = (
+        ModelCheckpoint("metric", dirpath=tmp_path, filename="{step}", save_top_k=2),
+        [3.0, 5.0, 4.0],
+    )
     module = Logging(validate=lambda self, batch, i: self.log("metric", left.pop(0)))
     both = trainer(plugins=[one])
     both.fit(module, loader(), loader(4))
@@ -369,7 +479,13 @@ def test_its_state_travels(tmp_path):
     one = run_on(tmp_path, [5, 4, 6], save_top_k=2, save_last=True)
     other = ModelCheckpoint("metric", save_top_k=2, dirpath=tmp_path)
     other.load_state_dict(one.state_dict())
-    names = ("best_model_path", "best_model_score", "last_model_path", "best_k_models", "kth_best_model_path")
+    names = (
+        "best_model_path",
+        "best_model_score",
+        "last_model_path",
+        "best_k_models",
+        "kth_best_model_path",
+    )
     assert [getattr(other, name) for name in names] == [getattr(one, name) for name in names]
     one.state_dict()["best_k_models"].clear()
     assert len(one.best_k_models) == 2
@@ -422,24 +538,35 @@ def test_without_a_place_to_write_nothing_starts(tmp_path):
 
 
 def test_after_validations_that_there_are_none_of(tmp_path):
-    with pytest.raises(UsageError, match=r"geartrain-callbacks\[model_checkpoint\].*save_on_train_epoch_end"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-callbacks\[model_checkpoint\].*save_on_train_epoch_end"
+    ):
         fit(plugins=[ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)])
 
 
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"every_n_train_steps": 2}])
-def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(tmp_path, options, recwarn):
-    with pytest.raises(TrainingError, match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.") as raised:
+def test_a_metric_that_was_not_logged_is_an_error_that_names_the_nearest(
+    tmp_path, options, recwarn
+):
+    with pytest.raises(
+        TrainingError,
+        match=r"'metrik', which was not logged. Did you mean 'metric'\? Logged: metric.",
+    ) as raised:
         run_on(tmp_path, [5, 5], monitor="metrik", max_epochs=1, **options)
     assert "geartrain-callbacks[model_checkpoint]" in str(raised.value)
 
 
 def test_a_metric_in_the_name_that_was_not_logged(tmp_path):
-    with pytest.raises(TrainingError, match=r"has 'metrik', which was not logged\. Did you mean 'metric'"):
+    with pytest.raises(
+        TrainingError, match=r"has 'metrik', which was not logged\. Did you mean 'metric'"
+    ):
         run_on(tmp_path, [5], filename="{metrik}")
 
 
 def test_a_value_in_the_name_that_leads_out_of_the_folder(tmp_path):
-    with pytest.raises(TrainingError, match=r"model_checkpoint\]: the name '//6' leads out of the folder"):
+    with pytest.raises(
+        TrainingError, match=r"model_checkpoint\]: the name '//6' leads out of the folder"
+    ):
         run_on(tmp_path, [5], filename="{step:/>3}", auto_insert_metric_name=False)
 
 

@@ -22,7 +22,11 @@ def rows(capsys):
     """The cells of each printed row, by its layer's name."""
 
     def read():
-        lines = [re.split(r"\s*[│┃]\s*", line.strip("│┃ \n")) for line in capsys.readouterr().out.splitlines() if line[:1] in "│┃"]
+        lines = [
+            re.split(r"\s*[│┃]\s*", line.strip("│┃ \n"))
+            for line in capsys.readouterr().out.splitlines()
+            if line[:1] in "│┃"
+        ]
         return {line[0]: line[1:] for line in lines}
 
     return read
@@ -78,7 +82,9 @@ def test_before_training_once(capsys):
 
 def test_evaluation_and_other_ranks_print_nothing(capsys):
     trainer(plugins=[ModelSummary()]).validate(EvalNet(), loader())
-    second = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    second = type(
+        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
+    )
     fit(strategy=second(), devices=2, plugins=[ModelSummary()])
     assert capsys.readouterr().out == ""
 

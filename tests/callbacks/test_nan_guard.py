@@ -16,7 +16,9 @@ class Bad(Net):
     def __init__(self, when, what="loss", value=float("nan"), **options):
         super().__init__(**options)
         self.when, self.what, self.value, self.n = when, what, value, 0
-        self.layers[2].bias.register_hook(lambda grad: grad * value if self.what == "gradient" and self.n == when else grad)
+        self.layers[2].bias.register_hook(
+            lambda grad: grad * value if self.what == "gradient" and self.n == when else grad
+        )
 
     def training_step(self, batch, batch_idx):
         self.n += 1
@@ -30,10 +32,17 @@ def guarded(module, *arguments, **options):
 
 
 @pytest.mark.parametrize(("flush", "steps"), [(1, 3), (4, 4), (50, 6)])
-@pytest.mark.parametrize(("check", "what"), [("loss", "the loss"), ("gradients", "the gradient of layers.2.bias")])
+@pytest.mark.parametrize(
+    ("check", "what"), [("loss", "the loss"), ("gradients", "the gradient of layers.2.bias")]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_stop_names_the_first_bad_step(flush, steps, check, what, value, capsys):
-    guard, ended = guarded(Bad(3, "loss" if check == "loss" else "gradient", value), "stop", check, log_every_n_steps=flush)
+    guard, ended = guarded(
+        Bad(3, "loss" if check == "loss" else "gradient", value),
+        "stop",
+        check,
+        log_every_n_steps=flush,
+    )
     assert ended.global_step == steps
     assert guard.reason == f"{what} was not finite in step 3, on rank 0."
     assert guard.reason in capsys.readouterr().err
@@ -41,7 +50,10 @@ def test_stop_names_the_first_bad_step(flush, steps, check, what, value, capsys)
 
 @pytest.mark.parametrize("flush", [1, 50])
 def test_raise_fails_the_run(flush):
-    with pytest.raises(TrainingError, match=r"geartrain-callbacks\[nan_guard\]: the loss was not finite in step 2, on rank 0"):
+    with pytest.raises(
+        TrainingError,
+        match=r"geartrain-callbacks\[nan_guard\]: the loss was not finite in step 2, on rank 0",
+    ):
         guarded(Bad(2), "raise", log_every_n_steps=flush)
 
 
@@ -64,11 +76,16 @@ def test_large_finite_gradients_are_fine():
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * 1e30
 
-    _, ended = guarded(Large(lambda p: torch.optim.SGD(p, lr=1e-38)), "raise", "gradients", max_epochs=1)
+    _, ended = guarded(
+        Large(lambda p: torch.optim.SGD(p, lr=1e-38)), "raise", "gradients", max_epochs=1
+    )
     assert ended.global_step == 6
 
 
-@pytest.mark.parametrize("optimizer", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), torch.optim.AdamW],
+)
 @pytest.mark.parametrize("check", ["loss", "gradients"])
 def test_a_skipped_step_changes_nothing(optimizer, check):
     batches = list(loader())
@@ -87,7 +104,13 @@ def test_schedulers_wait_for_a_skipped_step():
     class Scheduled(Bad):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, lambda n: 0.5**n), "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": LambdaLR(optimizer, lambda n: 0.5**n),
+                    "interval": "step",
+                },
+            }
 
     module = Scheduled(3)
     _, ended = guarded(module, "skip", max_epochs=1)
@@ -106,7 +129,9 @@ def test_skipping_counts_each_epoch_anew_and_goes_with_16_mixed():
 def test_skipping_one_micro_batch_skips_its_window():
     module = Bad(3)
     before = weights(module)
-    _, ended = guarded(module, "skip", max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4)
+    _, ended = guarded(
+        module, "skip", max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4
+    )
     assert ended.callback_metrics["skipped_nan_steps"] == 1
     assert_equal(module, before)
 
@@ -149,7 +174,9 @@ def test_wrong_options(wrong):
 
 def test_last_ckpt_is_not_overwritten_by_an_epoch_that_raises(tmp_path):
     with pytest.raises(TrainingError):
-        trainer(plugins=[NaNGuard("raise")], output=tmp_path / "run", max_epochs=3).fit(Bad(9), loader())
+        trainer(plugins=[NaNGuard("raise")], output=tmp_path / "run", max_epochs=3).fit(
+            Bad(9), loader()
+        )
     kept = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
     assert kept["epoch"] == 1
     assert all(torch.isfinite(t).all() for t in kept["model"].values())

@@ -35,19 +35,25 @@ class Seen:
 def test_the_norm_of_each_step():
     seen = Seen()
     found = lines(seen, Norms())
-    assert found == [(i + 1, {"grad_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.gradients)]
+    assert found == [
+        (i + 1, {"grad_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.gradients)
+    ]
 
 
 def test_parameters_before_the_step():
     seen = Seen()
     found = lines(seen, Norms(gradients=False, parameters=True))
-    assert found == [(i + 1, {"param_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.parameters)]
+    assert found == [
+        (i + 1, {"param_norm": pytest.approx(norm)}) for i, norm in enumerate(seen.parameters)
+    ]
 
 
 def test_each_parameter():
     seen = Seen()
     metrics = lines(seen, Norms(parameters=True, per_parameter=True))[2][1]
-    assert {name: metrics[f"grad_norm/{name}"] for name in seen.each[2]} == pytest.approx(seen.each[2])
+    assert {name: metrics[f"grad_norm/{name}"] for name in seen.each[2]} == pytest.approx(
+        seen.each[2]
+    )
     assert {name.partition("/")[2] for name in metrics if "/" in name} == set(seen.each[2])
     assert sum(name.startswith("param_norm/") for name in metrics) == 4
 
@@ -56,12 +62,21 @@ def test_each_parameter():
 def test_before_clipping(how):
     clipped, module = Seen(), Net()
     expected = lines(Norms(), module=copy.deepcopy(module), max_steps=1)[0][1]["grad_norm"]
-    found = lines(clipped, Norms(), module=module, max_steps=1, gradient_clip_val=1e-3, gradient_clip_algorithm=how)
+    found = lines(
+        clipped,
+        Norms(),
+        module=module,
+        max_steps=1,
+        gradient_clip_val=1e-3,
+        gradient_clip_algorithm=how,
+    )
     assert found[0][1]["grad_norm"] == pytest.approx(expected)
     assert clipped.gradients[0] < expected / 10
 
 
-@pytest.mark.parametrize(("every", "flush", "steps"), [(None, 2, [2, 4, 6]), (3, 1, [3, 6]), (1, 3, [3, 6]), (4, 2, [4])])
+@pytest.mark.parametrize(
+    ("every", "flush", "steps"), [(None, 2, [2, 4, 6]), (3, 1, [3, 6]), (1, 3, [3, 6]), (4, 2, [4])]
+)
 def test_how_often(every, flush, steps):
     assert [step for step, _ in lines(Norms(every=every), log_every_n_steps=flush)] == steps
 
@@ -87,7 +102,9 @@ def test_an_error_names_the_plugin(monkeypatch):
     monkeypatch.setattr("geartrain_callbacks.norms.norms_of", lambda tensors: 1 / 0)
     with pytest.raises(ZeroDivisionError) as raised:
         fit(plugins=[Norms()], train=loader(), log_every_n_steps=1)
-    assert raised.value.__notes__ == ["raised in hook 'clip_gradients' of geartrain-callbacks[norms]"]
+    assert raised.value.__notes__ == [
+        "raised in hook 'clip_gradients' of geartrain-callbacks[norms]"
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{"gradients": False}, {"every": 0}, {"every": True}])

@@ -113,7 +113,10 @@ class Bad(Net):
 )
 def test_nan_on_one_rank_stops_both_and_names_it(check, reason):
     strategy = fit(Bad(), NaNGuard("stop", check), log_every_n_steps=4, max_epochs=2)
-    guards = [next(part.plugin for part in run.trainer._parts if isinstance(part.plugin, NaNGuard)) for run in strategy.runs]
+    guards = [
+        next(part.plugin for part in run.trainer._parts if isinstance(part.plugin, NaNGuard))
+        for run in strategy.runs
+    ]
     assert [guard.reason for guard in guards] == [reason] * 2
     assert counters(strategy)[1] == 4
 
@@ -145,7 +148,9 @@ def test_nan_on_one_rank_is_skipped_on_both(check):
 
 
 def test_the_average_is_equal_on_all_ranks_buffers_included():
-    first, second = (run.module.state_dict() for run in fit(Net(norm=True), EMA(0.9), max_epochs=2).runs)
+    first, second = (
+        run.module.state_dict() for run in fit(Net(norm=True), EMA(0.9), max_epochs=2).runs
+    )
     assert "norm.running_mean" in first
     assert equal(first, second)
 

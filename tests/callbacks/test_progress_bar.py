@@ -128,16 +128,29 @@ def draws(clock, monkeypatch):
     return times
 
 
-@pytest.mark.parametrize(("seconds", "drawing", "most"), [(0.0, 0, 4), (0.001, 0, 6), (10.0, 0, 210), (0.01, 0.01, 6), (1.0, 9.0, 210)])
+@pytest.mark.parametrize(
+    ("seconds", "drawing", "most"),
+    [(0.0, 0, 4), (0.001, 0, 6), (10.0, 0, 210), (0.01, 0.01, 6), (1.0, 9.0, 210)],
+)
 def test_redraws_are_limited(terminal, clock, draws, seconds, drawing, most):
     """200 steps of so many seconds: one redraw in 0.1 s at most, and a third of a percent of the time, but for an epoch's end."""
     clock.drawing = drawing
-    fit(train=list(loader()) * 40, limit_train_batches=200, plugins=[Tick(clock, seconds)], enable_progress_bar=True)
+    fit(
+        train=list(loader()) * 40,
+        limit_train_batches=200,
+        plugins=[Tick(clock, seconds)],
+        enable_progress_bar=True,
+    )
     assert most / 2 - 1 <= len(draws) <= most
 
 
 def test_plain_lines_without_a_terminal(plain, capsys):
-    fit(Logging(logs, lambda self, batch, batch_idx: self.log("acc", 0.5)), val=loader(), max_epochs=2, enable_progress_bar=True)
+    fit(
+        Logging(logs, lambda self, batch, batch_idx: self.log("acc", 0.5)),
+        val=loader(),
+        max_epochs=2,
+        enable_progress_bar=True,
+    )
     printed = capsys.readouterr().err
     assert "\x1b" not in printed
     first, second = printed.splitlines()
@@ -159,7 +172,9 @@ def test_the_closing_table_lists_every_metric(where, request, capsys):
         assert re.search(rf"{name}\W+{value}\W", printed)
 
 
-@pytest.mark.parametrize(("command", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
+@pytest.mark.parametrize(
+    ("command", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)]
+)
 def test_the_line_and_the_table_of_an_evaluation(plain, command, metric, capsys):
     getattr(trainer(enable_progress_bar=True), command)(EvalNet(), loader())
     printed = capsys.readouterr()
@@ -199,18 +214,35 @@ def test_validation_is_a_second_bar_that_goes_away(terminal, clock, capsys):
         def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
             clock.now += 100.0
 
-    fit(Slow(), val=loader(8), val_check_interval=3, plugins=[Tick(clock, 1.0)], enable_progress_bar=True)
+    fit(
+        Slow(),
+        val=loader(8),
+        val_check_interval=3,
+        plugins=[Tick(clock, 1.0)],
+        enable_progress_bar=True,
+    )
     drawn = capsys.readouterr().err
     both = text(drawn).replace("\r", "")
-    assert re.search(r"epoch 1/1\W+3/6 1.0 steps/s +0:00:03 left *\nvalidate\W+1/2 0.0 batches/s", both)
-    last = re.sub(r".*\x1b\[1A\x1b\[2K", "", drawn, flags=re.DOTALL)  # after the second bar was taken away
+    assert re.search(
+        r"epoch 1/1\W+3/6 1.0 steps/s +0:00:03 left *\nvalidate\W+1/2 0.0 batches/s", both
+    )
+    last = re.sub(
+        r".*\x1b\[1A\x1b\[2K", "", drawn, flags=re.DOTALL
+    )  # after the second bar was taken away
     assert "validate" not in last
     assert "6/6 1.0 steps/s" in text(last)
 
 
 def test_the_time_left_knows_max_steps(terminal, clock, capsys):
     train = list(loader()) * 40
-    fit(train=train, max_epochs=-1, max_steps=5, accumulate_grad_batches=2, plugins=[Tick(clock, 1.0)], enable_progress_bar=True)
+    fit(
+        train=train,
+        max_epochs=-1,
+        max_steps=5,
+        accumulate_grad_batches=2,
+        plugins=[Tick(clock, 1.0)],
+        enable_progress_bar=True,
+    )
     drawn = text(capsys.readouterr().err)
     assert "2/10 1.0 steps/s 0:00:04 left" in drawn
     assert "10/10" in drawn
@@ -228,7 +260,13 @@ def test_a_line_now_and_then_in_what_goes_on_for_long(plain, clock, capsys):
         def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
             clock.now += 20.0
 
-    fit(Slow(), train=list(loader()) * 2, val=loader(), plugins=[Tick(clock, 10.0)], enable_progress_bar=True)
+    fit(
+        Slow(),
+        train=list(loader()) * 2,
+        val=loader(),
+        plugins=[Tick(clock, 10.0)],
+        enable_progress_bar=True,
+    )
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "epoch 1/1: 3/12 batches, 0.1 steps/s, 0:01:30 left"
     assert lines[3] == "epoch 1/1: 12/12 batches, 0.1 steps/s"
@@ -237,7 +275,10 @@ def test_a_line_now_and_then_in_what_goes_on_for_long(plain, clock, capsys):
     assert len(lines) == 7
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"TTY_COMPATIBLE": "0"}, {"TTY_INTERACTIVE": "0"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"TERM": "dumb"}, {"TERM": "unknown"}, {"TTY_COMPATIBLE": "0"}, {"TTY_INTERACTIVE": "0"}],
+)
 def test_a_terminal_that_cannot_redraw_gets_lines(terminal, monkeypatch, capsys, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -280,7 +321,11 @@ def test_a_narrow_terminal_keeps_one_line_a_bar(terminal, monkeypatch, capsys, c
 
 
 def test_a_name_with_brackets_is_no_markup(terminal, capsys):
-    fit(Logging(lambda self, *_: self.log("[red]a[/b]", 1.0, prog_bar=True)), log_every_n_steps=1, enable_progress_bar=True)
+    fit(
+        Logging(lambda self, *_: self.log("[red]a[/b]", 1.0, prog_bar=True)),
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+    )
     printed = capsys.readouterr()
     assert "[red]a[/b]=1" in text(printed.err)
     assert re.search(r"\[red\]a\[/b\]\W+1\W", text(printed.out))
@@ -304,7 +349,9 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, clock, monkeyp
 
 
 def test_other_ranks_print_nothing(terminal, capsys):
-    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    strategy = type(
+        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
+    )
     fit(Logging(logs), strategy=strategy(), devices=2, enable_progress_bar=True)
     assert capsys.readouterr() == ("", "")
 
@@ -353,11 +400,20 @@ def in_a_terminal(tmp_path, *arguments, stdout=None):
     before = termios.tcgetattr(theirs)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 400, 0, 0))
     left_out = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    environment = {**{k: v for k, v in os.environ.items() if k not in left_out}, "TERM": "xterm-256color"}
+    environment = {
+        **{k: v for k, v in os.environ.items() if k not in left_out},
+        "TERM": "xterm-256color",
+    }
     command = [sys.executable, "program.py", *arguments]
     drawn = b""
     with subprocess.Popen(
-        command, cwd=tmp_path, stdin=theirs, stdout=stdout or theirs, stderr=theirs, env=environment, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stdin=theirs,
+        stdout=stdout or theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
     ) as process:
         try:
             while process.poll() is None or select.select([ours], [], [], 0)[0]:

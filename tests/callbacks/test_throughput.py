@@ -47,7 +47,11 @@ def lines(clock, *arguments, module=None, of_plugin=None, **options):
 
 def test_figures_from_flush_to_flush(clock):
     figures = {"batches_per_sec": 2, "samples_per_sec": 8, "flops_per_sec": 8 * PER_SAMPLE}
-    expected = {f"{where}/{name}": value for name, value in figures.items() for where in ("device", "global")}
+    expected = {
+        f"{where}/{name}": value
+        for name, value in figures.items()
+        for where in ("device", "global")
+    }
     assert lines(clock) == [(4, expected), (6, expected)]
 
 
@@ -57,13 +61,25 @@ def test_tokens_in_a_sample_or_in_a_batch(clock):
 
 
 def test_validation_is_not_counted(clock):
-    found = lines(clock, module=EvalNet(), val=loader(), max_epochs=2, val_check_interval=3, num_sanity_val_steps=2)
+    found = lines(
+        clock,
+        module=EvalNet(),
+        val=loader(),
+        max_epochs=2,
+        val_check_interval=3,
+        num_sanity_val_steps=2,
+    )
     assert [step for step, _ in found] == [4, 6, 8, 10, 12]
     assert {metrics["device/samples_per_sec"] for _, metrics in found} == {8}
 
 
 def test_accumulated_batches_and_short_ones(clock):
-    found = lines(clock, train=DataLoader(samples(22), batch_size=4), accumulate_grad_batches=2, log_every_n_steps=1)
+    found = lines(
+        clock,
+        train=DataLoader(samples(22), batch_size=4),
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+    )
     assert [metrics["device/samples_per_sec"] for _, metrics in found] == [16, 12]
     assert [metrics["device/batches_per_sec"] for _, metrics in found] == [4, 4]
     assert found[0][1]["device/flops_per_sec"] == 16 * PER_SAMPLE
@@ -92,7 +108,9 @@ def test_utilisation_of_a_peak(clock):
 
 def test_without_flops(clock):
     assert set(lines(clock, of_plugin={"flops": False, "peak_flops": 1.0})[0][1]) == {
-        f"{where}/{what}" for where in ("device", "global") for what in ("batches_per_sec", "samples_per_sec")
+        f"{where}/{what}"
+        for where in ("device", "global")
+        for what in ("batches_per_sec", "samples_per_sec")
     }
 
 
@@ -109,13 +127,18 @@ def test_without_flops(clock):
 )
 def test_known_peaks(name, precision, peak, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
-    run = SimpleNamespace(device=torch.device("cuda:0"), plan=SimpleNamespace(precision=SimpleNamespace(name=precision)))
+    run = SimpleNamespace(
+        device=torch.device("cuda:0"),
+        plan=SimpleNamespace(precision=SimpleNamespace(name=precision)),
+    )
     assert _known_peak(run) == peak
 
 
 def test_the_device_is_waited_for_at_flushes_only(clock, monkeypatch):
     waits = []
-    monkeypatch.setattr("geartrain_callbacks.throughput._wait", lambda device: waits.append(clock.now))
+    monkeypatch.setattr(
+        "geartrain_callbacks.throughput._wait", lambda device: waits.append(clock.now)
+    )
     lines(clock, log_every_n_steps=3)
     assert waits == [6.5, 8.0]
 
@@ -126,7 +149,9 @@ def test_what_is_trained_is_the_same(clock):
     module.load_state_dict(plain.state_dict())
     fit(plain)
     lines(clock, module=module)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True)
+    )
 
 
 def test_an_error_names_the_plugin(clock):
@@ -135,7 +160,9 @@ def test_an_error_names_the_plugin(clock):
     assert raised.value.__notes__ == ["raised in hook 'step' of geartrain-callbacks[throughput]"]
 
 
-@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"tokens": "many"}, {"tokens": True}, {"peak_flops": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 0}, {"tokens": "many"}, {"tokens": True}, {"peak_flops": 0}]
+)
 def test_wrong_options(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Throughput(**wrong)

@@ -48,7 +48,22 @@ def test_forms_of_a_duration(given, seconds):
     assert trainer(max_time=given).plan.plugins[0].name == "timer"
 
 
-@pytest.mark.parametrize("given", ["1:00", "soon", "", True, None, {"hors": 1}, {"hours": "x"}, 0, -1, "00:00:00:00", float("nan")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "1:00",
+        "soon",
+        "",
+        True,
+        None,
+        {"hors": 1},
+        {"hours": "x"},
+        0,
+        -1,
+        "00:00:00:00",
+        float("nan"),
+    ],
+)
 def test_what_is_no_duration(given):
     with pytest.raises(UsageError, match=r"duration=.*Fix: 'DD:HH:MM:SS'"):
         Timer(given)
@@ -61,8 +76,13 @@ def test_a_wrong_interval():
 
 @pytest.mark.parametrize(("flush", "steps"), [(1, 8), (5, 10), (50, 12)])
 def test_it_ends_training_at_the_next_flush(ticks, flush, steps, capsys):
-    assert fit(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=flush).global_step == steps
-    assert f"0:00:08 are over. Training ends in epoch 2, after {steps} steps" in capsys.readouterr().err
+    assert (
+        fit(plugins=[ticks], max_time=8, max_epochs=9, log_every_n_steps=flush).global_step == steps
+    )
+    assert (
+        f"0:00:08 are over. Training ends in epoch 2, after {steps} steps"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("limit", "epochs"), [(6, 1), (7, 2), (12, 2)])
@@ -99,4 +119,7 @@ def test_evaluation_has_no_limit(clock, ticks):
 
 
 def test_the_command_line_has_it():
-    assert gt.Trainer(accelerator="cpu", max_time="00:00:01:00").plan.plugins[0].reason == "max_time='00:00:01:00'"
+    assert (
+        gt.Trainer(accelerator="cpu", max_time="00:00:01:00").plan.plugins[0].reason
+        == "max_time='00:00:01:00'"
+    )

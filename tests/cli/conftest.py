@@ -1,9 +1,31 @@
 """Every test of a command runs in a folder with a target, and finds core and the tools alone."""
 
 import pytest
-from command_line import chip, command, fit, folder, install, installed, plan, python, refused, write
+from command_line import (
+    chip,
+    command,
+    fit,
+    folder,
+    install,
+    installed,
+    plan,
+    python,
+    refused,
+    write,
+)
 
-__all__ = ["chip", "command", "fit", "folder", "install", "installed", "plan", "python", "refused", "write"]
+__all__ = [
+    "chip",
+    "command",
+    "fit",
+    "folder",
+    "install",
+    "installed",
+    "plan",
+    "python",
+    "refused",
+    "write",
+]
 
 
 @pytest.fixture(autouse=True)

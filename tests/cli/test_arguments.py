@@ -18,7 +18,16 @@ pytestmark = pytest.mark.usefixtures("chip")
 # --- spelling ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["--max-epochs 7", "--max_epochs 7", "--max-epochs=7", "--max_epochs=7", "--seed 1 --max-epochs 7"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max-epochs 7",
+        "--max_epochs 7",
+        "--max-epochs=7",
+        "--max_epochs=7",
+        "--seed 1 --max-epochs 7",
+    ],
+)
 def test_dashes_and_underscores_mean_the_same(plan, words):
     assert plan(words)["options"]["max_epochs"] == 7
 
@@ -48,7 +57,10 @@ def test_dashes_and_underscores_in_the_target_s_options(plan, words):
         ("--limit-train-batches 2", ("limit_train_batches", 2)),
         ("--max-steps -1", ("max_steps", -1)),
         ("--gradient-clip-val 1", ("gradient_clip_val", 1.0)),
-        ("--check-val-every-n-epoch null --val-check-interval 3", ("check_val_every_n_epoch", None)),
+        (
+            "--check-val-every-n-epoch null --val-check-interval 3",
+            ("check_val_every_n_epoch", None),
+        ),
     ],
 )
 def test_values_and_bare_flags(plan, words, expected):
@@ -57,7 +69,10 @@ def test_values_and_bare_flags(plan, words, expected):
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(("words", "asked"), [("--max-epoch 7", "--max_epoch"), ("--max 7", "--max"), ("--model.hid 2", "--model.hid")])
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [("--max-epoch 7", "--max_epoch"), ("--max 7", "--max"), ("--model.hid 2", "--model.hid")],
+)
 def test_an_abbreviation_is_an_unknown_option(refused, words, asked):
     """With abbreviations on, a new option of ours could change the meaning of what a script says."""
     assert f"there is no option {asked}." in refused(f"explain net.py {words}")
@@ -69,10 +84,16 @@ def test_a_misspelt_quiet(refused):
 
 def test_names_of_what_is_chosen_are_the_same_in_capitals(plan):
     facts = plan("--strategy SCALED --accelerator Chip --plugin Bell")
-    assert [facts["strategy"]["name"], facts["accelerator"]["name"], facts["plugins"][0]["name"]] == ["scaled", "chip", "bell"]
+    assert [
+        facts["strategy"]["name"],
+        facts["accelerator"]["name"],
+        facts["plugins"][0]["name"],
+    ] == ["scaled", "chip", "bell"]
 
 
-@pytest.mark.parametrize(("words", "found"), [("3", [0, 1, 2]), ("-1", [0, 1, 2, 3]), ("1,3", [1, 3]), ("2,", [2])])
+@pytest.mark.parametrize(
+    ("words", "found"), [("3", [0, 1, 2]), ("-1", [0, 1, 2, 3]), ("1,3", [1, 3]), ("2,", [2])]
+)
 def test_devices_in_each_form(plan, words, found):
     facts = plan(f"--accelerator chip --strategy scaled --devices {words}")
     assert facts["devices"] == found
@@ -100,7 +121,12 @@ def test_accelerator_options(fit):
 
 
 @pytest.mark.parametrize(
-    "words", ["--plugin bell --bell.times 2", "--plugin=bell --bell.times=2", "--plugin door-bell --door-bell.times=2"]
+    "words",
+    [
+        "--plugin bell --bell.times 2",
+        "--plugin=bell --bell.times=2",
+        "--plugin door-bell --door-bell.times=2",
+    ],
 )
 def test_options_of_an_installed_plugin(fit, words):
     assert "dingding\n" in fit(words)
@@ -124,8 +150,16 @@ def test_options_of_a_plugin_in_a_file(fit, folder, words):
 def test_several_plugins_each_with_its_options(fit, write):
     """All-hooks call the last one given first."""
     write("functions.py", FUNCTIONS)
-    printed = fit("--plugin bell --plugin my_hooks.py --plugin functions.py --my_hooks.word plop --bell.sound dong --max-steps 2")
-    assert [line for line in printed.splitlines() if "made" not in line] == ["dong", "function 1", "plop 1", "function 2", "plop 2"]
+    printed = fit(
+        "--plugin bell --plugin my_hooks.py --plugin functions.py --my_hooks.word plop --bell.sound dong --max-steps 2"
+    )
+    assert [line for line in printed.splitlines() if "made" not in line] == [
+        "dong",
+        "function 1",
+        "plop 1",
+        "function 2",
+        "plop 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +181,10 @@ def test_an_option_that_nobody_claims_is_an_error(refused, write, words, expecte
     assert all(word in error for word in expected), error
 
 
-@pytest.mark.parametrize("words", ["--plugin bell --plugin bell --bell.times 2", "--plugin my_hooks.py --plugin my_hooks.py"])
+@pytest.mark.parametrize(
+    "words",
+    ["--plugin bell --plugin bell --bell.times 2", "--plugin my_hooks.py --plugin my_hooks.py"],
+)
 def test_one_plugin_given_twice_is_an_error(refused, words):
     """Two of them would do everything twice, the second without the options."""
     assert "twice" in refused(f"fit net.py --max-epochs 1 {words}")
@@ -167,9 +204,22 @@ def test_a_plugin_s_file_cannot_have_an_option_s_name(refused, folder, name):
 def test_help_shows_every_option_as_it_is_typed(command):
     done = command("fit net.py --strategy scaled --accelerator chip --plugin my_hooks.py --help")
     assert done.code == 0
-    for option in ("--max_epochs", "--strategy.scale", "--accelerator.turbo", "--my_hooks.every", "--model.hidden", "--data.batch_size"):
+    for option in (
+        "--max_epochs",
+        "--strategy.scale",
+        "--accelerator.turbo",
+        "--my_hooks.every",
+        "--model.hidden",
+        "--data.batch_size",
+    ):
         assert option in done.out
-    for words in ("units in the hidden layer", "samples in one batch", "--plugin NAME_OR_FILE", "--block NAME", "--config"):
+    for words in (
+        "units in the hidden layer",
+        "samples in one batch",
+        "--plugin NAME_OR_FILE",
+        "--block NAME",
+        "--config",
+    ):
         assert words in done.out
     assert "_options" not in done.out
     assert "the module is made" not in done.out
@@ -196,5 +246,9 @@ def test_every_argument_of_the_trainer_has_an_option(command):
         "accelerator_options": "--accelerator ",
         "strategy_options": "--strategy ",
     }
-    for name in set(inspect.signature(Trainer).parameters) - {"unknown", "plugin_options", "assume"}:
+    for name in set(inspect.signature(Trainer).parameters) - {
+        "unknown",
+        "plugin_options",
+        "assume",
+    }:
         assert spelt_otherwise.get(name, f"--{name} ") in shown

@@ -8,7 +8,18 @@ import torch
 import geartrain as gt
 from geartrain_cli.target import find_target
 
-SEEDED = ["--max-epochs", "2", "--seed", "3", "--enable-progress-bar", "false", "--model.hidden", "6", "--data.batch-size", "8"]
+SEEDED = [
+    "--max-epochs",
+    "2",
+    "--seed",
+    "3",
+    "--enable-progress-bar",
+    "false",
+    "--model.hidden",
+    "6",
+    "--data.batch-size",
+    "8",
+]
 
 
 def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
@@ -16,14 +27,31 @@ def test_a_script_trains_and_tests_as_the_command_does(python, command, folder):
     assert command(" ".join(["fit net.py --output by_command", *SEEDED])).code == 0
     script = python("net.py", *SEEDED, "--output", "by_script")
     assert script.returncode == 0, script.stderr
-    a, b = (torch.load(folder / run / "last.ckpt", weights_only=True)["model"] for run in ("by_command", "by_script"))
+    a, b = (
+        torch.load(folder / run / "last.ckpt", weights_only=True)["model"]
+        for run in ("by_command", "by_script")
+    )
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    tested = python("net.py", "test", "--checkpoint", "by_command/last.ckpt", "--model.hidden", "6", "--output", "tested")
+    tested = python(
+        "net.py",
+        "test",
+        "--checkpoint",
+        "by_command/last.ckpt",
+        "--model.hidden",
+        "6",
+        "--output",
+        "tested",
+    )
     assert tested.returncode == 0, tested.stderr
-    of = {run: json.loads((folder / run / "summary.json").read_text()) for run in ("by_command", "tested")}
+    of = {
+        run: json.loads((folder / run / "summary.json").read_text())
+        for run in ("by_command", "tested")
+    }
     assert of["tested"]["command"] == "test"
-    assert of["tested"]["metrics"]["val_loss"] == pytest.approx(of["by_command"]["metrics"]["val_loss"], rel=1e-6)
+    assert of["tested"]["metrics"]["val_loss"] == pytest.approx(
+        of["by_command"]["metrics"]["val_loss"], rel=1e-6
+    )
 
 
 def test_a_script_exits_as_the_command_does(python):

@@ -64,17 +64,25 @@ def test_one_plugin_needs_no_list(fit, write):
 
 def test_blocked_names(refused, write):
     write("conf.yaml", "block: [bell]\n")
-    assert "geartrain-chip[bell] is blocked" in refused("fit net.py --config conf.yaml --plugin bell")
+    assert "geartrain-chip[bell] is blocked" in refused(
+        "fit net.py --config conf.yaml --plugin bell"
+    )
 
 
 # --- precedence ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["--config conf.yaml --max-epochs 2", "--max-epochs=2 --config=conf.yaml"])
+@pytest.mark.parametrize(
+    "words", ["--config conf.yaml --max-epochs 2", "--max-epochs=2 --config=conf.yaml"]
+)
 def test_the_command_line_wins_wherever_it_stands(plan, write, words):
     write("conf.yaml", "max_epochs: 7\nseed: 3\ndata: {batch_size: 8, samples: 32}\n")
     facts = plan(f"{words} --data.batch-size 2")
-    assert (facts["options"]["max_epochs"], facts["options"]["seed"], facts["batch_size"]["per_device"]) == (2, 3, 2)
+    assert (
+        facts["options"]["max_epochs"],
+        facts["options"]["seed"],
+        facts["batch_size"]["per_device"],
+    ) == (2, 3, 2)
 
 
 def test_strategy_options_of_the_command_line_win(fit, write):
@@ -90,8 +98,12 @@ def test_strategy_of_the_command_line_wins(plan, write):
 
 def test_plugins_of_both_come_together_those_of_the_file_first(plan, fit, write):
     write("conf.yaml", "plugins: [bell]\nbell: {times: 2}\n")
-    assert [choice["name"] for choice in plan("--config conf.yaml --plugin my_hooks.py")["plugins"]] == ["bell", "my_hooks", "progress"]
-    printed = fit("--config conf.yaml --plugin my_hooks.py --my_hooks.every 4 --bell.sound dong").splitlines()
+    assert [
+        choice["name"] for choice in plan("--config conf.yaml --plugin my_hooks.py")["plugins"]
+    ] == ["bell", "my_hooks", "progress"]
+    printed = fit(
+        "--config conf.yaml --plugin my_hooks.py --my_hooks.every 4 --bell.sound dong"
+    ).splitlines()
     assert "dongdong" in printed
     assert "step 4" in printed
 
@@ -100,7 +112,11 @@ def test_a_later_file_wins_and_keeps_the_rest(plan, write):
     write("one.yaml", "max_epochs: 7\nseed: 3\ndata: {batch_size: 8, samples: 32}\n")
     write("two.yaml", "max_epochs: 2\ndata: {batch_size: 2}\n")
     facts = plan("--config one.yaml --config two.yaml")
-    assert (facts["options"]["max_epochs"], facts["options"]["seed"], facts["batch_size"]["per_device"]) == (2, 3, 2)
+    assert (
+        facts["options"]["max_epochs"],
+        facts["options"]["seed"],
+        facts["batch_size"]["per_device"],
+    ) == (2, 3, 2)
 
 
 # --- --print-config ------------------------------------------------------------------------------------------------------
@@ -132,10 +148,16 @@ def test_what_print_config_prints_means_the_same_when_read(command, fit, write):
     assert [line for line in lines if line.startswith("step")] == ["step 3"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("fit", "explain"), ("explain", "fit"), ("fit", "test"), ("explain", "explain")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("fit", "explain"), ("explain", "fit"), ("fit", "test"), ("explain", "explain")],
+)
 def test_what_one_command_prints_another_reads(command, write, one, other):
     """Look first with explain, then run: one file for both."""
-    write("conf.yaml", command(f"{one} net.py --max-epochs 2 --enable-progress-bar false --print-config").out)
+    write(
+        "conf.yaml",
+        command(f"{one} net.py --max-epochs 2 --enable-progress-bar false --print-config").out,
+    )
     done = command(f"{other} net.py --config conf.yaml")
     assert (done.code, done.err) == (0, "")
 
@@ -167,14 +189,21 @@ def test_a_file_that_is_not_there(refused):
     assert "nope.yaml" in refused("fit net.py --config nope.yaml")
 
 
-BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
+BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"b{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("text", [BOMB, "data: &all\n  batch_size: *all\n"], ids=["billion", "endless"])
+@pytest.mark.parametrize(
+    "text", [BOMB, "data: &all\n  batch_size: *all\n"], ids=["billion", "endless"]
+)
 def test_aliases_that_stand_for_too_much_are_refused_at_once(refused, write, text):
     write("conf.yaml", text)
-    assert "--config conf.yaml: its aliases stand for more values than anything could use" in refused("fit net.py --config conf.yaml")
+    assert (
+        "--config conf.yaml: its aliases stand for more values than anything could use"
+        in refused("fit net.py --config conf.yaml")
+    )
 
 
 def test_aliases_that_stand_for_little_are_read(plan, write):

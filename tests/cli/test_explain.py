@@ -29,7 +29,11 @@ class OwnClipping:
 
 def row(table, name):
     """The cells of a table's row, found by its first cell."""
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in table.splitlines()
+        if line.startswith("│")
+    ]
     return next(cells[1:] for cells in rows if cells[0] == name)
 
 
@@ -62,13 +66,19 @@ def test_explain_refuses_what_fit_would_refuse(refused):
 
 def test_plan_says_what_was_chosen_whose_it_is_and_why(plan):
     facts = plan()
-    for kind, name, reason in (("accelerator", "cpu", "auto"), ("strategy", "single", "auto"), ("precision", "32-true", "default")):
+    for kind, name, reason in (
+        ("accelerator", "cpu", "auto"),
+        ("strategy", "single", "auto"),
+        ("precision", "32-true", "default"),
+    ):
         assert facts[kind]["name"] == name
         assert facts[kind]["distribution"] == "geartrain"
         assert facts[kind]["version"]
         assert reason in facts[kind]["reason"]
     assert (facts["devices"], facts["processes"], facts["nodes"]) == ([0], 1, 1)
-    assert [(plugin["name"], plugin["distribution"]) for plugin in facts["plugins"]] == [("progress", "geartrain-callbacks")]
+    assert [(plugin["name"], plugin["distribution"]) for plugin in facts["plugins"]] == [
+        ("progress", "geartrain-callbacks")
+    ]
     assert plan("--enable-progress-bar false")["plugins"] == []
 
 
@@ -104,7 +114,10 @@ def test_batch_sizes(plan, words, sizes):
 
 def test_batch_size_is_unknown_where_the_data_does_not_say_it(command, write):
     write("mine.py", "from net import Net\nclass Mine(Net): ...\n")
-    assert command("explain mine.py --json").facts["batch_size"] == {"per_device": None, "global": None}
+    assert command("explain mine.py --json").facts["batch_size"] == {
+        "per_device": None,
+        "global": None,
+    }
     assert "known when the loaders are made" in command("explain mine.py").out
 
 
@@ -112,7 +125,9 @@ def test_batch_size_is_unknown_where_the_data_does_not_say_it(command, write):
 def test_hardware_that_is_not_here_can_be_assumed(plan, refused):
     facts = plan("--accelerator chip --assume chip=8 --devices 8 --strategy scaled")
     assert facts["devices"] == list(range(8))
-    assert "only [0, 1, 2, 3]" in refused("explain net.py --accelerator chip --devices 8 --strategy scaled")
+    assert "only [0, 1, 2, 3]" in refused(
+        "explain net.py --accelerator chip --devices 8 --strategy scaled"
+    )
     assert "ACCELERATOR=COUNT" in refused("explain net.py --assume chip")
     assert "geartrain explain" in refused("fit net.py --assume chip=8")
 
@@ -124,11 +139,17 @@ def test_hardware_that_is_not_here_can_be_assumed(plan, refused):
 def test_hooks_name_everyone_in_call_order(plan, write):
     write("timed.py", WRAPPERS)
     write("timed_too.py", WRAPPERS)
-    hooks = plan("--accelerator chip --devices 1 --strategy scaled --plugin bell --plugin timed.py --plugin timed_too.py")["hooks"]
+    hooks = plan(
+        "--accelerator chip --devices 1 --strategy scaled --plugin bell --plugin timed.py --plugin timed_too.py"
+    )["hooks"]
     assert hooks["step"] == ["timed_too", "timed", "defaults"]
     assert hooks["on_step_end"] == ["timed_too", "timed", "progress"]
     assert hooks["on_run_start"] == ["bell", "progress"]
-    assert (hooks["barrier"], hooks["teardown_device"], hooks["forward"]) == (["scaled"], ["chip"], ["defaults"])
+    assert (hooks["barrier"], hooks["teardown_device"], hooks["forward"]) == (
+        ["scaled"],
+        ["chip"],
+        ["defaults"],
+    )
     assert hooks["device_stats"] == []
 
 
@@ -152,7 +173,9 @@ def test_options_that_are_plugins_of_core_show_as_such(plan):
 def test_table_tells_owner_wrappers_and_who_is_not_asked(command, write):
     write("timed.py", WRAPPERS)
     write("own.py", OWN_CLIPPING)
-    done = command("explain net.py --strategy scaled --plugin timed.py --plugin own.py --gradient-clip-val 1 --data.batch-size 8")
+    done = command(
+        "explain net.py --strategy scaled --plugin timed.py --plugin own.py --gradient-clip-val 1 --data.batch-size 8"
+    )
     assert (done.code, done.err) == (0, "")
     assert row(done.out, "strategy") == ["scaled (geartrain-chip 1.0)", "--strategy scaled"]
     assert row(done.out, "batch size")[0] == "global 8"

@@ -30,10 +30,22 @@ def same(a, b):
 def test_fit_trains_and_leaves_its_folder(command, folder, left):
     done = command("fit net.py --max-epochs 3 --seed 1 --output out --log-every-n-steps 4")
     assert done.code == 0
-    assert {path.name for path in (folder / "out").iterdir()} == {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt"}
+    assert {path.name for path in (folder / "out").iterdir()} == {
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "last.ckpt",
+    }
     summary = left("out", "summary.json")
-    assert (summary["status"], summary["command"], summary["steps"], summary["epochs"]) == ("done", "fit", 12, 3)
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert (summary["status"], summary["command"], summary["steps"], summary["epochs"]) == (
+        "done",
+        "fit",
+        12,
+        3,
+    )
+    lines = [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["val_loss"] for line in lines if "val_loss" in line]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -54,7 +66,10 @@ def test_the_file_s_data_module_is_used(fit, left):
 
 
 def test_a_module_may_bring_its_own_data(fit, write, left):
-    write("alone.py", "from net import Data, Net\nclass Alone(Net):\n    def train_dataloader(self): return Data(8).train_dataloader()\n")
+    write(
+        "alone.py",
+        "from net import Data, Net\nclass Alone(Net):\n    def train_dataloader(self): return Data(8).train_dataloader()\n",
+    )
     fit("--output out", target="alone.py")
     assert left("out", "summary.json")["steps"] == 2
 
@@ -79,7 +94,11 @@ def test_predict_passes_over_every_batch(command, fit, left):
     fit("--output out")
     done = command("predict net.py --checkpoint out/last.ckpt --data.samples 10 --output predicted")
     assert done.code == 0
-    assert [line for line in done.out.splitlines() if "predicted" in line] == ["predicted [4, 1]", "predicted [4, 1]", "predicted [2, 1]"]
+    assert [line for line in done.out.splitlines() if "predicted" in line] == [
+        "predicted [4, 1]",
+        "predicted [4, 1]",
+        "predicted [2, 1]",
+    ]
     assert left("predicted", "summary.json")["command"] == "predict"
 
 
@@ -142,7 +161,9 @@ def test_resume_goes_on_with_the_folder(command, fit, weights, folder):
     first = (folder / "out" / "metrics.jsonl").read_text()
     fit("--seed 1 --max-epochs 2 --output out --resume")
     assert same(weights("out"), weights("whole"))
-    assert (folder / "out" / "metrics.jsonl").read_text() == (folder / "whole" / "metrics.jsonl").read_text()
+    assert (folder / "out" / "metrics.jsonl").read_text() == (
+        folder / "whole" / "metrics.jsonl"
+    ).read_text()
     assert (folder / "out" / "metrics.jsonl").read_text().startswith(first)
     done = command("fit net.py --seed 1 --max-epochs 2 --output out --resume auto")
     assert done.code == 2
@@ -150,12 +171,16 @@ def test_resume_goes_on_with_the_folder(command, fit, weights, folder):
 
 
 def test_resume_from_a_file_and_where_there_is_none(fit, refused, weights):
-    assert "has saved no last checkpoint" in refused("fit net.py --max-epochs 1 --output out --resume")
+    assert "has saved no last checkpoint" in refused(
+        "fit net.py --max-epochs 1 --output out --resume"
+    )
     fit("--seed 1 --max-epochs 1 --resume auto --output out")  # an option after it is not its value
     fit("--seed 1 --max-epochs 2 --output whole")
     fit("--seed 1 --max-epochs 2 --output other --resume out/last.ckpt")
     assert same(weights("other"), weights("whole"))
-    assert "Fix: give one of them" in refused("fit net.py --max-epochs 2 --resume out/last.ckpt --checkpoint out/last.ckpt")
+    assert "Fix: give one of them" in refused(
+        "fit net.py --max-epochs 2 --resume out/last.ckpt --checkpoint out/last.ckpt"
+    )
     assert "there is no option --resume" in refused("test net.py --resume out/last.ckpt")
 
 
@@ -191,11 +216,17 @@ def test_it_exits_with_1_and_the_user_s_traceback(python, write, left):
     assert 'mine.py", line 3, in training_step' in done.stderr
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
     summary = left("out", "summary.json")
-    assert (summary["status"], summary["error"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert (summary["status"], summary["error"]) == (
+        "failed",
+        "ZeroDivisionError: division by zero",
+    )
 
 
 def test_an_error_of_a_plugin_names_the_plugin(command, write):
-    write("angry.py", "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n    raise ValueError('enough')\n")
+    write(
+        "angry.py",
+        "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run):\n    raise ValueError('enough')\n",
+    )
     with pytest.raises(ValueError, match="enough") as raised:
         command(f"fit net.py {FAST} --plugin angry.py")
     assert "raised in hook 'on_step_end' of angry" in raised.value.__notes__
@@ -206,14 +237,32 @@ def test_an_error_of_a_plugin_names_the_plugin(command, write):
     [
         ("", "    def train_dataloader(self): return []\n", ["loader to train is empty"]),
         ("", "    def train_dataloader(self): return iter(())\n", ["no batch"]),
-        ("    def training_step(self, batch, batch_idx): return super().training_step(batch, batch_idx).detach()\n", "", ["needs no grad"]),
-        ("    def training_step(self, batch, batch_idx): return 'low'\n", "", ["training_step returned str"]),
-        ("    def training_step(self, batch, batch_idx): return self.layers(batch[0])\n", "", ["one number", "[4, 1]"]),
-        ("    def training_step(self, batch, batch_idx): self.log('x', batch[0])\n", "", ["self.log('x')", "one number"]),
+        (
+            "    def training_step(self, batch, batch_idx): return super().training_step(batch, batch_idx).detach()\n",
+            "",
+            ["needs no grad"],
+        ),
+        (
+            "    def training_step(self, batch, batch_idx): return 'low'\n",
+            "",
+            ["training_step returned str"],
+        ),
+        (
+            "    def training_step(self, batch, batch_idx): return self.layers(batch[0])\n",
+            "",
+            ["one number", "[4, 1]"],
+        ),
+        (
+            "    def training_step(self, batch, batch_idx): self.log('x', batch[0])\n",
+            "",
+            ["self.log('x')", "one number"],
+        ),
     ],
     ids=["empty loader", "empty iterator", "no grad", "no loss", "no scalar", "log of a batch"],
 )
-def test_what_geartrain_can_explain_is_one_message_and_exits_with_1(command, write, module, data, words):
+def test_what_geartrain_can_explain_is_one_message_and_exits_with_1(
+    command, write, module, data, words
+):
     write("mine.py", MINE.format(module, data))
     done = command("fit mine.py --max-epochs 1 --num-sanity-val-steps 0")
     assert done.code == 1
@@ -224,7 +273,11 @@ def test_what_geartrain_can_explain_is_one_message_and_exits_with_1(command, wri
 
 def test_no_data_at_all(command, write):
     write("mine.py", "from net import Net\nclass Mine(Net): ...\n")
-    for verb, method in (("fit", "train_dataloader"), ("test", "test_dataloader"), ("predict", "predict_dataloader")):
+    for verb, method in (
+        ("fit", "train_dataloader"),
+        ("test", "test_dataloader"),
+        ("predict", "predict_dataloader"),
+    ):
         done = command(f"{verb} mine.py --output {verb}")
         assert done.code == 1
         assert method in done.err
@@ -249,7 +302,10 @@ def test_here_a_checkpoint_is_a_file(command, verb, which):
 def test_the_best_checkpoint_by_the_command_line(command, folder):
     options = {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}"}
     chosen = " ".join(f"--model_checkpoint.{name} {value}" for name, value in options.items())
-    assert command(f"fit net.py --max-epochs 3 --output out --plugin model_checkpoint {chosen}").code == 0
+    assert (
+        command(f"fit net.py --max-epochs 3 --output out --plugin model_checkpoint {chosen}").code
+        == 0
+    )
     files = sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
     assert files == ["epoch=1.ckpt", "epoch=2.ckpt"]
     assert command(f"test net.py --checkpoint out/checkpoints/{files[1]}").code == 0
@@ -266,7 +322,10 @@ def test_a_checkpoint_of_another_model(command, fit):
 
 
 def test_an_interrupt_is_no_traceback(command, write, left):
-    write("mine.py", MINE.format("    def training_step(self, batch, batch_idx): raise KeyboardInterrupt\n", ""))
+    write(
+        "mine.py",
+        MINE.format("    def training_step(self, batch, batch_idx): raise KeyboardInterrupt\n", ""),
+    )
     done = command("fit mine.py --max-epochs 1 --output out")
     assert done.code == 1
     assert done.err.rstrip().endswith("interrupted")

@@ -23,7 +23,10 @@ def test_a_file_or_a_module_of_the_working_directory(target):
 
 
 def test_a_file_elsewhere(folder, write):
-    write("deep/down/other.py", "import geartrain as gt\nclass Other(gt.Module): ...\nclass OtherData(gt.DataModule): ...\n")
+    write(
+        "deep/down/other.py",
+        "import geartrain as gt\nclass Other(gt.Module): ...\nclass OtherData(gt.DataModule): ...\n",
+    )
     assert names(str(folder / "deep" / "down" / "other.py:Other")) == ("Other", "OtherData")
 
 
@@ -36,7 +39,10 @@ def test_a_module_of_a_package(folder, write, target):
 
 def test_a_file_imports_what_lies_beside_it(write):
     write("deep/sizes.py", "WIDTH = 5\n")
-    write("deep/wide.py", "import geartrain as gt\nfrom sizes import WIDTH\nclass Wide(gt.Module):\n    width = WIDTH\n")
+    write(
+        "deep/wide.py",
+        "import geartrain as gt\nfrom sizes import WIDTH\nclass Wide(gt.Module):\n    width = WIDTH\n",
+    )
     assert find_target("deep/wide.py")[0].width == 5
 
 
@@ -116,7 +122,10 @@ def test_several_modules_in_it(refused, write):
 
 
 def test_several_data_modules_in_it(refused, write):
-    write("both.py", "from net import Data, Net\nclass Mine(Net): ...\nclass A(Data): ...\nclass B(Data): ...\n")
+    write(
+        "both.py",
+        "from net import Data, Net\nclass Mine(Net): ...\nclass A(Data): ...\nclass B(Data): ...\n",
+    )
     assert "several DataModules (A, B)" in refused("fit both.py")
 
 
@@ -149,7 +158,10 @@ def test_an_error_inside_an_import_shows_the_users_lines_and_the_cause(refused, 
     write("helper.py", HELPER)
     write("bad.py", "import helper\nhelper.load()\n")
     error = refused(f"fit {target}")
-    assert "RuntimeError: no data, because of ModuleNotFoundError: No module named 'no_such_module'" in error
+    assert (
+        "RuntimeError: no data, because of ModuleNotFoundError: No module named 'no_such_module'"
+        in error
+    )
     assert '  helper.py:5: raise RuntimeError("no data") from error\n' in error
     assert "  helper.py:3: import no_such_module\n" in error
     assert "importlib" not in error
@@ -191,12 +203,20 @@ class Bare(gt.Module):
     ("body", "verb", "words"),
     [
         ("...", "fit", ["Bare", "training_step"]),
-        ("def train_step(self, batch, batch_idx): ...", "fit", ["Bare", "train_step", "Did you mean 'training_step'"]),
+        (
+            "def train_step(self, batch, batch_idx): ...",
+            "fit",
+            ["Bare", "train_step", "Did you mean 'training_step'"],
+        ),
         ("def training_step(self, batch): ...", "fit", ["Bare", "configure_optimizers"]),
         ("...", "validate", ["Bare", "validation_step"]),
         ("...", "test", ["Bare", "test_step"]),
         ("...", "predict", ["Bare", "predict_step"]),
-        ("def backward(self, loss): ...\n    training_step = configure_optimizers = print", "fit", ["Bare.backward", "never be called"]),
+        (
+            "def backward(self, loss): ...\n    training_step = configure_optimizers = print",
+            "fit",
+            ["Bare.backward", "never be called"],
+        ),
     ],
 )
 def test_a_module_without_what_the_command_needs(refused, write, body, verb, words):

@@ -25,7 +25,10 @@ OPTIONS = [
     ("--max-epoch 3", ["--max_epoch.", "'max_epochs'"]),
     ("--gpus 2", ["--gpus", "devices"]),
     ("--num-processes 2", ["--num_processes", "devices"]),
-    ("--trainer.max_epochs 3", ["--trainer.max_epochs", "no prefix", "Write: --max_epochs; in a config file"]),
+    (
+        "--trainer.max_epochs 3",
+        ["--trainer.max_epochs", "no prefix", "Write: --max_epochs; in a config file"],
+    ),
     ("--trainer.default_root_dir runs", ["no prefix", "Write: output=DIR"]),
     ("--trainer.callbacks+ x", ["no prefix", "--plugin NAME_OR_FILE"]),
     ("--ckpt-path last.ckpt", ["--ckpt_path", "Write: --checkpoint FILE", "--resume FILE"]),
@@ -141,7 +144,10 @@ def test_traceback_shows_the_rest(command):
 
 
 def test_the_fix_is_a_line_of_its_own(refused):
-    assert refused("fit net.py --strategy ddp") == "geartrain fit: strategy 'ddp' is not installed.\nFix: pip install geartrain-ddp\n"
+    assert (
+        refused("fit net.py --strategy ddp")
+        == "geartrain fit: strategy 'ddp' is not installed.\nFix: pip install geartrain-ddp\n"
+    )
 
 
 def test_control_characters_of_an_argument_do_not_reach_the_terminal(refused):

@@ -115,7 +115,9 @@ def sample(number, graph):
 def collate_graphs(items):
     sizes = torch.tensor([len(x) for x, _ in items])
     graph = torch.arange(len(items)).repeat_interleave(sizes)
-    return Graphs(torch.cat([x for x, _ in items]), torch.stack([y for _, y in items]), graph, len(items))
+    return Graphs(
+        torch.cat([x for x, _ in items]), torch.stack([y for _, y in items]), graph, len(items)
+    )
 
 
 # --- the module ----------------------------------------------------------------------------------------------------------
@@ -138,7 +140,9 @@ class Model(gt.Module):
         workers = 0 if self.reference else int(self.case.workers[0])
         persistent = bool(workers) and self.case.workers.endswith("persistent")
         collate = collate_graphs if self.case.data == "graphs" else None
-        return DataLoader(data, batch, num_workers=workers, persistent_workers=persistent, collate_fn=collate)
+        return DataLoader(
+            data, batch, num_workers=workers, persistent_workers=persistent, collate_fn=collate
+        )
 
     def train_dataloader(self):
         world = 1 if self.reference else self.case.world
@@ -146,7 +150,9 @@ class Model(gt.Module):
             return self._loader(Stream(self.trainer.global_rank, world), GLOBAL_BATCH // world)
         numbers = list(range(SAMPLES - (self.case.data == "uneven")))
         if self.reference:
-            numbers += numbers[: -len(numbers) % self.case.world]  # ranks have equally many samples: the first ones come again
+            numbers += numbers[
+                : -len(numbers) % self.case.world
+            ]  # ranks have equally many samples: the first ones come again
         return self._loader(Samples(numbers, self.case.data == "graphs"), GLOBAL_BATCH // world)
 
     def val_dataloader(self):
@@ -160,10 +166,18 @@ class Model(gt.Module):
             return (self.net(x) - y).square().squeeze(1)
         nodes = self.net(batch.x.to(self.net[0].weight.dtype))
         graphs = torch.zeros(batch.num_graphs, 1, dtype=nodes.dtype)
-        return (graphs.index_reduce(0, batch.graph, nodes, "mean", include_self=False) - batch.y).square().squeeze(1)
+        return (
+            (graphs.index_reduce(0, batch.graph, nodes, "mean", include_self=False) - batch.y)
+            .square()
+            .squeeze(1)
+        )
 
     def training_step(self, batch, batch_idx):
-        if self.event and (self.trainer.current_epoch, batch_idx) == (EPOCH, BATCH) and self.is_last_rank():
+        if (
+            self.event
+            and (self.trainer.current_epoch, batch_idx) == (EPOCH, BATCH)
+            and self.is_last_rank()
+        ):
             if self.event == "stopped":
                 self.trainer.should_stop = True
             if self.event == "error":
@@ -197,8 +211,12 @@ def train(case, folder, part, reference=False):
         part: 1: until the event of the case, or the end; 2: from the last checkpoint to the end.
     """
     callbacks = {
-        "checkpoint": ModelCheckpoint(monitor="val_loss", save_top_k=2, dirpath=folder / "checkpoints"),
-        "stopping": EarlyStopping(monitor="val_loss", mode="max", patience=1),  # it falls: the second epoch is the last one
+        "checkpoint": ModelCheckpoint(
+            monitor="val_loss", save_top_k=2, dirpath=folder / "checkpoints"
+        ),
+        "stopping": EarlyStopping(
+            monitor="val_loss", mode="max", patience=1
+        ),  # it falls: the second epoch is the last one
         "ema": EMA(decay=0.8),
     }
     chosen = {name: one for name, one in callbacks.items() if case.callbacks in (name, "all")}
@@ -207,7 +225,9 @@ def train(case, folder, part, reference=False):
         accelerator="cpu",
         strategy="single" if reference else own,
         # As Horovod's users do, it multiplies rates by the number of ranks.
-        strategy_options={"scale_lr": False} if case.strategy == "horovod" and not reference else None,
+        strategy_options={"scale_lr": False}
+        if case.strategy == "horovod" and not reference
+        else None,
         devices=1 if reference or case.strategy == "single" else 2,
         precision=case.precision,
         accumulate_grad_batches=case.accumulate,
@@ -219,25 +239,42 @@ def train(case, folder, part, reference=False):
         num_sanity_val_steps=0,
         enable_progress_bar=False,
     )
-    happens = case.ending == "stopped" if reference else part == 1 and case.ending in ("stopped", "error", "killed")
+    happens = (
+        case.ending == "stopped"
+        if reference
+        else part == 1 and case.ending in ("stopped", "error", "killed")
+    )
     model = Model(case, case.ending if happens else "", reference)
     trainer.fit(model, ckpt_path="last" if part == 2 else None)
     metrics = dict(trainer.callback_metrics)
     if "checkpoint" in chosen:
         metrics["best score"] = chosen["checkpoint"].best_model_score
-    counters = [trainer.global_step, trainer.current_epoch, chosen["stopping"].stopped_epoch if "stopping" in chosen else None]
-    return {"rank": trainer.global_rank, "weights": model.state_dict(), "metrics": metrics, "counters": counters}
+    counters = [
+        trainer.global_step,
+        trainer.current_epoch,
+        chosen["stopping"].stopped_epoch if "stopping" in chosen else None,
+    ]
+    return {
+        "rank": trainer.global_rank,
+        "weights": model.state_dict(),
+        "metrics": metrics,
+        "counters": counters,
+    }
 
 
 def differences(case, found, expected):
     """Return in words what a rank has otherwise than one process."""
     tolerance = TOLERANCE[case.precision]
     close = partial(torch.allclose, rtol=tolerance, atol=tolerance)
-    wrong = [name for name, one in expected["weights"].items() if not close(found["weights"][name], one)]
+    wrong = [
+        name for name, one in expected["weights"].items() if not close(found["weights"][name], one)
+    ]
     if found["counters"] != expected["counters"]:
         wrong.append(f"counters: {found['counters']}, in one process {expected['counters']}")
     for name in expected["metrics"].keys() | found["metrics"].keys():
-        numbers = [torch.tensor(float(has["metrics"].get(name, "nan"))) for has in (found, expected)]
+        numbers = [
+            torch.tensor(float(has["metrics"].get(name, "nan"))) for has in (found, expected)
+        ]
         if not close(*numbers):
             wrong.append(f"{name}: {numbers[0]}, in one process {numbers[1]}")
     return wrong
@@ -247,4 +284,8 @@ def unexpected_files(folder):
     """Return the files of a run's folder that are not for the user."""
     known = {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "checkpoints", "logs"}
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return sorted(str(path) for path in found if path.parts[0] not in known or path.suffix not in (".json", ".jsonl", ".ckpt", ".log"))
+    return sorted(
+        str(path)
+        for path in found
+        if path.parts[0] not in known or path.suffix not in (".json", ".jsonl", ".ckpt", ".log")
+    )

@@ -17,7 +17,9 @@ def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
     return map(frozenset, combinations(row.items(), 2))
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], never: Collection[Pair] = ()) -> list[dict[str, Any]]:
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], never: Collection[Pair] = ()
+) -> list[dict[str, Any]]:
     """Return combinations that together have every pair of values, the same ones in every run.
 
     Args:
@@ -27,14 +29,23 @@ def pairwise(factors: Mapping[str, Sequence[Any]], never: Collection[Pair] = ())
     Source: one row at a time, greedily, as in Cohen et al., "The AETG system", 1997.
     """
     draws = random.Random(0)
-    every = (Pair([(a, x), (b, y)]) for a, b in combinations(factors, 2) for x, y in product(factors[a], factors[b]))
-    left = dict.fromkeys(pair for pair in every if pair not in never)  # in order: a set of strings has another one in each process
+    every = (
+        Pair([(a, x), (b, y)])
+        for a, b in combinations(factors, 2)
+        for x, y in product(factors[a], factors[b])
+    )
+    left = dict.fromkeys(
+        pair for pair in every if pair not in never
+    )  # in order: a set of strings has another one in each process
     rows = []
     while left:
         fixed = dict(next(iter(left)))
         tries = []
         while len(tries) < TRIES:
-            row = {name: fixed[name] if name in fixed else draws.choice(values) for name, values in factors.items()}
+            row = {
+                name: fixed[name] if name in fixed else draws.choice(values)
+                for name, values in factors.items()
+            }
             if not any(pair in never for pair in pairs_of(row)):
                 tries.append(row)
         rows.append(max(tries, key=lambda row: sum(pair in left for pair in pairs_of(row))))

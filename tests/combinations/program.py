@@ -19,5 +19,7 @@ def main(part, *cases):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # ranks of ddp_spawn import the classes of a case by this name
+    sys.path.insert(
+        0, str(Path(__file__).parents[1])
+    )  # ranks of ddp_spawn import the classes of a case by this name
     main(*sys.argv[1:])

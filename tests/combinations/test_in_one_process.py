@@ -8,7 +8,11 @@ import pytest
 from .case import FACTORS, INTERRUPTED, Case, OwnError, differences, train, unexpected_files
 from .pairwise import pairs_of, pairwise
 
-IN_PROCESS = {"strategy": ["single", "threads"], **FACTORS, "ending": ["done", "stopped", "error", "resumed"]}
+IN_PROCESS = {
+    "strategy": ["single", "threads"],
+    **FACTORS,
+    "ending": ["done", "stopped", "error", "resumed"],
+}
 CASES = [Case(**row) for row in pairwise(IN_PROCESS)]
 
 

@@ -19,7 +19,9 @@ from .pairwise import Pair, pairwise
 
 STRATEGIES = ["ddp", "ddp_spawn", "dp", "bagua", "horovod"]
 #: dp splits a batch's tensors, and cannot know which graph a node belongs to. Autocast does not reach its threads.
-NEVER = [Pair([("strategy", "dp"), other]) for other in (("data", "graphs"), ("precision", "bf16-mixed"))]
+NEVER = [
+    Pair([("strategy", "dp"), other]) for other in (("data", "graphs"), ("precision", "bf16-mixed"))
+]
 CASES = [Case(**row) for row in pairwise({"strategy": STRATEGIES, **FACTORS}, NEVER)]
 FAILS = ("error", "killed")
 #: Seconds until a program has ended that trains one case; a killed rank's peers are given some seconds.
@@ -36,7 +38,9 @@ def program(folder, name, part, cases):
     """Run a program; what went wrong with it, in words, and what it printed."""
     fails = cases[0].ending in FAILS and part == 1
     words = [json.dumps(asdict(case)) for case in cases]
-    with launched(str(Path(__file__).with_name("program.py")), str(part), *words, folder=folder, name=name) as run:
+    with launched(
+        str(Path(__file__).with_name("program.py")), str(part), *words, folder=folder, name=name
+    ) as run:
         code = run.wait(ONE_CASE + 5 * len(cases))
         printed = run.out + run.err
         wrong = [f"{name} left {left}" for left in run.left_behind()]
@@ -52,7 +56,9 @@ def program(folder, name, part, cases):
 @pytest.fixture(scope="module")
 def ended(request, tmp_path_factory):
     """Strategy -> the folder of its selected cases, and what went wrong with each."""
-    selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    selected = [
+        item.callspec.params["case"] for item in request.session.items if item.path == request.path
+    ]
 
     @cache
     def run(strategy):
@@ -62,7 +68,11 @@ def ended(request, tmp_path_factory):
             (folder / case.id).mkdir()
         wrong = {case: [] for case in cases}
         groups = [("well", 1, [case for case in cases if case.ending not in FAILS])]
-        groups += [(f"failing-{number}", 1, [case]) for number, case in enumerate(cases) if case.ending in FAILS]
+        groups += [
+            (f"failing-{number}", 1, [case])
+            for number, case in enumerate(cases)
+            if case.ending in FAILS
+        ]
         groups += [("resumed", 2, [case for case in cases if case.ending in INTERRUPTED])]
         for name, part, group in groups:
             found = program(folder, name, part, group) if group else []
@@ -74,12 +84,19 @@ def ended(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.horovod] * (case.strategy == "horovod"), id=case.id) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.horovod] * (case.strategy == "horovod"), id=case.id)
+        for case in CASES
+    ],
 )
 def test_a_run_has_the_result_of_one_process_and_leaves_nothing(ended, case, tmp_path):
     folder, wrong = ended(case.strategy)
     assert not wrong[case], "\n".join(wrong[case])
-    kept = [torch.load(path, weights_only=False) for path in sorted((folder / case.id).glob("rank-*.pt"))]
+    kept = [
+        torch.load(path, weights_only=False)
+        for path in sorted((folder / case.id).glob("rank-*.pt"))
+    ]
     assert len(kept) == (1 if case.strategy == "ddp_spawn" else case.world)
     expected = train(case, tmp_path, 1, reference=True)
     for found in kept:

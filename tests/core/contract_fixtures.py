@@ -24,7 +24,9 @@ ALONE = SimpleNamespace(world=SimpleNamespace(size=1))
 def part(plugin, kind="plugin", name=None, distribution=None):
     """A part as the registry makes it; its label is ``name``, or ``distribution[name]``."""
     name = name or getattr(plugin, "__name__", type(plugin).__name__)
-    return LoadedPlugin(PluginInfo(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin)
+    return LoadedPlugin(
+        PluginInfo(name, kind, distribution, "1.0" if distribution else None, "in a test"), plugin
+    )
 
 
 def defaults():
@@ -116,16 +118,23 @@ class Dists:
         Returns:
             The module's name.
         """
-        module = "fake_" + distribution.replace("-", "_")  # never the name of a real plugin, which may be loaded
+        module = "fake_" + distribution.replace(
+            "-", "_"
+        )  # never the name of a real plugin, which may be loaded
         home = self._folder / distribution
         info = home / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
+        )
         lines = []
         for group in GROUPS:
             entries = groups.get(group, {})
-            lines += [f"[geartrain.{group}]", *(f"{name} = {_value(module, value)}" for name, value in entries.items())]
+            lines += [
+                f"[geartrain.{group}]",
+                *(f"{name} = {_value(module, value)}" for name, value in entries.items()),
+            ]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (home / f"{module}.py").write_text(source)
         self._monkeypatch.syspath_prepend(home)
@@ -134,11 +143,19 @@ class Dists:
 
     def accelerator(self, name, **facts):
         """Install ``geartrain-<name>``, an accelerator of that name."""
-        return self.add(f"geartrain-{name}", accelerator_source(**facts), accelerators={name: facts.get("cls", "Chip")})
+        return self.add(
+            f"geartrain-{name}",
+            accelerator_source(**facts),
+            accelerators={name: facts.get("cls", "Chip")},
+        )
 
     def strategy(self, name, **facts):
         """Install ``geartrain-<name>``, a strategy of that name."""
-        return self.add(f"geartrain-{name}", strategy_source(**facts), strategies={name: facts.get("cls", "Strategy")})
+        return self.add(
+            f"geartrain-{name}",
+            strategy_source(**facts),
+            strategies={name: facts.get("cls", "Strategy")},
+        )
 
 
 def _value(module, value):
@@ -153,7 +170,9 @@ def dists(tmp_path, monkeypatch):
         real = module.entry_points
 
         def only_ours(real=real, **wanted):
-            return [ep for ep in real(**wanted) if ep.dist is not None and ep.dist.name in made.names]
+            return [
+                ep for ep in real(**wanted) if ep.dist is not None and ep.dist.name in made.names
+            ]
 
         monkeypatch.setattr(module, "entry_points", only_ours)
     monkeypatch.delenv("GEARTRAIN_BLOCK", raising=False)

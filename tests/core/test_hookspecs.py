@@ -26,14 +26,27 @@ def docstring(name):
 
 def section(name, title):
     """The text after ``Fired:``, ``Arguments:``, ``Returns:`` or ``Default:``, up to the next of them."""
-    match = re.search(rf"^{title}: (.*?)(?=^(?:Fired|Arguments|Returns|Default): |\Z)", docstring(name), re.MULTILINE | re.DOTALL)
+    match = re.search(
+        rf"^{title}: (.*?)(?=^(?:Fired|Arguments|Returns|Default): |\Z)",
+        docstring(name),
+        re.MULTILINE | re.DOTALL,
+    )
     return match[1].strip() if match else ""
 
 
 def test_the_hooks_of_the_design_are_all_there():
     assert len(NAMES) == len(SINGLE) + len(EVERY)
-    assert {"plan_processes", "launch", "step", "forward", "reduce_gradients", "teardown_device"} <= set(SINGLE)
-    assert {"check_plan", "device_stats", "log_metrics", "on_step_end", "on_exception"} <= set(EVERY)
+    assert {
+        "plan_processes",
+        "launch",
+        "step",
+        "forward",
+        "reduce_gradients",
+        "teardown_device",
+    } <= set(SINGLE)
+    assert {"check_plan", "device_stats", "log_metrics", "on_step_end", "on_exception"} <= set(
+        EVERY
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,13 +73,18 @@ def test_docstring_says_what_is_returned_where_something_is(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_and_results_have_types(name):
     parameters = inspect.signature(getattr(hookspecs, name)).parameters.values()
-    assert all(p.annotation is not p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+    assert all(
+        p.annotation is not p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        for p in parameters
+    )
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_single_hook_says_its_default_and_has_one(name):
     assert section(name, "Default")
-    assert hasattr(inspect.getattr_static(Defaults, name, None), "geartrain_impl") or hasattr(getattr(Defaults, name), "geartrain_impl")
+    assert hasattr(inspect.getattr_static(Defaults, name, None), "geartrain_impl") or hasattr(
+        getattr(Defaults, name), "geartrain_impl"
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -83,5 +101,7 @@ def test_every_hook_is_tested():
 
 def test_every_hook_has_an_entry_in_the_docs():
     text = DOCS.read_text() if DOCS.exists() else ""
-    missing = [name for name in NAMES if not re.search(rf"^(?:#+|\||[-*]) *`*{name}\b", text, re.MULTILINE)]
+    missing = [
+        name for name in NAMES if not re.search(rf"^(?:#+|\||[-*]) *`*{name}\b", text, re.MULTILINE)
+    ]
     assert missing == [], f"docs/hooks.md lacks {', '.join(missing)}"

@@ -16,7 +16,15 @@ LIMITS = ["limit_train_batches", "limit_val_batches", "limit_test_batches", "lim
 
 
 def options(**given):
-    return gt.Trainer(**{"accelerator": "cpu", "devices": 1, "strategy": "single", "enable_progress_bar": False, **given}).plan.options
+    return gt.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "strategy": "single",
+            "enable_progress_bar": False,
+            **given,
+        }
+    ).plan.options
 
 
 def refused(*words, **given):
@@ -28,7 +36,11 @@ def refused(*words, **given):
 
 
 def test_the_trainers_signature_repeats_what_options_and_arguments_say():
-    parameters = {name: one for name, one in inspect.signature(gt.Trainer).parameters.items() if name != "unknown"}
+    parameters = {
+        name: one
+        for name, one in inspect.signature(gt.Trainer).parameters.items()
+        if name != "unknown"
+    }
     defaults = {one.name: one.default for cls in (Options, TrainerArguments) for one in fields(cls)}
     written = {name: one.default for name, one in parameters.items() if name != "block"}
     assert written == {**defaults, "max_epochs": None, "fast_dev_run": False}
@@ -70,9 +82,17 @@ def test_val_check_interval_is_a_fraction_or_a_number_of_batches_above_zero():
 
 
 def test_counting_across_epochs_needs_a_number_of_batches():
-    assert options(check_val_every_n_epoch=None, val_check_interval=7).check_val_every_n_epoch is None
+    assert (
+        options(check_val_every_n_epoch=None, val_check_interval=7).check_val_every_n_epoch is None
+    )
     for interval in ({}, {"val_check_interval": 0.5}):
-        refused("check_val_every_n_epoch=None", "val_check_interval", "whole number", check_val_every_n_epoch=None, **interval)
+        refused(
+            "check_val_every_n_epoch=None",
+            "val_check_interval",
+            "whole number",
+            check_val_every_n_epoch=None,
+            **interval,
+        )
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, math.nan, "1.0", [1]])
@@ -81,12 +101,19 @@ def test_gradient_clip_val_is_above_zero(value):
 
 
 def test_gradient_clip_val_takes_numbers_and_none():
-    assert [options(gradient_clip_val=v).gradient_clip_val for v in (None, 1, 0.5, math.inf)] == [None, 1, 0.5, math.inf]
+    assert [options(gradient_clip_val=v).gradient_clip_val for v in (None, 1, 0.5, math.inf)] == [
+        None,
+        1,
+        0.5,
+        math.inf,
+    ]
 
 
 @pytest.mark.parametrize("value", ["Norm", "l2", None, 2])
 def test_gradient_clip_algorithm_is_norm_or_value(value):
-    refused("gradient_clip_algorithm", repr(value), "'norm' or 'value'", gradient_clip_algorithm=value)
+    refused(
+        "gradient_clip_algorithm", repr(value), "'norm' or 'value'", gradient_clip_algorithm=value
+    )
 
 
 @pytest.mark.parametrize("value", ["yes", None, 2])
@@ -109,7 +136,12 @@ def test_seed_is_in_numpys_range(value):
 
 @pytest.mark.parametrize(
     ("given", "epochs", "steps"),
-    [({}, 1000, -1), ({"max_steps": 5}, -1, 5), ({"max_epochs": 2, "max_steps": 5}, 2, 5), ({"max_epochs": -1}, -1, -1)],
+    [
+        ({}, 1000, -1),
+        ({"max_steps": 5}, -1, 5),
+        ({"max_epochs": 2, "max_steps": 5}, 2, 5),
+        ({"max_epochs": -1}, -1, -1),
+    ],
 )
 def test_epochs_have_a_default_only_where_steps_have_no_end(given, epochs, steps):
     made = options(**given)
@@ -118,22 +150,34 @@ def test_epochs_have_a_default_only_where_steps_have_no_end(given, epochs, steps
 
 @pytest.mark.parametrize(("given", "tries"), [(True, 1), (3, 3)])
 def test_fast_dev_run_limits_everything(given, tries):
-    made = options(fast_dev_run=given, max_epochs=9, limit_val_batches=7, val_check_interval=0.1, num_sanity_val_steps=2)
+    made = options(
+        fast_dev_run=given,
+        max_epochs=9,
+        limit_val_batches=7,
+        val_check_interval=0.1,
+        num_sanity_val_steps=2,
+    )
     assert (made.fast_dev_run, made.max_epochs, made.max_steps) == (tries, 1, tries)
     assert [getattr(made, name) for name in LIMITS] == [tries] * 4
     assert (made.val_check_interval, made.num_sanity_val_steps) == (1.0, 0)
 
 
 def test_fast_dev_run_writes_nothing(tmp_path):
-    trainer = gt.Trainer(accelerator="cpu", fast_dev_run=True, output=tmp_path / "run", enable_progress_bar=False)
+    trainer = gt.Trainer(
+        accelerator="cpu", fast_dev_run=True, output=tmp_path / "run", enable_progress_bar=False
+    )
     assert trainer.output is None
 
 
-@pytest.mark.parametrize(("stage", "name"), list(zip(["train", "validate", "test", "predict"], LIMITS, strict=True)))
+@pytest.mark.parametrize(
+    ("stage", "name"), list(zip(["train", "validate", "test", "predict"], LIMITS, strict=True))
+)
 def test_each_stage_has_its_own_limit(stage, name):
     made = options(**{name: 3})
     assert made.limit(stage) == 3
-    assert [made.limit(other) for other in ("train", "validate", "test", "predict") if other != stage] == [None] * 3
+    assert [
+        made.limit(other) for other in ("train", "validate", "test", "predict") if other != stage
+    ] == [None] * 3
 
 
 def test_sanity_check_is_limited_by_its_own_steps():
@@ -181,7 +225,13 @@ def test_no_argument_is_called_renamed():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("max_epoch", "max_epochs"), ("Devices", "devices"), ("stratgy", "strategy"), ("acumulate_grad_batches", "accum")]
+    ("typed", "meant"),
+    [
+        ("max_epoch", "max_epochs"),
+        ("Devices", "devices"),
+        ("stratgy", "strategy"),
+        ("acumulate_grad_batches", "accum"),
+    ],
 )
 def test_misspelling_gets_the_nearest_argument(typed, meant):
     given = {"accelerator": "cpu", typed: 1}
@@ -192,7 +242,9 @@ def test_misspelling_gets_the_nearest_argument(typed, meant):
 @pytest.mark.parametrize("typed", ["retrun", "unknwon", "slef"])
 def test_only_arguments_are_suggested(typed):
     message = refused(repr(typed), **{typed: 1})
-    assert not any(f"{name!r}?" in message or f" {name}," in message for name in ("return", "unknown", "self"))
+    assert not any(
+        f"{name!r}?" in message or f" {name}," in message for name in ("return", "unknown", "self")
+    )
 
 
 def test_arguments_are_named_never_positional():

@@ -51,7 +51,11 @@ class Plans:
 
 def test_auto_takes_the_cpu_where_there_is_nothing_else():
     made = plan()
-    assert (made.accelerator.label, made.devices, made.strategy.label) == ("geartrain[cpu]", (0,), "geartrain[single]")
+    assert (made.accelerator.label, made.devices, made.strategy.label) == (
+        "geartrain[cpu]",
+        (0,),
+        "geartrain[single]",
+    )
     assert made.processes == made.num_nodes == 1
 
 
@@ -105,7 +109,12 @@ def test_strategy_given_as_accelerator(name):
 
 def test_accelerator_that_shares_its_name_with_a_strategy_can_be_chosen(dists):
     chip = "class Chip:\n    priority = 1\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 1)\n"
-    dists.add("acme-xla", chip + strategy_source(), accelerators={"xla": "Chip"}, strategies={"xla": "Strategy"})
+    dists.add(
+        "acme-xla",
+        chip + strategy_source(),
+        accelerators={"xla": "Chip"},
+        strategies={"xla": "Strategy"},
+    )
     made = plan(accelerator="xla", strategy="xla")
     assert (made.accelerator.label, made.strategy.label) == ("acme-xla[xla]", "acme-xla[xla]")
 
@@ -115,7 +124,13 @@ def test_accelerator_options_reach_its_init(dists):
     for name in ("npu", "auto"):
         trainer = planned(accelerator=name, devices=1, accelerator_options={"pinned": True})
         assert trainer.hooks.manager.get_plugin("geartrain-npu[npu]").pinned is True
-        refused("geartrain-npu[npu]", "'pined'", "'pinned'", accelerator=name, accelerator_options={"pined": True})
+        refused(
+            "geartrain-npu[npu]",
+            "'pined'",
+            "'pinned'",
+            accelerator=name,
+            accelerator_options={"pined": True},
+        )
 
 
 def test_accelerator_and_strategy_given_as_objects():
@@ -156,13 +171,25 @@ def chip(priority="50", unavailable="return None", count="return 1"):
 
 #: What is wrong -> an accelerator's source, words of the reason.
 NONSENSE = {
-    "unavailable raises": (chip(unavailable="raise OSError('no bus')"), ["unavailable() raised OSError: no bus"]),
-    "unavailable exits": (chip(unavailable="raise SystemExit(3)"), ["unavailable() raised SystemExit: 3"]),
-    "unavailable is False": (chip(unavailable="return False"), ["unavailable() returned False", "neither None nor a reason"]),
+    "unavailable raises": (
+        chip(unavailable="raise OSError('no bus')"),
+        ["unavailable() raised OSError: no bus"],
+    ),
+    "unavailable exits": (
+        chip(unavailable="raise SystemExit(3)"),
+        ["unavailable() raised SystemExit: 3"],
+    ),
+    "unavailable is False": (
+        chip(unavailable="return False"),
+        ["unavailable() returned False", "neither None nor a reason"],
+    ),
     "unavailable is True": (chip(unavailable="return True"), ["unavailable() returned True"]),
     "unavailable is empty": (chip(unavailable="return ''"), ["unavailable() returned ''"]),
     "count raises": (chip(count="1 / 0"), ["device_count() raised ZeroDivisionError"]),
-    "no device though usable": (chip(count="return 0"), ["device_count() returned 0", "though unavailable() returned None"]),
+    "no device though usable": (
+        chip(count="return 0"),
+        ["device_count() returned 0", "though unavailable() returned None"],
+    ),
     "negative count": (chip(count="return -1"), ["device_count() returned -1"]),
     "count is True": (chip(count="return True"), ["device_count() returned True"]),
     "count is None": (chip(count="return None"), ["device_count() returned None"]),
@@ -189,27 +216,39 @@ def test_accelerator_that_answers_nonsense(dists, source, words):
 
 
 def test_question_that_is_no_static_method(dists):
-    dists.add("acme-chip", chip().replace("@staticmethod", "").replace("()", "(self)"), accelerators={"npu": "Chip"})
+    dists.add(
+        "acme-chip",
+        chip().replace("@staticmethod", "").replace("()", "(self)"),
+        accelerators={"npu": "Chip"},
+    )
     reason = plan().passed_over["acme-chip[npu]"]
     assert "unavailable() raised TypeError" in reason
     assert "Fix: make it a @staticmethod" in reason
 
 
 def test_cause_of_a_question_that_raised_is_kept(dists):
-    dists.add("acme-chip", chip(unavailable="raise OSError('no bus')"), accelerators={"npu": "Chip"})
+    dists.add(
+        "acme-chip", chip(unavailable="raise OSError('no bus')"), accelerators={"npu": "Chip"}
+    )
     with pytest.raises(UsageError) as caught:
         plan(accelerator="npu")
     assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_unusable_one_is_not_asked_for_its_devices(dists):
-    dists.add("acme-chip", chip(unavailable="return 'no driver'", count="1 / 0"), accelerators={"npu": "Chip"})
+    dists.add(
+        "acme-chip",
+        chip(unavailable="return 'no driver'", count="1 / 0"),
+        accelerators={"npu": "Chip"},
+    )
     refused("acme-chip[npu] cannot be used here: no driver", accelerator="npu")
     assert plan().passed_over["acme-chip[npu]"] == "unavailable: no driver"
 
 
 def test_ctrl_c_while_asking_is_no_answer(dists):
-    dists.add("acme-chip", chip(unavailable="raise KeyboardInterrupt"), accelerators={"npu": "Chip"})
+    dists.add(
+        "acme-chip", chip(unavailable="raise KeyboardInterrupt"), accelerators={"npu": "Chip"}
+    )
     for name in ("auto", "npu"):
         with pytest.raises(KeyboardInterrupt):
             plan(accelerator=name)
@@ -231,7 +270,11 @@ def test_assumed_accelerator_is_not_asked_but_must_be_comparable(dists):
         ({"b": 5, "a": 5}, "a", {"b": "priority 5 is not above a's 5"}),
         ({"b": 5, "a": 4}, "b", {"a": "priority 4 is not above b's 5"}),
         ({"b": 5.5, "a": 5}, "b", {"a": "priority 5 is not above b's 5.5"}),
-        ({"a": -1, "b": -2}, "cpu", {"a": "-1 is not above cpu's 0", "b": "-2 is not above cpu's 0"}),
+        (
+            {"a": -1, "b": -2},
+            "cpu",
+            {"a": "-1 is not above cpu's 0", "b": "-2 is not above cpu's 0"},
+        ),
         ({"a": 0}, "a", {"cpu": "0 is not above a's 0"}),
         ({"z": 0}, "cpu", {"z": "0 is not above cpu's 0"}),
         ({"a": 7, "c": 9, "b": 9}, "b", {"a": "7 is not above b's 9", "c": "9 is not above b's 9"}),
@@ -252,7 +295,10 @@ def test_highest_priority_wins_and_names_break_ties(dists, priorities, best, say
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("import absent_driver", "ModuleNotFoundError: No module named 'absent_driver'. Fix: another version of geartrain-npu"),
+        (
+            "import absent_driver",
+            "ModuleNotFoundError: No module named 'absent_driver'. Fix: another version of geartrain-npu",
+        ),
     ],
 )
 def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
@@ -260,7 +306,9 @@ def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
     with pytest.warns(UserWarning, match="is not used") as caught:
         made = plan()
     assert made.accelerator.label == "geartrain[cpu]"
-    (message,) = [str(one.message) for one in caught if "geartrain-npu[npu] is not used: " in str(one.message)]
+    (message,) = [
+        str(one.message) for one in caught if "geartrain-npu[npu] is not used: " in str(one.message)
+    ]
     assert words in message
     assert "--block geartrain-npu[npu]" in message
     assert made.passed_over["geartrain-npu[npu]"].startswith("failed: ")
@@ -270,9 +318,15 @@ def test_broken_accelerator_that_auto_skips_is_warned_of(dists, source, words):
 
 
 def test_broken_accelerator_that_was_chosen_ends_the_run_with_its_label(dists):
-    source = accelerator_source(priority=99).replace("self.pinned = pinned", "raise OSError('no such device')")
+    source = accelerator_source(priority=99).replace(
+        "self.pinned = pinned", "raise OSError('no such device')"
+    )
     dists.add("geartrain-npu", source, accelerators={"npu": "Chip"})
-    for options in ({"accelerator": "npu"}, {"accelerator": "auto"}, {"accelerator": "auto", "accelerator_options": {"pinned": True}}):
+    for options in (
+        {"accelerator": "npu"},
+        {"accelerator": "auto"},
+        {"accelerator": "auto", "accelerator_options": {"pinned": True}},
+    ):
         with pytest.raises(OSError, match="no such device") as caught:
             plan(**options)
         assert caught.value.__notes__ == ["raised while geartrain-npu[npu] was created"]
@@ -281,7 +335,10 @@ def test_broken_accelerator_that_was_chosen_ends_the_run_with_its_label(dists):
 def test_second_claim_of_a_name_of_ours_changes_nothing_and_is_warned_of(dists):
     for distribution in ("geartrain-ddp", "acme"):
         dists.add(
-            distribution, strategy_source(), accelerators={"cpu": "Chip"} if distribution == "acme" else {}, strategies={"ddp": "Strategy"}
+            distribution,
+            strategy_source(),
+            accelerators={"cpu": "Chip"} if distribution == "acme" else {},
+            strategies={"ddp": "Strategy"},
         )
     with pytest.warns(UserWarning, match="is not used") as caught:
         made = plan(devices=2)
@@ -305,12 +362,21 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name)
     monkeypatch.setattr("geartrain.planning.selection.visible", lambda: {name: SEEN[name]})
     made = plan(devices=1)
     assert made.accelerator.name == "cpu"
-    expected = f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
+    expected = (
+        f"not installed, though this machine has {SEEN[name]}. Fix: pip install geartrain-{name}"
+    )
     assert made.passed_over == {f"geartrain-{name}[{name}]": expected}
-    refused(f"geartrain-{name}[{name}]", SEEN[name], f"Fix: pip install geartrain-{name}", accelerator="gpu")
+    refused(
+        f"geartrain-{name}[{name}]",
+        SEEN[name],
+        f"Fix: pip install geartrain-{name}",
+        accelerator="gpu",
+    )
     assert plan(accelerator="cpu").passed_over == {}
     dists.accelerator("npu", priority=99)
-    assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == expected  # also where another serves
+    assert (
+        plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == expected
+    )  # also where another serves
     dists.accelerator(name, unavailable="no driver")
     assert plan(devices=1).passed_over[f"geartrain-{name}[{name}]"] == "unavailable: no driver"
 
@@ -318,7 +384,11 @@ def test_auto_names_the_plugin_that_this_machine_lacks(dists, monkeypatch, name)
 def test_gpu_with_one_of_two_installed(dists, monkeypatch):
     monkeypatch.setattr("geartrain.planning.selection.visible", lambda: SEEN)
     dists.accelerator("mps", priority=20, unavailable="macOS 13.1 is too old")
-    error = refused("geartrain-mps[mps] is unavailable: macOS 13.1 is too old", "Fix: pip install geartrain-cuda", accelerator="gpu")
+    error = refused(
+        "geartrain-mps[mps] is unavailable: macOS 13.1 is too old",
+        "Fix: pip install geartrain-cuda",
+        accelerator="gpu",
+    )
     assert "pip install geartrain-mps" not in error
 
 
@@ -391,7 +461,9 @@ def test_several_devices_or_nodes_take_ddp_and_import_no_other(dists, options):
 
 
 def test_auto_takes_ddp_spawn_where_the_command_cannot_be_run_again(dists, monkeypatch):
-    monkeypatch.setattr("geartrain.planning.selection.reason_not_rerunnable", lambda: "a notebook has none")
+    monkeypatch.setattr(
+        "geartrain.planning.selection.reason_not_rerunnable", lambda: "a notebook has none"
+    )
     dists.strategy("ddp")
     with pytest.raises(UsageError, match=r"a notebook has none.*pip install geartrain-spawn"):
         gt.Trainer(accelerator="cpu", devices=2)
@@ -411,14 +483,26 @@ def test_auto_takes_the_next_best_where_ddp_is_blocked(dists):
 
 def test_strategy_options_reach_its_init(dists):
     dists.strategy("gossip", layout="Layout(self.bucket_mb, 1)")
-    assert plan(accelerator="cpu", strategy="Gossip", strategy_options={"bucket_mb": 3}).processes == 3
-    refused("geartrain-gossip[gossip]", "'bucket_mv'", "'bucket_mb'", strategy="gossip", strategy_options={"bucket_mv": 1})
+    assert (
+        plan(accelerator="cpu", strategy="Gossip", strategy_options={"bucket_mb": 3}).processes == 3
+    )
+    refused(
+        "geartrain-gossip[gossip]",
+        "'bucket_mv'",
+        "'bucket_mb'",
+        strategy="gossip",
+        strategy_options={"bucket_mv": 1},
+    )
 
 
 def test_strategy_is_asked_with_accelerator_devices_and_nodes():
     asked = Plans(Layout(1, 2))
     plan(accelerator="cpu", devices=2, strategy=asked, num_nodes=3)
-    assert (asked.request.accelerator, asked.request.devices, asked.request.num_nodes) == ("cpu", (0, 1), 3)
+    assert (asked.request.accelerator, asked.request.devices, asked.request.num_nodes) == (
+        "cpu",
+        (0, 1),
+        3,
+    )
 
 
 @pytest.mark.parametrize("options", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
@@ -431,7 +515,9 @@ def test_plan_processes_must_return_a_layout(rubbish):
     refused("Plans", "plan_processes", "Layout", accelerator="cpu", strategy=Plans(rubbish))
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), ("2", 1), (True, 1), (1.5, 1), (1, 0), (None, 0), (1, None)])
+@pytest.mark.parametrize(
+    "numbers", [(0, 1), (-1, 1), ("2", 1), (True, 1), (1.5, 1), (1, 0), (None, 0), (1, None)]
+)
 def test_layout_is_of_whole_numbers_above_zero(numbers):
     class Strategy:
         @hookimpl
@@ -462,7 +548,13 @@ def test_num_nodes_is_a_whole_number_above_zero(num_nodes):
     ],
 )
 def test_batch_sizes(layout, nodes, accumulate, processes, per_device, whole):
-    made = plan(accelerator="cpu", devices=4, strategy=Plans(layout), num_nodes=nodes, accumulate_grad_batches=accumulate)
+    made = plan(
+        accelerator="cpu",
+        devices=4,
+        strategy=Plans(layout),
+        num_nodes=nodes,
+        accumulate_grad_batches=accumulate,
+    )
     assert made.processes == processes
     assert (made.per_device_batch, made.global_batch) == (None, None)
     sized = dataclasses.replace(made, loader_batch_size=32, hyperparameters={})
@@ -471,12 +563,26 @@ def test_batch_sizes(layout, nodes, accumulate, processes, per_device, whole):
 
 
 def test_as_dict_is_what_plan_json_shows():
-    shown = plan(accelerator="cpu", devices=2, strategy=Plans(Layout(2, 1)), num_nodes=2, plugins=[Watches()]).as_dict()
-    fixed = ["accelerator", "devices", "strategy", "processes", "nodes", "precision", "batch_size", "plugins"]
+    shown = plan(
+        accelerator="cpu", devices=2, strategy=Plans(Layout(2, 1)), num_nodes=2, plugins=[Watches()]
+    ).as_dict()
+    fixed = [
+        "accelerator",
+        "devices",
+        "strategy",
+        "processes",
+        "nodes",
+        "precision",
+        "batch_size",
+        "plugins",
+    ]
     assert [key for key in shown if key in fixed] == fixed
     assert shown["devices"] == [0, 1]
     assert (shown["processes"], shown["nodes"]) == (4, 2)
-    assert (shown["accelerator"]["distribution"], shown["accelerator"]["version"]) == ("geartrain", gt.__version__)
+    assert (shown["accelerator"]["distribution"], shown["accelerator"]["version"]) == (
+        "geartrain",
+        gt.__version__,
+    )
     for choice in (shown["accelerator"], shown["strategy"], shown["precision"], *shown["plugins"]):
         assert {"name", "distribution", "version", "reason"} <= set(choice)
         assert choice["reason"]
@@ -486,24 +592,41 @@ def test_as_dict_is_what_plan_json_shows():
 
 def test_plan_is_frozen():
     made = plan()
-    for holder, name in ((made, "devices"), (made.accelerator, "name"), (made.layout, "processes_per_node"), (made.options, "max_epochs")):
+    for holder, name in (
+        (made, "devices"),
+        (made.accelerator, "name"),
+        (made.layout, "processes_per_node"),
+        (made.options, "max_epochs"),
+    ):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(holder, name, 1)
     dataclasses.replace(made, loader_batch_size=32, hyperparameters={})
     assert made.loader_batch_size is None
 
 
-SHORT = {"16-mixed": [16, "16"], "bf16-mixed": ["bf16", "BF16"], "32-true": [32, "32"], "64-true": [64, "64"], "bf16-true": []}
+SHORT = {
+    "16-mixed": [16, "16"],
+    "bf16-mixed": ["bf16", "BF16"],
+    "32-true": [32, "32"],
+    "64-true": [64, "64"],
+    "bf16-true": [],
+}
 
 
-@pytest.mark.parametrize(("given", "name"), [(given, name) for name, short in SHORT.items() for given in (name, *short)])
+@pytest.mark.parametrize(
+    ("given", "name"), [(given, name) for name, short in SHORT.items() for given in (name, *short)]
+)
 def test_precision_by_its_name_and_in_short(given, name):
     made = planned(accelerator="cpu", precision=given)
     assert made.plan.precision.name == made.precision == name
-    assert made.plan.precision.reason == ("the default" if given == "32-true" else f"--precision {given}")
+    assert made.plan.precision.reason == (
+        "the default" if given == "32-true" else f"--precision {given}"
+    )
 
 
-@pytest.mark.parametrize("given", ["16-true", "fp16", "8", 8, "mixed", "", None, True, 16.0, 32.5, ["16"], torch.float16])
+@pytest.mark.parametrize(
+    "given", ["16-true", "fp16", "8", 8, "mixed", "", None, True, 16.0, 32.5, ["16"], torch.float16]
+)
 def test_an_unknown_precision_is_refused(given):
     refused(f"precision={given!r}", "is not known", "32-true", precision=given)
 
@@ -576,5 +699,7 @@ def test_select_devices_without_indices_is_refused():
         def setup_device(self):
             raise AssertionError
 
-    with pytest.raises(UsageError, match="Processes: indexed = False and select_devices contradict each other"):
+    with pytest.raises(
+        UsageError, match="Processes: indexed = False and select_devices contradict each other"
+    ):
         planned(accelerator=Processes(), devices=8)

@@ -14,8 +14,17 @@ HOME = Path(plugin_api.__file__).parent
 
 def names():
     """Return the names that type checkers see: those that are imported as themselves."""
-    trees = [ast.parse((HOME / file).read_text(encoding="utf-8")) for file in ("__init__.py", "with_torch.py")]
-    return {one.asname for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names} - {None}
+    trees = [
+        ast.parse((HOME / file).read_text(encoding="utf-8"))
+        for file in ("__init__.py", "with_torch.py")
+    ]
+    return {
+        one.asname
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for one in node.names
+    } - {None}
 
 
 def test_type_checkers_see_the_names_that_plugins_get():

@@ -6,7 +6,18 @@ import sys
 
 import pytest
 import torch
-from small_models import EvalNet, Loggers, Net, Pretend, assert_equal, differ, fit, loader, trainer, weights
+from small_models import (
+    EvalNet,
+    Loggers,
+    Net,
+    Pretend,
+    assert_equal,
+    differ,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
@@ -92,7 +103,11 @@ def test_a_module_without_a_trainer_has_none():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("how", [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "how",
+    [torch.jit.script, lambda net: torch.jit.trace(net, torch.ones(2, 3))],
+    ids=["script", "trace"],
+)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_module_can_be_compiled_by_torch_jit(how, trained):
     net = EvalNet()
@@ -106,7 +121,11 @@ def test_inside_and_after_a_run():
         seen = None
 
         def on_train_start(self):
-            self.seen = self.trainer, self.device, self.all_gather({"x": [torch.ones(2)]})["x"][0].shape
+            self.seen = (
+                self.trainer,
+                self.device,
+                self.all_gather({"x": [torch.ones(2)]})["x"][0].shape,
+            )
 
     net = Inside()
     one = fit(net)
@@ -114,7 +133,9 @@ def test_inside_and_after_a_run():
     assert net.trainer is one
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("trained", [False, True])
 def test_copies_have_equal_weights_and_train_alike(how, trained):
     net = EvalNet()
@@ -218,7 +239,9 @@ def test_a_datamodule_can_be_pickled_after_a_run():
 
 
 @pytest.mark.parametrize(
-    ("train", "datamodule", "words"), [(None, 3, "datamodule=3"), (Data(), Data(), "two DataModules")], ids=["no DataModule", "two"]
+    ("train", "datamodule", "words"),
+    [(None, 3, "datamodule=3"), (Data(), Data(), "two DataModules")],
+    ids=["no DataModule", "two"],
 )
 def test_wrong_datamodules(train, datamodule, words):
     with pytest.raises(UsageError, match=words):
@@ -306,9 +329,17 @@ def test_a_plugin_may_refuse_the_plan():
 
 
 @pytest.mark.parametrize(("tries", "batches"), [(True, 1), (3, 3)])
-def test_fast_dev_run_tries_a_few_batches_of_everything_and_writes_nothing(tries, batches, tmp_path):
+def test_fast_dev_run_tries_a_few_batches_of_everything_and_writes_nothing(
+    tries, batches, tmp_path
+):
     net = EvalNet()
-    one = trainer(fast_dev_run=tries, max_epochs=9, num_sanity_val_steps=2, output=tmp_path / "run", val_check_interval=0.5)
+    one = trainer(
+        fast_dev_run=tries,
+        max_epochs=9,
+        num_sanity_val_steps=2,
+        output=tmp_path / "run",
+        val_check_interval=0.5,
+    )
     one.fit(net, loader(), loader())
     assert (one.global_step, one.current_epoch) == (batches, 1)
     assert net.seen == [("validate", i, 0) for i in range(batches)]
@@ -389,7 +420,10 @@ def test_plugins_as_object_and_class():
     fit(plugins=[Counts(), Loggers])
     fit(plugins=Counts)
     assert steps == [1, 2, 3, 4, 5, 6] * 2
-    assert [choice.name for choice in trainer(plugins=[Counts, Loggers()]).plan.plugins] == ["Counts", "Loggers"]
+    assert [choice.name for choice in trainer(plugins=[Counts, Loggers()]).plan.plugins] == [
+        "Counts",
+        "Loggers",
+    ]
 
 
 def test_options_for_a_plugin_that_is_not_chosen_are_refused(file):
@@ -444,7 +478,9 @@ def breaking(hook, error=Broken):
         raise error("by the plugin")
 
     is_event = hook.startswith("on_")
-    return type("Breaks", (), {hook: hookimpl(event) if is_event else hookimpl(wrapper=True)(wrapper)})()
+    return type(
+        "Breaks", (), {hook: hookimpl(event) if is_event else hookimpl(wrapper=True)(wrapper)}
+    )()
 
 
 ALL = ["teardown fit", "data teardown fit", "teardown_process_group", "teardown_device"]
@@ -471,7 +507,9 @@ ALL = ["teardown fit", "data teardown fit", "teardown_process_group", "teardown_
 def test_an_error_in_any_phase_is_told_torn_down_and_names_the_plugin(hook, torn_down, error):
     watch = Watch()
     with pytest.raises(error) as caught:
-        trainer(plugins=[watch, breaking(hook, error)], num_sanity_val_steps=1).fit(Told(watch.calls), datamodule=Data(watch.calls))
+        trainer(plugins=[watch, breaking(hook, error)], num_sanity_val_steps=1).fit(
+            Told(watch.calls), datamodule=Data(watch.calls)
+        )
     assert watch.calls[-len(torn_down) - 1 :] == ["on_exception", *torn_down]
     assert watch.errors == [caught.value]
     assert caught.value.__notes__ == [f"raised in hook {hook!r} of Breaks"]
@@ -535,7 +573,11 @@ def test_an_error_in_teardown_does_not_hide_the_first_one():
 @pytest.mark.parametrize("failed", [False, True])
 def test_an_error_in_a_teardown_hook(hook, failed):
     watch = Watch()
-    plugins = [breaking(hook), *([breaking("on_epoch_end", ZeroDivisionError)] if failed else []), watch]
+    plugins = [
+        breaking(hook),
+        *([breaking("on_epoch_end", ZeroDivisionError)] if failed else []),
+        watch,
+    ]
     with pytest.raises(ZeroDivisionError if failed else Broken) as caught:
         fit(plugins=plugins)
     assert watch.calls[-2:] == ["teardown_process_group", "teardown_device"]
@@ -573,7 +615,9 @@ def test_several_processes_need_a_strategy_that_starts_them():
         def plan_processes(self):
             return gt.Layout(2, 1)
 
-    with pytest.raises(UsageError, match="Forgets plans 2 processes but has no setup_process_group"):
+    with pytest.raises(
+        UsageError, match="Forgets plans 2 processes but has no setup_process_group"
+    ):
         trainer(strategy=Forgets(), devices=2).fit(Net(), loader())
 
 
@@ -603,16 +647,24 @@ def test_a_step_that_is_none_is_no_step():
         validation_step = None
         training_step_end = None
 
-    with pytest.warns(UserWarning, match="Nothing has no validation_step: its DataLoader of TensorDataset is not used"):
+    with pytest.warns(
+        UserWarning,
+        match="Nothing has no validation_step: its DataLoader of TensorDataset is not used",
+    ):
         fit(Nothing(), val=loader())
     with pytest.raises(UsageError, match="Nothing has no validation_step, which validate needs"):
         trainer().validate(Nothing(), loader())
 
 
-@pytest.mark.parametrize("name", ["on_train_start", "configure_optimizers", "setup", "transfer_batch_to_device"])
+@pytest.mark.parametrize(
+    "name", ["on_train_start", "configure_optimizers", "setup", "transfer_batch_to_device"]
+)
 @pytest.mark.parametrize("thing", [None, 3])
 def test_another_method_that_is_none_is_refused(name, thing):
-    with pytest.raises(UsageError, match=f"Mine.{name} is {thing} and no method. Fix:|Mine has no configure_optimizers"):
+    with pytest.raises(
+        UsageError,
+        match=f"Mine.{name} is {thing} and no method. Fix:|Mine has no configure_optimizers",
+    ):
         fit(type("Mine", (Net,), {name: thing})())
 
 
@@ -624,16 +676,56 @@ def test_one_of_a_datamodule_that_is_none_is_refused():
 @pytest.mark.parametrize(
     ("name", "method", "words"),
     [
-        ("training_step", lambda self, batch, batch_idx, optimizer_idx: None, "takes 'optimizer_idx'.*automatic_optimization = False"),
-        ("training_step", lambda self, batch, batch_idx, hiddens: None, "takes 'hiddens'.*splitting the sequence"),
-        ("training_step", lambda self, dataloader_iter: None, "takes 'dataloader_iter'.*Fix: a batch: def training_step"),
-        ("training_step", lambda self, batch, batch_idx, more: None, r"takes \(batch, batch_idx, more\) and is called with"),
-        ("training_step", lambda self, batch, *, batch_idx: None, r"Fix: def training_step\(self, batch, batch_idx\)"),
-        ("validation_step", lambda self, a, b, c, d: None, r"called with \(batch, batch_idx, dataloader_idx\)"),
-        ("on_train_epoch_end", lambda self, outputs: None, r"takes \(outputs\) and is called with \(\)"),
-        ("on_train_batch_start", lambda self, batch, batch_idx, dataloader_idx: None, r"called with \(batch, batch_idx\)"),
-        ("on_train_batch_end", lambda self, outputs: None, r"called with \(outputs, batch, batch_idx\)"),
-        ("transfer_batch_to_device", lambda self, batch, device: None, r"called with \(batch, device, dataloader_idx\)"),
+        (
+            "training_step",
+            lambda self, batch, batch_idx, optimizer_idx: None,
+            "takes 'optimizer_idx'.*automatic_optimization = False",
+        ),
+        (
+            "training_step",
+            lambda self, batch, batch_idx, hiddens: None,
+            "takes 'hiddens'.*splitting the sequence",
+        ),
+        (
+            "training_step",
+            lambda self, dataloader_iter: None,
+            "takes 'dataloader_iter'.*Fix: a batch: def training_step",
+        ),
+        (
+            "training_step",
+            lambda self, batch, batch_idx, more: None,
+            r"takes \(batch, batch_idx, more\) and is called with",
+        ),
+        (
+            "training_step",
+            lambda self, batch, *, batch_idx: None,
+            r"Fix: def training_step\(self, batch, batch_idx\)",
+        ),
+        (
+            "validation_step",
+            lambda self, a, b, c, d: None,
+            r"called with \(batch, batch_idx, dataloader_idx\)",
+        ),
+        (
+            "on_train_epoch_end",
+            lambda self, outputs: None,
+            r"takes \(outputs\) and is called with \(\)",
+        ),
+        (
+            "on_train_batch_start",
+            lambda self, batch, batch_idx, dataloader_idx: None,
+            r"called with \(batch, batch_idx\)",
+        ),
+        (
+            "on_train_batch_end",
+            lambda self, outputs: None,
+            r"called with \(outputs, batch, batch_idx\)",
+        ),
+        (
+            "transfer_batch_to_device",
+            lambda self, batch, device: None,
+            r"called with \(batch, device, dataloader_idx\)",
+        ),
     ],
 )
 def test_a_method_that_takes_other_arguments_is_refused(name, method, words):
@@ -659,19 +751,27 @@ def test_a_method_that_can_be_called_is_taken(name, method):
     assert fit(type("Mine", (EvalNet,), {name: method})(), val=loader()).global_step == 6
 
 
-@pytest.mark.parametrize("name", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"])
+@pytest.mark.parametrize(
+    "name", ["validation_step", "on_validation_batch_start", "on_validation_batch_end"]
+)
 def test_a_method_that_needs_the_loaders_number_needs_several_loaders(name):
     arguments = "outputs, batch, batch_idx" if name.endswith("end") else "batch, batch_idx"
-    needs = type("Mine", (EvalNet,), {name: eval(f"lambda self, {arguments}, dataloader_idx: None")})
+    needs = type(
+        "Mine", (EvalNet,), {name: eval(f"lambda self, {arguments}, dataloader_idx: None")}
+    )
     without = type("Mine", (EvalNet,), {name: eval(f"lambda self, {arguments}: None")})
     trainer().validate(needs(), [loader(), loader()])
     trainer().validate(without(), loader())
     with pytest.raises(
-        TrainingError, match=f"Mine.{name} takes dataloader_idx, and there is one loader to validate. Fix: dataloader_idx=0"
+        TrainingError,
+        match=f"Mine.{name} takes dataloader_idx, and there is one loader to validate. Fix: dataloader_idx=0",
     ):
         trainer().validate(needs(), loader())
     if name != "validation_step":
-        with pytest.raises(TrainingError, match=f"Mine.{name} takes no dataloader_idx, and there are 2 loaders to validate. Fix:"):
+        with pytest.raises(
+            TrainingError,
+            match=f"Mine.{name} takes no dataloader_idx, and there are 2 loaders to validate. Fix:",
+        ):
             trainer().validate(without(), [loader(), loader()])
 
 
@@ -685,8 +785,13 @@ def yields(*arguments):
     yield
 
 
-@pytest.mark.parametrize("name", ["training_step", "validation_step", "on_train_start", "configure_optimizers", "setup"])
-@pytest.mark.parametrize(("method", "words"), [(waits, "is 'async def'"), (yields, "yields, so calling it would run nothing")])
+@pytest.mark.parametrize(
+    "name", ["training_step", "validation_step", "on_train_start", "configure_optimizers", "setup"]
+)
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [(waits, "is 'async def'"), (yields, "yields, so calling it would run nothing")],
+)
 def test_a_method_whose_call_runs_nothing_is_refused(name, method, words):
     with pytest.raises(UsageError, match=rf"Mine\.{name} {words}.*Fix:"):
         fit(type("Mine", (Net,), {name: method})())

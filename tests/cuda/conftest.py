@@ -10,7 +10,14 @@ from geartrain_cuda import agree, usable, visible
 
 from .fake_pynvml import FakeGPU, FakeNVML
 
-_OURS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", agree.RECORD, "GEARTRAIN_STARTED_BY")
+_OURS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    agree.RECORD,
+    "GEARTRAIN_STARTED_BY",
+)
 
 
 @pytest.fixture(autouse=True)

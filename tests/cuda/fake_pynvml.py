@@ -70,7 +70,9 @@ class FakeNVML(types.ModuleType):
         self._system(function)
         assert isinstance(handle, Handle), f"{function}({handle!r})"
         assert handle.opened == self.opened, f"{function}: a handle of a session that is closed"
-        assert handle.pid == os.getpid(), f"{function}: a handle of the process that this one was forked from"
+        assert handle.pid == os.getpid(), (
+            f"{function}: a handle of the process that this one was forked from"
+        )
         if function in handle.gpu.errors:
             raise real.NVMLError(handle.gpu.errors[function])
         return handle.gpu
@@ -133,7 +135,9 @@ class FakeNVML(types.ModuleType):
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         gpu = self._gpu("nvmlDeviceGetComputeRunningProcesses", handle)
-        return [types.SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in gpu.processes]
+        return [
+            types.SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in gpu.processes
+        ]
 
     def nvmlDeviceGetComputeMode(self, handle):
         return self._gpu("nvmlDeviceGetComputeMode", handle).mode
@@ -175,14 +179,20 @@ class FakeNVML(types.ModuleType):
 
     def nvmlDeviceGetFieldValues(self, handle, fieldIds):
         gpu = self._gpu("nvmlDeviceGetFieldValues", handle)
-        order = [real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
+        order = [
+            real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+            real.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+        ]
         if gpu.links is not None and isinstance(gpu.links, list):
             gpu.links = itertools.chain(gpu.links)
         now = None if gpu.links is None else next(gpu.links)
         values = (real.c_nvmlFieldValue_t * len(fieldIds))()
         for value, (name, scope) in zip(values, fieldIds, strict=True):
             assert scope == 0xFFFFFFFF
-            value.fieldId, value.nvmlReturn = name, real.NVML_SUCCESS if now else real.NVML_ERROR_NOT_SUPPORTED
+            value.fieldId, value.nvmlReturn = (
+                name,
+                real.NVML_SUCCESS if now else real.NVML_ERROR_NOT_SUPPORTED,
+            )
             if now:
                 value.value.ullVal = now[order.index(name)]
         return values
@@ -213,4 +223,6 @@ class FakeNVML(types.ModuleType):
 
 def functions(module):
     """The NVML functions of a module, fake or real."""
-    return {name for name in dir(module) if name.startswith("nvml") and callable(getattr(module, name))}
+    return {
+        name for name in dir(module) if name.startswith("nvml") and callable(getattr(module, name))
+    }

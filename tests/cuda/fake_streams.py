@@ -27,7 +27,9 @@ class GPU:
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stack[-1])
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the CPU waits for the GPU"))
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda *_: pytest.fail("the CPU waits for the GPU")
+        )
 
     def _new_stream(self, device=None):
         self.streams.append(Stream(self))
@@ -88,7 +90,9 @@ class Tensor:
         for other, when, wrote in self.block.accesses:
             if (writes or wrote) and stream.clock.get(other, 0) < when:
                 kind = f"{'writes' if writes else 'reads'} block {self.block.number}, which another {'writes' if wrote else 'reads'}"
-                raise Race(f"stream {self.gpu.streams.index(stream)} {kind} with nothing between them")
+                raise Race(
+                    f"stream {self.gpu.streams.index(stream)} {kind} with nothing between them"
+                )
         self.block.accesses.append((stream, stream.clock[stream], writes))
 
 

@@ -28,11 +28,15 @@ from .fake_streams import GPU
 
 def test_every_option_is_documented_and_typed():
     for name, parameter in inspect.signature(CUDAAccelerator).parameters.items():
-        assert f"\n        {name}: " in inspect.cleandoc(CUDAAccelerator.__doc__).replace("\n    ", "\n        ")
+        assert f"\n        {name}: " in inspect.cleandoc(CUDAAccelerator.__doc__).replace(
+            "\n    ", "\n        "
+        )
         assert parameter.annotation is not parameter.empty
 
 
-@pytest.mark.parametrize("option", [{"prefetch": -1}, {"prefetch": 1.5}, {"prefetch": True}, {"matmul_precision": "low"}])
+@pytest.mark.parametrize(
+    "option", [{"prefetch": -1}, {"prefetch": 1.5}, {"prefetch": True}, {"matmul_precision": "low"}]
+)
 def test_options_that_mean_nothing_are_refused(option):
     (name,) = option
     with pytest.raises(UsageError, match=name):
@@ -53,7 +57,12 @@ def globals_():
     cudnn = torch.backends.cudnn
 
     def read():
-        return torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+        return (
+            torch.get_float32_matmul_precision(),
+            cudnn.benchmark,
+            cudnn.deterministic,
+            cudnn.allow_tf32,
+        )
 
     before, nodes = read(), precisions()
     yield read
@@ -64,7 +73,9 @@ def globals_():
 
 
 NODES = ("", "cudnn", "cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")
-needs_tree = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has no fp32_precision")
+needs_tree = pytest.mark.skipif(
+    not hasattr(torch.backends, "fp32_precision"), reason="this torch has no fp32_precision"
+)
 
 
 def node(path):
@@ -73,7 +84,11 @@ def node(path):
 
 def precisions():
     """What holds now, above and below; nothing where torch has no such settings."""
-    return {path: node(path).fp32_precision for path in NODES if hasattr(torch.backends, "fp32_precision")}
+    return {
+        path: node(path).fp32_precision
+        for path in NODES
+        if hasattr(torch.backends, "fp32_precision")
+    }
 
 
 def set_precisions(values):
@@ -81,7 +96,12 @@ def set_precisions(values):
         node(path).fp32_precision = value
 
 
-WANTED = {"matmul_precision": "medium", "cudnn_benchmark": True, "cudnn_deterministic": True, "cudnn_allow_tf32": False}
+WANTED = {
+    "matmul_precision": "medium",
+    "cudnn_benchmark": True,
+    "cudnn_deterministic": True,
+    "cudnn_allow_tf32": False,
+}
 
 
 def test_settings_are_torchs_for_the_length_of_a_run(globals_):
@@ -107,8 +127,12 @@ def test_what_is_not_asked_for_is_not_touched(globals_):
 
 
 @needs_tree
-@pytest.mark.parametrize("asked", [{"matmul_precision": "high"}, {"matmul_precision": "medium"}, WANTED])
-@pytest.mark.parametrize("set_before", [{}, {"": "ieee"}, {"cuda.matmul": "ieee"}, {"mkldnn.matmul": "ieee"}])
+@pytest.mark.parametrize(
+    "asked", [{"matmul_precision": "high"}, {"matmul_precision": "medium"}, WANTED]
+)
+@pytest.mark.parametrize(
+    "set_before", [{}, {"": "ieee"}, {"cuda.matmul": "ieee"}, {"mkldnn.matmul": "ieee"}]
+)
 def test_precisions_of_both_generations_come_back(globals_, set_before, asked):
     """Also that a setting above reaches what it reached before."""
     torch.backends.cudnn.allow_tf32 = True
@@ -163,7 +187,9 @@ print(torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_
         ({"cudnn.conv": "ieee"}, {"cudnn_allow_tf32": False}),
     ],
 )
-def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(machine, globals_, set_before, asked):
+def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(
+    machine, globals_, set_before, asked
+):
     machine(1)
     set_precisions(set_before)
     (name,) = asked
@@ -180,14 +206,25 @@ def test_settings_beside_torchs_newer_ones_are_refused_before_a_run(machine, glo
 
 
 @pytest.mark.parametrize(
-    ("devices", "means"), [(2, (0, 1)), ("auto", (0, 1, 2, 3)), (-1, (0, 1, 2, 3)), ([3, 1], (3, 1)), ("2,", (2,)), (range(2), (0, 1))]
+    ("devices", "means"),
+    [
+        (2, (0, 1)),
+        ("auto", (0, 1, 2, 3)),
+        (-1, (0, 1, 2, 3)),
+        ([3, 1], (3, 1)),
+        ("2,", (2,)),
+        (range(2), (0, 1)),
+    ],
 )
 def test_the_grammar_of_devices(machine, devices, means):
     machine(4)
     assert gt.Trainer(accelerator="cuda", devices=devices, strategy="dp").plan.devices == means
 
 
-@pytest.mark.parametrize(("devices", "words"), [(9, "asked for 9, only [0, 1, 2, 3] are visible"), ([1, 1], "unique"), (0, "zero devices")])
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [(9, "asked for 9, only [0, 1, 2, 3] are visible"), ([1, 1], "unique"), (0, "zero devices")],
+)
 def test_devices_that_are_not_there(machine, devices, words):
     machine(4)
     with pytest.raises(UsageError) as caught:
@@ -199,13 +236,19 @@ def test_devices_that_are_not_there(machine, devices, words):
 def test_cuda_is_taken_where_it_can_serve(machine, name):
     machine(1)
     plan = gt.Trainer(accelerator=name).plan
-    assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == ("cuda", "geartrain-cuda", (0,))
+    assert (plan.accelerator.name, plan.accelerator.distribution, plan.devices) == (
+        "cuda",
+        "geartrain-cuda",
+        (0,),
+    )
 
 
 def test_where_it_cannot_the_reason_is_said(machine, counts):
     machine(error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     counts(0)
-    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-cuda\[cuda\] cannot be used here: NVML: Driver Not Loaded"
+    ):
         gt.Trainer(accelerator="cuda")
     plan = gt.Trainer(accelerator="auto", devices=1).plan
     assert plan.accelerator.name == "cpu"
@@ -218,16 +261,25 @@ def test_its_priority_is_above_mps_and_below_tpu():
 
 def test_auto_select_through_the_trainer(machine):
     machine(FakeGPU("GPU-a", processes=[(1, None)]), FakeGPU("GPU-b"), FakeGPU("GPU-c"))
-    assert gt.Trainer(accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True}).plan.devices == (1, 2)
+    assert gt.Trainer(
+        accelerator="cuda", devices=2, strategy="dp", accelerator_options={"auto_select": True}
+    ).plan.devices == (1, 2)
     with pytest.raises(UsageError, match=r"only 2 of 3 GPUs are free \(\[1, 2\]\).*pid 1"):
-        gt.Trainer(accelerator="cuda", devices=3, strategy="dp", accelerator_options={"auto_select": True})
+        gt.Trainer(
+            accelerator="cuda", devices=3, strategy="dp", accelerator_options={"auto_select": True}
+        )
 
 
 def plan_of(layout, devices):
     options, mine = types.SimpleNamespace(deterministic=False), types.SimpleNamespace(label="mine")
     precision = types.SimpleNamespace(name="32-true")
     return types.SimpleNamespace(
-        layout=layout, devices=devices, strategy=mine, accelerator=cuda_choice(), options=options, precision=precision
+        layout=layout,
+        devices=devices,
+        strategy=mine,
+        accelerator=cuda_choice(),
+        options=options,
+        precision=precision,
     )
 
 
@@ -260,11 +312,15 @@ def test_settings_that_contradict_each_other_are_refused(machine, deterministic)
     machine(1)
     options = {"accelerator": "cuda", "strategy": "single", "deterministic": deterministic}
     gt.Trainer(**options, accelerator_options={"cudnn_benchmark": False}).check(Net())
-    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-cuda\[cuda\]: cudnn_benchmark=True .*Fix: leave one"
+    ):
         gt.Trainer(**options, accelerator_options={"cudnn_benchmark": True}).check(Net())
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 4), ("ddp_spawn", 4), ("ddp2", 1), ("dp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [("ddp", 4), ("ddp_spawn", 4), ("ddp2", 1), ("dp", 1)]
+)
 def test_strategies_can_be_planned_for_gpus_that_are_not_here(strategy, processes):
     """Also where this machine's torch has no nccl."""
     trainer = gt.Trainer(accelerator="cuda", assume={"cuda": 4}, strategy=strategy)
@@ -275,7 +331,10 @@ def test_strategies_can_be_planned_for_gpus_that_are_not_here(strategy, processe
 def test_a_backend_that_torch_lacks_is_refused_for_gpus_that_are_here(machine):
     machine(2)
     options = {"process_group_backend": "ucc"}
-    with pytest.raises(UsageError, match=r"geartrain-ddp\[ddp\]: process_group_backend='ucc' cannot be used on cuda"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain-ddp\[ddp\]: process_group_backend='ucc' cannot be used on cuda",
+    ):
         gt.Trainer(accelerator="cuda", strategy="ddp", strategy_options=options).check(Net())
 
 
@@ -286,9 +345,27 @@ def test_explain_on_the_command_line(tmp_path):
         "import geartrain as gt\n\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): pass\n"
         "    def configure_optimizers(self): pass\n"
     )
-    words = ["explain", target, "--accelerator", "cuda", "--assume", "cuda=4", "--strategy", "ddp", "--accelerator.prefetch", "2", "--json"]
+    words = [
+        "explain",
+        target,
+        "--accelerator",
+        "cuda",
+        "--assume",
+        "cuda=4",
+        "--strategy",
+        "ddp",
+        "--accelerator.prefetch",
+        "2",
+        "--json",
+    ]
     code = "import sys; from geartrain.commands import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert '"cuda"' in done.stdout
 
@@ -316,7 +393,9 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: fake.initialized)
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device.index))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.calls.append(("wait", device.index)))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: fake.calls.append(("wait", device.index))
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.calls.append(("empty", None)))
     return fake
 
@@ -326,9 +405,14 @@ def run_of(devices, each=1):
 
 
 def test_each_process_takes_its_own_gpus(cuda):
-    assert [CUDAAccelerator().setup_device(run_of((3, 1)), rank) for rank in (0, 1)] == [torch.device("cuda", 3), torch.device("cuda", 1)]
+    assert [CUDAAccelerator().setup_device(run_of((3, 1)), rank) for rank in (0, 1)] == [
+        torch.device("cuda", 3),
+        torch.device("cuda", 1),
+    ]
     assert cuda.calls == [("set", 3), ("context", 3), ("set", 1), ("context", 1)]
-    assert CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1) == torch.device("cuda", 7)
+    assert CUDAAccelerator().setup_device(run_of((5, 2, 7, 4), each=2), 1) == torch.device(
+        "cuda", 7
+    )
     assert cuda.current == 7
 
 
@@ -346,7 +430,9 @@ MODELS = {0: ("NVIDIA H200", 9), 1: ("Tesla T4", 7), 2: ("Tesla V100", 7), 3: ("
         ("16-mixed", (1,), 0, None, None),
     ],
 )
-def test_bfloat16_without_the_hardware_is_warned_of(cuda, monkeypatch, precision, devices, rank, hip, named):
+def test_bfloat16_without_the_hardware_is_warned_of(
+    cuda, monkeypatch, precision, devices, rank, hip, named
+):
     def properties(index):
         return types.SimpleNamespace(name=MODELS[index][0], major=MODELS[index][1])
 
@@ -361,7 +447,10 @@ def test_bfloat16_without_the_hardware_is_warned_of(cuda, monkeypatch, precision
         assert said == []
         return
     (warning,) = map(str, (one.message for one in said))
-    assert f"geartrain-cuda[cuda]: precision {precision} is emulated, without a gain in speed, on {named}: " in warning
+    assert (
+        f"geartrain-cuda[cuda]: precision {precision} is emulated, without a gain in speed, on {named}: "
+        in warning
+    )
     assert warning.endswith("Fix: --precision 16-mixed")
 
 
@@ -435,16 +524,24 @@ def test_settings_come_back_although_the_gpu_has_failed(cuda, globals_, monkeypa
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", failed)
-    with pytest.raises(RuntimeError, match="device-side assert"):  # a run whose last steps failed has failed
+    with pytest.raises(
+        RuntimeError, match="device-side assert"
+    ):  # a run whose last steps failed has failed
         accelerator.teardown_device()
     assert globals_() == before
 
 
 def test_a_gpu_that_takes_no_context_is_named_with_its_processes(cuda, machine):
     machine(
-        FakeGPU("GPU-a"), FakeGPU("GPU-b", processes=[(1, 900 * 2**20)], mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS), names={1: "init"}
+        FakeGPU("GPU-a"),
+        FakeGPU(
+            "GPU-b", processes=[(1, 900 * 2**20)], mode=pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+        ),
+        names={1: "init"},
     )
-    cuda.fails[1] = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")
+    cuda.fails[1] = RuntimeError(
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines"
+    )
     with pytest.raises(TrainingError) as caught:
         CUDAAccelerator().setup_device(run_of((1,)), 0)
     for word in (
@@ -500,7 +597,9 @@ class OnCPU(CUDAAccelerator):
 @pytest.fixture
 def copies(monkeypatch):
     GPU(monkeypatch)
-    monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: map_tensors(batch, torch.clone))
+    monkeypatch.setattr(
+        "geartrain_cuda.batches.move", lambda batch, device: map_tensors(batch, torch.clone)
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -520,8 +619,20 @@ def test_training_is_as_on_the_cpu(copies, options, prefetch):
     data = TensorDataset(x, x.sum(dim=1, keepdim=True))
 
     def train(accelerator):
-        net, trainer = Net(), gt.Trainer(accelerator=accelerator, devices=1, enable_progress_bar=False, **{"max_epochs": 2, **options})
-        trainer.fit(net, DataLoader(data, batch_size=4), [DataLoader(data, batch_size=8), DataLoader(data, batch_size=16)])
+        net, trainer = (
+            Net(),
+            gt.Trainer(
+                accelerator=accelerator,
+                devices=1,
+                enable_progress_bar=False,
+                **{"max_epochs": 2, **options},
+            ),
+        )
+        trainer.fit(
+            net,
+            DataLoader(data, batch_size=4),
+            [DataLoader(data, batch_size=8), DataLoader(data, batch_size=16)],
+        )
         return net, trainer
 
     expected, on_cpu = train("cpu")
@@ -534,7 +645,11 @@ def test_training_is_as_on_the_cpu(copies, options, prefetch):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("options", "read"), [({"limit_train_batches": 4, "max_epochs": 2}, 8), ({"max_steps": 5, "accumulate_grad_batches": 2}, 10)]
+    ("options", "read"),
+    [
+        ({"limit_train_batches": 4, "max_epochs": 2}, 8),
+        ({"max_steps": 5, "accumulate_grad_batches": 2}, 10),
+    ],
 )
 def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read, prefetch):
     given = []
@@ -545,5 +660,7 @@ def test_an_endless_generator_is_read_as_far_as_trained_on(copies, options, read
             yield torch.ones(2, 3), torch.ones(2, 1)
 
     net = Net()
-    gt.Trainer(accelerator=OnCPU(prefetch=prefetch), devices=1, enable_progress_bar=False, **options).fit(net, endless())
+    gt.Trainer(
+        accelerator=OnCPU(prefetch=prefetch), devices=1, enable_progress_bar=False, **options
+    ).fit(net, endless())
     assert len(net.seen) == len(given) == read

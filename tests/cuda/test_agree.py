@@ -75,7 +75,13 @@ def test_ranks_of_ddp_get_the_first_process_answers(tmp_path):
 
 
 def place(monkeypatch, launcher, local_rank=0, local_size=2, **record):
-    variables = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": local_size, "LOCAL_WORLD_SIZE": local_size, "NODE_RANK": 0}
+    variables = {
+        "RANK": local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": local_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "NODE_RANK": 0,
+    }
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **launcher}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
@@ -91,7 +97,10 @@ def ours():
 def test_ranks_of_another_launcher_must_not_choose(machine, monkeypatch, launcher):
     machine(4)
     place(monkeypatch, launcher)
-    with pytest.raises(RuntimeError, match=r"started 2 processes on this node.*Fix: devices=\[...\], or set CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"started 2 processes on this node.*Fix: devices=\[...\], or set CUDA_VISIBLE_DEVICES",
+    ):
         find_usable_cuda_devices(2)
     assert find_usable_cuda_devices(0) == []
 
@@ -104,7 +113,11 @@ def test_one_rank_a_node_may_choose(machine, monkeypatch):
 
 def test_a_rank_repeats_call_by_call(machine, monkeypatch):
     fake = machine(1)
-    calls = [{"n": 2, "devices": [4, 5]}, {"n": 2, "error": "too few", "kind": "RuntimeError"}, {"n": 1, "devices": [7]}]
+    calls = [
+        {"n": 2, "devices": [4, 5]},
+        {"n": 2, "error": "too few", "kind": "RuntimeError"},
+        {"n": 1, "devices": [7]},
+    ]
     place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=calls)
     assert find_usable_cuda_devices(2) == [4, 5]
     with pytest.raises(RuntimeError, match="too few"):
@@ -117,8 +130,18 @@ def test_a_rank_repeats_call_by_call(machine, monkeypatch):
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_call_after_the_start_gives_the_newest_answer(machine, monkeypatch, local_rank):
     fake = machine(1)
-    calls = [{"n": 2, "devices": [4, 5]}, {"n": 2, "devices": [6, 7]}, {"n": 2, "error": "too few", "kind": "RuntimeError"}]
-    place(monkeypatch, ours(), local_rank=local_rank, pid=os.getppid() if local_rank else os.getpid(), calls=calls)
+    calls = [
+        {"n": 2, "devices": [4, 5]},
+        {"n": 2, "devices": [6, 7]},
+        {"n": 2, "error": "too few", "kind": "RuntimeError"},
+    ]
+    place(
+        monkeypatch,
+        ours(),
+        local_rank=local_rank,
+        pid=os.getppid() if local_rank else os.getpid(),
+        calls=calls,
+    )
     monkeypatch.setattr(agree, "_calls", 3)
     assert find_usable_cuda_devices(2) == [6, 7]
     assert fake.calls == []
@@ -127,16 +150,24 @@ def test_a_call_after_the_start_gives_the_newest_answer(machine, monkeypatch, lo
 def test_a_rank_that_calls_otherwise_is_told(machine, monkeypatch):
     machine(4)
     place(monkeypatch, ours(), local_rank=1, pid=os.getppid(), calls=[{"n": 2, "devices": [0, 1]}])
-    with pytest.raises(RuntimeError, match="call 1 of find_usable_cuda_devices asks for 3 in this rank, and asked for 2"):
+    with pytest.raises(
+        RuntimeError,
+        match="call 1 of find_usable_cuda_devices asks for 3 in this rank, and asked for 2",
+    ):
         find_usable_cuda_devices(3)
 
 
-@pytest.mark.parametrize("record", ["", "nonsense", "[]", "{}", '{"pid": 1, "calls": [{"n": 2, "devices": [0, 1]}]}'])
+@pytest.mark.parametrize(
+    "record", ["", "nonsense", "[]", "{}", '{"pid": 1, "calls": [{"n": 2, "devices": [0, 1]}]}']
+)
 def test_a_record_of_some_other_program_is_none(machine, monkeypatch, record):
     machine(4)
     monkeypatch.setenv(agree.RECORD, record)
     assert find_usable_cuda_devices(2) == [0, 1]
-    assert json.loads(os.environ[agree.RECORD]) == {"pid": os.getpid(), "calls": [{"n": 2, "devices": [0, 1]}]}
+    assert json.loads(os.environ[agree.RECORD]) == {
+        "pid": os.getpid(),
+        "calls": [{"n": 2, "devices": [0, 1]}],
+    }
     place(monkeypatch, ours(), local_rank=1)
     monkeypatch.setenv(agree.RECORD, record)
     with pytest.raises(RuntimeError, match="after the ranks were started"):

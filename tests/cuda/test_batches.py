@@ -30,10 +30,32 @@ class Plain(gt.Module):
     pass
 
 
-def make_run(module=None, batches=None, *, stage="train", run_stage=None, index=0, max_steps=-1, accumulate=1, sanity=2, step=0):
-    options = SimpleNamespace(max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity)
-    run = SimpleNamespace(plan=SimpleNamespace(options=options), module=module or Plain(), stage=run_stage or stage, device=DEVICE)
-    run.stages, run.dataloader_idx, run.step = {stage: Stage(batches=batches or [None])}, index, step
+def make_run(
+    module=None,
+    batches=None,
+    *,
+    stage="train",
+    run_stage=None,
+    index=0,
+    max_steps=-1,
+    accumulate=1,
+    sanity=2,
+    step=0,
+):
+    options = SimpleNamespace(
+        max_steps=max_steps, accumulate_grad_batches=accumulate, num_sanity_val_steps=sanity
+    )
+    run = SimpleNamespace(
+        plan=SimpleNamespace(options=options),
+        module=module or Plain(),
+        stage=run_stage or stage,
+        device=DEVICE,
+    )
+    run.stages, run.dataloader_idx, run.step = (
+        {stage: Stage(batches=batches or [None])},
+        index,
+        step,
+    )
     run.to_device = lambda batch: run.module.transfer_batch_to_device(batch, DEVICE, index)
     return run
 
@@ -60,14 +82,18 @@ def step(gpu, batch):
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
 def test_every_batch_comes_once_in_order_and_unharmed(gpu, count, ahead):
-    assert [step(gpu, batch) for batch in prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)] == list(range(count))
+    assert [
+        step(gpu, batch) for batch in prefetch(gpu, make_run(), loader(gpu, count), ahead=ahead)
+    ] == list(range(count))
 
 
 def test_memory_is_reused_and_not_hoarded(gpu):
     for batch in prefetch(gpu, make_run(), loader(gpu, 100), ahead=2):
         step(gpu, batch)
         del batch
-    assert next(gpu.numbers) <= 4  # two ahead, the one in use, and the next, which is copied before that one is let go
+    assert (
+        next(gpu.numbers) <= 4
+    )  # two ahead, the one in use, and the next, which is copied before that one is let go
 
 
 def test_a_copy_runs_beside_a_step(gpu):
@@ -80,7 +106,9 @@ def test_a_copy_runs_beside_a_step(gpu):
     assert side.clock.get(gpu.compute, 0) < gpu.compute.clock[gpu.compute]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_use_of_batches_is_free_of_races(data):
     """Steps that keep batches for a while, read them again, validate in between, and end early."""
@@ -89,7 +117,9 @@ def test_any_use_of_batches_is_free_of_races(data):
         prefetcher = Prefetcher(DEVICE, data.draw(st.integers(1, 4)), True)
         run = make_run()
         for _ in range(data.draw(st.integers(1, 3))):
-            batches = prefetch(gpu, run, loader(gpu, data.draw(st.integers(0, 12))), prefetcher=prefetcher)
+            batches = prefetch(
+                gpu, run, loader(gpu, data.draw(st.integers(0, 12))), prefetcher=prefetcher
+            )
             for given_, batch in enumerate(batches):
                 assert step(gpu, batch) == given_
                 if data.draw(st.booleans()):
@@ -98,7 +128,12 @@ def test_any_use_of_batches_is_free_of_races(data):
                     kept.pop(data.draw(st.integers(0, len(kept) - 1))).read()
                 if data.draw(st.integers(0, 4)) == 0:
                     inner = make_run(stage="validate")
-                    assert [step(gpu, b) for b in prefetch(gpu, inner, loader(gpu, 3), stage="validate", prefetcher=prefetcher)] == [
+                    assert [
+                        step(gpu, b)
+                        for b in prefetch(
+                            gpu, inner, loader(gpu, 3), stage="validate", prefetcher=prefetcher
+                        )
+                    ] == [
                         0,
                         1,
                         2,
@@ -148,12 +183,20 @@ def refilled(gpu, count, wrap=lambda tensor: tensor):
         yield wrap(buffer)
 
 
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t, 1], lambda t: {"x": (t,)}, lambda t: Holder(t)])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: [t, 1], lambda t: {"x": (t,)}, lambda t: Holder(t)]
+)
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_a_buffer_on_the_gpu_that_is_filled_again(gpu, ahead, wrap):
     def value(batch):
         while not hasattr(batch, "read"):
-            batch = batch["x"] if isinstance(batch, dict) else batch.tensor if isinstance(batch, Holder) else batch[0]
+            batch = (
+                batch["x"]
+                if isinstance(batch, dict)
+                else batch.tensor
+                if isinstance(batch, Holder)
+                else batch[0]
+            )
         return step(gpu, batch)
 
     batches = prefetch(gpu, make_run(), refilled(gpu, 5, wrap), ahead=ahead)
@@ -216,7 +259,11 @@ def test_pinned_memory_that_is_filled_again(gpu, pins, late, ahead, pins_all):
         for value in range(5):
             yield buffer.fill_(value)
 
-    batches, found, before = Prefetcher(DEVICE, ahead, pins_all).batches(make_run(), refills(), "train"), [], None
+    batches, found, before = (
+        Prefetcher(DEVICE, ahead, pins_all).batches(make_run(), refills(), "train"),
+        [],
+        None,
+    )
     for batch in batches:  # the GPU is a step behind
         found += [] if before is None else before()
         before = batch
@@ -229,10 +276,16 @@ def test_what_torchs_loader_has_pinned_is_not_copied_again(gpu, pins, monkeypatc
     monkeypatch.setattr("geartrain_cuda.batches.move", lambda batch, device: given.append(batch))
     own = [torch.arange(3).pin_memory(), torch.arange(3)]
     trusted = DataLoader(own, batch_size=None, pin_memory=True)
-    monkeypatch.setattr(DataLoader, "__iter__", lambda self: iter(own))  # as where memory can be pinned
+    monkeypatch.setattr(
+        DataLoader, "__iter__", lambda self: iter(own)
+    )  # as where memory can be pinned
     list(Prefetcher(DEVICE, ahead, True).batches(make_run(), trusted, "train"))
     assert given[0] is own[0]
-    list(Prefetcher(DEVICE, ahead, True).batches(make_run(), DataLoader(own, batch_size=None), "train"))
+    list(
+        Prefetcher(DEVICE, ahead, True).batches(
+            make_run(), DataLoader(own, batch_size=None), "train"
+        )
+    )
     assert given[2] is not own[0]
     assert all(tensor.is_pinned() for tensor in given)
 
@@ -300,7 +353,9 @@ def test_never_more_is_read_than_the_loop_asks_for(gpu, limit, ahead):
     source = loader(gpu, 1000, read)
     for start in (0, limit):  # the generator goes on in the second epoch
         batches = prefetch(gpu, make_run(batches=[limit]), source, ahead=ahead)
-        assert [step(gpu, batch) for batch in islice(batches, limit)] == list(range(start, start + limit))
+        assert [step(gpu, batch) for batch in islice(batches, limit)] == list(
+            range(start, start + limit)
+        )
         assert read == list(range(start + limit))
         batches.close()
 
@@ -425,10 +480,21 @@ def pins(monkeypatch):
 
 def test_everything_is_pinned_in_any_nesting(pins):
     tensor = torch.arange(3)
-    data = {"list": [tensor, (tensor, 5)], "pair": Pair(tensor, "text"), "sample": Sample(tensor, "a"), "owner": Owner(tensor)}
+    data = {
+        "list": [tensor, (tensor, 5)],
+        "pair": Pair(tensor, "text"),
+        "sample": Sample(tensor, "a"),
+        "owner": Owner(tensor),
+    }
     data = OrderedDict(data)
     found = pinned(data)
-    tensors = [found["list"][0], found["list"][1][0], found["pair"].x, found["sample"].x, found["owner"].tensor]
+    tensors = [
+        found["list"][0],
+        found["list"][1][0],
+        found["pair"].x,
+        found["sample"].x,
+        found["owner"].tensor,
+    ]
     assert all(t.is_pinned() and t.equal(tensor) for t in tensors)
     assert not tensor.is_pinned()
     assert (found["list"][1][1], found["pair"].y, found["sample"].name) == (5, "text", "a")
@@ -458,20 +524,32 @@ def test_batches_are_pinned_on_their_way(gpu, ahead):
     run = make_run()
     for pin, expected in ((True, [0, 1, 2]), (False, [])):
         seen.clear()
-        batches = Prefetcher(DEVICE, ahead, pin).batches(run, (Seen(gpu, value) for value in range(3)), "train")
+        batches = Prefetcher(DEVICE, ahead, pin).batches(
+            run, (Seen(gpu, value) for value in range(3)), "train"
+        )
         assert [step(gpu, batch) for batch in batches] == [0, 1, 2]
         assert seen == expected
 
 
-@pytest.mark.parametrize("words", ["CUDA error: out of memory\nand more", "CUDA error: OS call failed or operation not supported"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nand more",
+        "CUDA error: OS call failed or operation not supported",
+    ],
+)
 def test_memory_that_cannot_be_pinned_is_warned_of_once_and_used_as_it_is(gpu, words):
     class Full(CPUBatch):
         def pin_memory(self):
             raise RuntimeError(words)
 
     run, prefetcher = make_run(), Prefetcher(DEVICE, 1, True)
-    with pytest.warns(UserWarning, match=rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"):
-        assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")] == [0, 1]
+    with pytest.warns(
+        UserWarning, match=rf"cannot be pinned.*: {words.splitlines()[0]}\. Fix: more locked memory"
+    ):
+        assert [
+            step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0), Full(gpu, 1)], "train")
+        ] == [0, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [step(gpu, b) for b in prefetcher.batches(run, [Full(gpu, 0)], "train")] == [0]

@@ -10,7 +10,16 @@ from geartrain_cuda import CUDAAccelerator
 
 from .fake_pynvml import MIB, FakeGPU
 
-KEYS = ["index", "name", "uuid", "memory_used_mib", "memory_total_mib", "compute_mode", "processes", "mig"]
+KEYS = [
+    "index",
+    "name",
+    "uuid",
+    "memory_used_mib",
+    "memory_total_mib",
+    "compute_mode",
+    "processes",
+    "mig",
+]
 LOST = {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
 
 # --- unavailable ---------------------------------------------------------------------------------------------------------
@@ -27,7 +36,9 @@ def test_gpus_that_are_there_can_be_used(machine):
     assert CUDAAccelerator.unavailable() is None
 
 
-@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND])
+@pytest.mark.parametrize(
+    "error", [pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND]
+)
 def test_nvmls_reason(machine, counts, error):
     machine(2, error=error)
     counts(0)
@@ -40,7 +51,11 @@ def test_nvmls_reason(machine, counts, error):
 
 @pytest.mark.parametrize(
     ("variable", "words"),
-    [("", "CUDA_VISIBLE_DEVICES='' shows none of the 2 GPUs"), ("-1", "CUDA_VISIBLE_DEVICES='-1' shows none"), ("7", "'7' names no GPU")],
+    [
+        ("", "CUDA_VISIBLE_DEVICES='' shows none of the 2 GPUs"),
+        ("-1", "CUDA_VISIBLE_DEVICES='-1' shows none"),
+        ("7", "'7' names no GPU"),
+    ],
 )
 def test_a_variable_that_hides_all(machine, monkeypatch, variable, words):
     machine(2)
@@ -53,7 +68,9 @@ def test_a_variable_that_hides_all(machine, monkeypatch, variable, words):
 
 def test_no_gpu_at_all(machine):
     machine()
-    assert CUDAAccelerator.unavailable().startswith("NVML: the driver (580.65.06) shows no GPU. Fix: ")
+    assert CUDAAccelerator.unavailable().startswith(
+        "NVML: the driver (580.65.06) shows no GPU. Fix: "
+    )
 
 
 def test_mig_mode_without_instances(machine):
@@ -95,22 +112,45 @@ def test_a_machine_in_order(machine):
     report = CUDAAccelerator.diagnose()
     assert problems() == []
     facts = report["facts"]
-    assert (facts["driver"], facts["driver_cuda"], facts["torch_cuda"], facts["nvml"]) == ("580.65.06", "13.0", "13.0", "ok")
+    assert (facts["driver"], facts["driver_cuda"], facts["torch_cuda"], facts["nvml"]) == (
+        "580.65.06",
+        "13.0",
+        "13.0",
+        "ok",
+    )
     assert facts["torch"] == torch.__version__
     assert {"cudnn", "nccl", "cuda_visible_devices", "torch_hip"} <= set(facts)
-    values = [0, "NVIDIA H200", "GPU-a", 1000, 143771, "default", [{"pid": 1, "name": "python", "memory_mib": 300}], None]
+    values = [
+        0,
+        "NVIDIA H200",
+        "GPU-a",
+        1000,
+        143771,
+        "default",
+        [{"pid": 1, "name": "python", "memory_mib": 300}],
+        None,
+    ]
     assert report["devices"][0] == dict(zip(KEYS, values, strict=True))
 
 
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [
-        ({"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED}, "mode PROHIBITED). Fix: nvidia-smi -i 0 -c DEFAULT"),
+        (
+            {"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED},
+            "mode PROHIBITED). Fix: nvidia-smi -i 0 -c DEFAULT",
+        ),
         ({"errors": LOST}, "GPU 0 (name unknown): GPU is lost. Fix: "),
-        ({"errors": {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU 0 (NVIDIA H200): GPU is lost"),
+        (
+            {"errors": {"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST}},
+            "GPU 0 (NVIDIA H200): GPU is lost",
+        ),
         ({"ecc": (5, 0)}, None),
         ({"ecc": (5, 2)}, "had 2 memory errors that ECC could not correct"),
-        ({"clock_reasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown}, "is slowed down (thermal)"),
+        (
+            {"clock_reasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown},
+            "is slowed down (thermal)",
+        ),
         ({"clock_reasons": pynvml.nvmlClocksEventReasonSwPowerCap}, None),
     ],
 )
@@ -122,17 +162,27 @@ def test_what_is_wrong_with_a_gpu(machine, gpu, words):
 
 
 @pytest.mark.parametrize(
-    ("driver", "built", "too_old"), [(12020, "12.8", False), (12090, "13.0", True), (13000, "12.8", False), (11040, "12.1", True)]
+    ("driver", "built", "too_old"),
+    [(12020, "12.8", False), (12090, "13.0", True), (13000, "12.8", False), (11040, "12.1", True)],
 )
 def test_a_driver_too_old_for_torch(machine, monkeypatch, driver, built, too_old):
     machine(1, cuda=driver)
     monkeypatch.setattr(torch.version, "cuda", built)
-    assert [f"torch is built for CUDA {built}" in problem for problem in problems()] == [True] * too_old
+    assert [f"torch is built for CUDA {built}" in problem for problem in problems()] == [
+        True
+    ] * too_old
 
 
 @pytest.mark.parametrize(
     ("capability", "right"),
-    [((9, 0), True), ((8, 0), True), ((8, 6), True), ((10, 0), True), ((7, 5), False), ((5, 0), False)],
+    [
+        ((9, 0), True),
+        ((8, 0), True),
+        ((8, 6), True),
+        ((10, 0), True),
+        ((7, 5), False),
+        ((5, 0), False),
+    ],
 )
 def test_a_gpu_for_which_torch_has_no_kernels(machine, monkeypatch, capability, right):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90", "compute_90"])
@@ -161,7 +211,9 @@ def test_without_nvml(machine, monkeypatch, build):
     report = CUDAAccelerator.diagnose()
     assert report["facts"]["nvml"] == "NVML: Driver Not Loaded"
     assert report["devices"] == []
-    assert len(problems()) == (build is not None)  # a CPU build on a machine without a driver is in order
+    assert len(problems()) == (
+        build is not None
+    )  # a CPU build on a machine without a driver is in order
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
@@ -192,7 +244,14 @@ def test_mig(machine):
 
 
 def test_a_lost_instance(machine):
-    machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", errors={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})]))
+    machine(
+        FakeGPU(
+            "GPU-a",
+            instances=[
+                FakeGPU("MIG-a", errors={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})
+            ],
+        )
+    )
     assert "MIG instance 0 of GPU 0 (NVIDIA H200): GPU is lost" in problems()[0]
 
 
@@ -201,7 +260,10 @@ def test_nothing_that_nvml_does_makes_it_raise(machine, monkeypatch):
     monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda *arguments, **more: "nonsense")
     assert "NVML gave what it should not" in problems()[0]
     for name in [
-        name for name in dir(fake) if name.startswith("nvmlDevice") and name not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
+        name
+        for name in dir(fake)
+        if name.startswith("nvmlDevice")
+        and name not in ("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
     ]:
         machine(FakeGPU("GPU-a", errors={name: pynvml.NVML_ERROR_UNKNOWN}))
         problems()

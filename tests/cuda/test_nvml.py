@@ -26,7 +26,10 @@ FIGURES = {
 def test_without_a_driver_the_real_library_is_missing():
     if torch.cuda.is_available():
         pytest.skip("a driver is here")
-    with pytest.raises(Unavailable, match=r"^NVML: (libnvidia-ml.so.1 not found|Driver Not Loaded)"), session():
+    with (
+        pytest.raises(Unavailable, match=r"^NVML: (libnvidia-ml.so.1 not found|Driver Not Loaded)"),
+        session(),
+    ):
         pass
 
 
@@ -34,7 +37,10 @@ def test_without_a_driver_the_real_library_is_missing():
     ("error", "reason"),
     [
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "NVML: Driver Not Loaded"),
-        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "NVML: libnvidia-ml.so.1 not found. Fix: install the NVIDIA driver"),
+        (
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+            "NVML: libnvidia-ml.so.1 not found. Fix: install the NVIDIA driver",
+        ),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "Fix: restart the machine"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "NVML: Insufficient Permissions"),
         *[(error, "NVML: ") for error in ERRORS],
@@ -59,7 +65,10 @@ def test_every_session_ends_also_after_an_error(machine):
     with session() as outer:
         with pytest.raises(KeyError), session():
             raise KeyError
-        assert outer.gpus()[0].memory() == (1000, 143771)  # the inner one has not closed NVML under it
+        assert outer.gpus()[0].memory() == (
+            1000,
+            143771,
+        )  # the inner one has not closed NVML under it
     assert fake.depth == 0
 
 
@@ -78,12 +87,21 @@ def test_an_error_of_one_question_is_an_unknown_figure_and_stops_no_other(machin
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_gpu_without_a_handle_keeps_its_place(machine, error):
-    machine(FakeGPU("GPU-1"), FakeGPU("GPU-2", errors={"nvmlDeviceGetHandleByIndex": error}), FakeGPU("GPU-3"))
+    machine(
+        FakeGPU("GPU-1"),
+        FakeGPU("GPU-2", errors={"nvmlDeviceGetHandleByIndex": error}),
+        FakeGPU("GPU-3"),
+    )
     with session() as nvml:
         gpus = nvml.gpus()
         assert [gpu.uuid for gpu in gpus] == ["GPU-1", None, "GPU-3"]
         assert gpus[1].error == str(pynvml.NVMLError(error))
-        assert (gpus[1].processes(), gpus[1].memory(), gpus[1].compute_mode(), gpus[1].in_mig_mode()) == (None, None, None, False)
+        assert (
+            gpus[1].processes(),
+            gpus[1].memory(),
+            gpus[1].compute_mode(),
+            gpus[1].in_mig_mode(),
+        ) == (None, None, None, False)
 
 
 def test_an_old_driver_counts_its_own_memory_as_used(machine):
@@ -127,7 +145,10 @@ def test_the_driver(machine):
     machine(1, driver="535.129.03", cuda=12020)
     with session() as nvml:
         assert (nvml.driver(), nvml.driver_cuda()) == ("535.129.03", (12, 2))
-    failing = {"nvmlSystemGetDriverVersion": pynvml.NVML_ERROR_UNKNOWN, "nvmlSystemGetCudaDriverVersion": pynvml.NVML_ERROR_UNKNOWN}
+    failing = {
+        "nvmlSystemGetDriverVersion": pynvml.NVML_ERROR_UNKNOWN,
+        "nvmlSystemGetCudaDriverVersion": pynvml.NVML_ERROR_UNKNOWN,
+    }
     machine(1, errors=failing)
     with session() as nvml:
         assert (nvml.driver(), nvml.driver_cuda()) == (None, None)

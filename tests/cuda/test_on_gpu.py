@@ -18,7 +18,10 @@ from geartrain_cuda.visible import view
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here, or torch is built without CUDA"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="there is no CUDA GPU here, or torch is built without CUDA",
+    ),
 ]
 
 
@@ -37,7 +40,9 @@ class Net(gt.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -54,13 +59,21 @@ class Net(gt.Module):
 
 def loader(samples=256, batch_size=16, **options):
     x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=batch_size, **options)
+    return DataLoader(
+        TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size=batch_size, **options
+    )
 
 
 def train(accelerator, plugins=(), data=None, **options):
     net = Net()
     options = {"max_epochs": 2, "strategy": "single", **options}
-    trainer = gt.Trainer(accelerator=accelerator, devices=1, enable_progress_bar=False, plugins=list(plugins), **options)
+    trainer = gt.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        enable_progress_bar=False,
+        plugins=list(plugins),
+        **options,
+    )
     trainer.fit(net, data or loader(), loader(64))
     return net, trainer
 
@@ -71,13 +84,19 @@ def test_a_training_gives_the_cpus_result(options):
     expected, on_cpu = train("cpu")
     for found, right in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found.cpu(), right, rtol=1e-4, atol=1e-5)
-    assert trainer.run.metrics["val_loss"] == pytest.approx(on_cpu.run.metrics["val_loss"], rel=1e-4)
+    assert trainer.run.metrics["val_loss"] == pytest.approx(
+        on_cpu.run.metrics["val_loss"], rel=1e-4
+    )
 
 
 def run_alone(code, *arguments, **environ):
     """Run a program in a process that has not touched CUDA yet."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env={**os.environ, **environ}, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -132,7 +151,9 @@ def test_indices_name_the_gpus_that_cuda_names():
             pytest.skip("GPUs of different models, in CUDA's own order")
         uuids = [gpu.uuid for gpu in seen.devices]
     # torch gives the UUID without its prefix.
-    assert [uuid.partition("-")[2] for uuid in uuids] == [str(torch.cuda.get_device_properties(i).uuid) for i in range(len(uuids))]
+    assert [uuid.partition("-")[2] for uuid in uuids] == [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(len(uuids))
+    ]
 
 
 @needs_nvml
@@ -149,7 +170,9 @@ def test_a_gpu_is_usable_until_another_process_is_on_it():
     code = f"import torch; torch.zeros(1, device='cuda:{index}'); print('on it', flush=True); import sys; sys.stdin.read()"
     # In a session of its own and started by a process that ends, so that it is no descendant of this one.
     start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True); "
-    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+    with subprocess.Popen(
+        [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as starter:
         try:
             assert starter.stdout.readline() == b"on it\n"
             with session() as nvml:
@@ -214,11 +237,17 @@ def test_large_batches_under_a_slow_gpu_are_the_right_ones(prefetch, workers):
     data = TensorDataset(x, x[:, :1].clone())
     net = Check()
     net.sums = []
-    options = {"accelerator_options": {"prefetch": prefetch}, "enable_progress_bar": False, "strategy": "single"}
+    options = {
+        "accelerator_options": {"prefetch": prefetch},
+        "enable_progress_bar": False,
+        "strategy": "single",
+    }
     trainer = gt.Trainer(accelerator="cuda", devices=1, max_epochs=1, **options)
     trainer.fit(net, DataLoader(data, batch_size=64, num_workers=workers, pin_memory=workers > 0))
     found = torch.stack(net.sums).cpu()
-    torch.testing.assert_close(found, x.view(200, -1).sum(dim=1, dtype=torch.float64), rtol=1e-9, atol=1e-6)
+    torch.testing.assert_close(
+        found, x.view(200, -1).sum(dim=1, dtype=torch.float64), rtol=1e-9, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
@@ -236,8 +265,13 @@ def test_batches_are_pinned_and_on_the_gpu(monkeypatch, prefetch, pin_memory):
             return super().training_step(batch, batch_idx)
 
     monkeypatch.setattr("geartrain_cuda.batches.move", watched)
-    options = {"accelerator_options": {"prefetch": prefetch, "pin_memory": pin_memory}, "enable_progress_bar": False}
-    gt.Trainer(accelerator="cuda", devices=1, max_steps=3, strategy="single", **options).fit(Look(), loader())
+    options = {
+        "accelerator_options": {"prefetch": prefetch, "pin_memory": pin_memory},
+        "enable_progress_bar": False,
+    }
+    gt.Trainer(accelerator="cuda", devices=1, max_steps=3, strategy="single", **options).fit(
+        Look(), loader()
+    )
     assert batches == ["cuda"] * 6  # x and y of three
     assert set(copied) == {("cpu", pin_memory)}
     assert len(copied) == 6
@@ -248,7 +282,11 @@ def test_batches_are_pinned_and_on_the_gpu(monkeypatch, prefetch, pin_memory):
 def test_a_buffer_that_the_loader_fills_again(prefetch, where):
     """The GPU is far behind the CPU; each batch must still be itself."""
     steps, size = 30, 2**22
-    buffer = torch.empty(size, device="cuda") if where == "on the gpu" else torch.empty(size).pin_memory()
+    buffer = (
+        torch.empty(size, device="cuda")
+        if where == "on the gpu"
+        else torch.empty(size).pin_memory()
+    )
 
     class Check(Net):
         def training_step(self, batch, batch_idx):
@@ -262,7 +300,11 @@ def test_a_buffer_that_the_loader_fills_again(prefetch, where):
 
     net = Check()
     net.seen = []
-    options = {"accelerator_options": {"prefetch": prefetch}, "enable_progress_bar": False, "strategy": "single"}
+    options = {
+        "accelerator_options": {"prefetch": prefetch},
+        "enable_progress_bar": False,
+        "strategy": "single",
+    }
     gt.Trainer(accelerator="cuda", devices=1, max_epochs=1, **options).fit(net, refills())
     assert torch.stack(net.seen).tolist() == [[value, value] for value in range(steps)]
 
@@ -289,7 +331,14 @@ assert torch.cuda.device_count() == count > 0
 def precisions():
     """What torch says of float32, in the words of both its generations."""
     backends = torch.backends
-    nodes = [backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    nodes = [
+        backends,
+        backends.cudnn,
+        backends.cuda.matmul,
+        backends.mkldnn.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+    ]
     return [node.fp32_precision for node in nodes] if hasattr(backends, "fp32_precision") else None
 
 
@@ -301,8 +350,13 @@ def test_settings_are_as_before_afterwards():
         def on_train_start(self):
             seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
 
-    options = {"accelerator_options": {"matmul_precision": "medium", "cudnn_benchmark": not before[1]}, "enable_progress_bar": False}
-    gt.Trainer(accelerator="cuda", devices=1, max_steps=2, strategy="single", **options).fit(Look(), loader())
+    options = {
+        "accelerator_options": {"matmul_precision": "medium", "cudnn_benchmark": not before[1]},
+        "enable_progress_bar": False,
+    }
+    gt.Trainer(accelerator="cuda", devices=1, max_steps=2, strategy="single", **options).fit(
+        Look(), loader()
+    )
     assert seen == [("medium", not before[1])]
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark) == before
     assert precisions() == nodes
@@ -334,7 +388,9 @@ def test_figures_from_a_thread():
         @hookimpl
         def on_run_end(self, run):
             for _ in range(2):
-                thread = threading.Thread(target=lambda: samples.append(CUDAAccelerator().device_stats(run)))
+                thread = threading.Thread(
+                    target=lambda: samples.append(CUDAAccelerator().device_stats(run))
+                )
                 thread.start()
                 thread.join()
 

@@ -48,13 +48,19 @@ def _memory_of_torch(monkeypatch):
 
 
 def make_run(devices=(0,), each=1, local_rank=0):
-    plan = types.SimpleNamespace(devices=devices, layout=types.SimpleNamespace(devices_per_process=each))
+    plan = types.SimpleNamespace(
+        devices=devices, layout=types.SimpleNamespace(devices_per_process=each)
+    )
     return types.SimpleNamespace(plan=plan, world=World(local_rank=local_rank, rank=local_rank))
 
 
 def figures(index, sample):
     """The figures of one GPU, without those of torch."""
-    found = {name.removeprefix(f"gpu{index}_"): value for name, value in sample.items() if name.startswith(f"gpu{index}_")}
+    found = {
+        name.removeprefix(f"gpu{index}_"): value
+        for name, value in sample.items()
+        if name.startswith(f"gpu{index}_")
+    }
     return {name: value for name, value in found.items() if not name.startswith("torch_")}
 
 
@@ -73,7 +79,10 @@ def test_one_rank_a_node_reports_all_gpus_of_the_plan_and_its_own_memory(machine
     machine(4)
     sample = stats.Stats().sample(make_run(devices=(3, 1)))
     assert {name.partition("_")[0] for name in sample} == {"gpu1", "gpu3"}
-    assert {name for name in sample if "torch" in name} == {"gpu3_torch_allocated_mib", "gpu3_torch_reserved_mib"}
+    assert {name for name in sample if "torch" in name} == {
+        "gpu3_torch_allocated_mib",
+        "gpu3_torch_reserved_mib",
+    }
     assert stats.Stats().sample(make_run(devices=(3, 1), local_rank=1)) is None
 
 
@@ -89,7 +98,10 @@ def test_indices_are_cudas(machine, monkeypatch):
     assert stats.Stats().sample(make_run())["gpu0_memory_used_mib"] == 7
 
 
-@pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+@pytest.mark.parametrize(
+    "error",
+    [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN],
+)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_figure_that_cannot_be_had_is_left_out_alone(machine, function, error):
     machine(FakeGPU("GPU-a", errors={function: error}))
@@ -110,10 +122,22 @@ def test_a_figure_that_cannot_be_had_is_left_out_alone(machine, function, error)
 )
 @pytest.mark.parametrize("old_driver", [False, True])
 def test_why_clocks_are_held_down(machine, reason, groups, old_driver):
-    errors = {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND} if old_driver else {}
-    machine(FakeGPU("GPU-a", clock_reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"), errors=errors))
+    errors = (
+        {"nvmlDeviceGetCurrentClocksEventReasons": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+        if old_driver
+        else {}
+    )
+    machine(
+        FakeGPU(
+            "GPU-a", clock_reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"), errors=errors
+        )
+    )
     found = figures(0, stats.Stats().sample(make_run()))
-    assert {name.removeprefix("throttled_") for name in found if name.startswith("throttled_") and found[name]} == groups
+    assert {
+        name.removeprefix("throttled_")
+        for name in found
+        if name.startswith("throttled_") and found[name]
+    } == groups
     assert found["throttled"] == bool(groups)
     assert set(found) == set(ALL)
 
@@ -126,8 +150,14 @@ def test_nvlink_is_a_rate_between_samples(machine, monkeypatch):
     machine(FakeGPU("GPU-a", links=counts))
     keeper = stats.Stats()
     rates = [figures(0, keeper.sample(make_run())) for _ in range(3)]
-    assert [(r["nvlink_tx_mib_per_s"], r["nvlink_rx_mib_per_s"]) for r in rates] == [(1, 2), (2, 4), (0, 0)]
-    assert set(rates[0]) == set(rates[1]) == set(ALL) | {"nvlink_tx_mib_per_s", "nvlink_rx_mib_per_s"}
+    assert [(r["nvlink_tx_mib_per_s"], r["nvlink_rx_mib_per_s"]) for r in rates] == [
+        (1, 2),
+        (2, 4),
+        (0, 0),
+    ]
+    assert (
+        set(rates[0]) == set(rates[1]) == set(ALL) | {"nvlink_tx_mib_per_s", "nvlink_rx_mib_per_s"}
+    )
 
 
 def test_a_mig_instance_has_memory_of_its_own_and_the_boards_temperature(machine):
@@ -136,13 +166,23 @@ def test_a_mig_instance_has_memory_of_its_own_and_the_boards_temperature(machine
     instance = FakeGPU("MIG-a", used=5 * 2**20, total=10 * 2**20, errors=unsupported)
     machine(FakeGPU("GPU-a", instances=[instance]))
     found = figures(0, stats.Stats().sample(make_run()))
-    assert (found["memory_used_mib"], found["memory_total_mib"], found["temperature_celsius"]) == (5, 10, 61)
+    assert (found["memory_used_mib"], found["memory_total_mib"], found["temperature_celsius"]) == (
+        5,
+        10,
+        61,
+    )
     assert "utilization_percent" not in found
 
 
 @pytest.mark.parametrize("missing", ["nvml", "rocm", "index"])
 def test_without_nvml_torch_tells_its_own(machine, monkeypatch, missing):
-    machine(0 if missing == "index" else 1, error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED if missing == "nvml" else None)
+    machine(
+        0 if missing == "index" else 1,
+        error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED if missing == "nvml" else None,
+    )
     if missing == "rocm":
         monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert stats.Stats().sample(make_run()) == {"gpu0_torch_allocated_mib": 1, "gpu0_torch_reserved_mib": 2}
+    assert stats.Stats().sample(make_run()) == {
+        "gpu0_torch_allocated_mib": 1,
+        "gpu0_torch_reserved_mib": 2,
+    }

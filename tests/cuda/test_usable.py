@@ -56,7 +56,12 @@ def test_free_gpus_in_order(machine):
     assert find_usable_cuda_devices(0) == []
     assert fake.calls == []
     assert find_usable_cuda_devices(2) == [0, 1]
-    assert find_usable_cuda_devices(4) == find_usable_cuda_devices() == find_usable_cuda_devices(-1) == [0, 1, 2, 3]
+    assert (
+        find_usable_cuda_devices(4)
+        == find_usable_cuda_devices()
+        == find_usable_cuda_devices(-1)
+        == [0, 1, 2, 3]
+    )
 
 
 def test_more_than_exist_is_a_value_error(machine):
@@ -104,7 +109,9 @@ def test_indices_count_after_the_variable(machine, monkeypatch):
 def test_own_processes_do_not_count(machine):
     # Both wait until their input is closed.
     code = "import os, sys; pid = os.fork(); pid and print(pid, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         grandchild = int(child.stdout.readline())
         ours = [(os.getpid(), 1), (child.pid, 1), (grandchild, 1)]
         machine(FakeGPU("GPU-a", processes=ours), FakeGPU("GPU-b", processes=[(os.getppid(), 1)]))
@@ -120,7 +127,10 @@ def test_own_processes_do_not_count(machine):
         ({"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED}, "PROHIBITED; nvidia-smi -c DEFAULT"),
         ({"errors": {"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
         ({"errors": {"nvmlDeviceGetUUID": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
-        ({"errors": {"nvmlDeviceGetComputeRunningProcesses": pynvml.NVML_ERROR_GPU_IS_LOST}}, "GPU is lost"),
+        (
+            {"errors": {"nvmlDeviceGetComputeRunningProcesses": pynvml.NVML_ERROR_GPU_IS_LOST}},
+            "GPU is lost",
+        ),
     ],
 )
 def test_gpus_that_take_nobody(machine, gpu, why):
@@ -136,7 +146,12 @@ def test_an_exclusive_gpu_without_a_process_is_free(machine):
 
 
 def test_mig_instances_have_processes_of_their_own(machine):
-    machine(FakeGPU("GPU-a", instances=[FakeGPU("MIG-a", gi=1, processes=[(SOMEONE, 1)]), FakeGPU("MIG-b", gi=2)]))
+    machine(
+        FakeGPU(
+            "GPU-a",
+            instances=[FakeGPU("MIG-a", gi=1, processes=[(SOMEONE, 1)]), FakeGPU("MIG-b", gi=2)],
+        )
+    )
     assert find_usable_cuda_devices() == [1]
 
 
@@ -155,12 +170,19 @@ def test_a_gpu_of_which_nvml_cannot_say_is_probed_alone(machine, probe, tmp_path
     machine(FakeGPU("GPU-a"), *(FakeGPU(f"GPU-{letter}", errors=NO_LIST) for letter in "bcd"))
     assert find_usable_cuda_devices(2) == [0, 2]
     assert probes() == ["GPU-b", "GPU-c"]  # none that is not needed
-    with pytest.raises(RuntimeError, match=r"cuda:1, GPU 1 .*: an allocation failed: RuntimeError: CUDA error: all CUDA-capable"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"cuda:1, GPU 1 .*: an allocation failed: RuntimeError: CUDA error: all CUDA-capable",
+    ):
         find_usable_cuda_devices(4)
 
 
-@pytest.mark.parametrize(("variable", "narrowed"), [(None, ["0", "1", "2"]), ("2, 0,GPU-x", ["2", "0", "GPU-x"])])
-def test_without_nvml_each_is_probed(machine, counts, probe, tmp_path, monkeypatch, variable, narrowed):
+@pytest.mark.parametrize(
+    ("variable", "narrowed"), [(None, ["0", "1", "2"]), ("2, 0,GPU-x", ["2", "0", "GPU-x"])]
+)
+def test_without_nvml_each_is_probed(
+    machine, counts, probe, tmp_path, monkeypatch, variable, narrowed
+):
     probes = probe(tmp_path, "0")
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     counts(3)
@@ -187,7 +209,11 @@ def test_rocm_does_not_ask_nvml(machine, counts, probe, tmp_path, monkeypatch):
         ({}, "HIP_VISIBLE_DEVICES", ["0", "1"]),
         ({"CUDA_VISIBLE_DEVICES": "2,3"}, "CUDA_VISIBLE_DEVICES", ["2", "3"]),
         ({"HIP_VISIBLE_DEVICES": "2,3"}, "HIP_VISIBLE_DEVICES", ["2", "3"]),
-        ({"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "HIP_VISIBLE_DEVICES", ["2", "3"]),
+        (
+            {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "HIP_VISIBLE_DEVICES",
+            ["2", "3"],
+        ),
     ],
 )
 def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variable, narrowed):
@@ -195,9 +221,7 @@ def test_rocms_variables(machine, counts, tmp_path, monkeypatch, environ, variab
     machine(0)
     counts(2)
     log = tmp_path / "probes"
-    code = (
-        f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
-    )
+    code = f"import os; open({str(log)!r}, 'a').write(repr({{k: v for k, v in os.environ.items() if k.endswith('VISIBLE_DEVICES')}}) + '\\n')"
     monkeypatch.setattr(usable, "_PROBE", code)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for name, value in environ.items():
@@ -240,7 +264,10 @@ def test_where_cuda_is_in_use_it_is_asked_itself(machine, counts, monkeypatch):
     assert CUDAAccelerator.device_count() == 3
 
 
-@pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="this torch is built for GPUs")
+@pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None,
+    reason="this torch is built for GPUs",
+)
 def test_no_process_where_torch_cannot_use_a_gpu(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -256,7 +283,10 @@ def test_no_process_where_there_is_no_driver(machine, monkeypatch):
     assert CUDAAccelerator.unavailable().startswith("NVML: ")
 
 
-@pytest.mark.parametrize(("code", "words"), [("raise SystemExit('broken')", "failed: broken"), ("print('x')", "torch printed 'x")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("raise SystemExit('broken')", "failed: broken"), ("print('x')", "torch printed 'x")],
+)
 def test_a_count_that_fails_is_said(machine, counts, monkeypatch, code, words):
     machine(error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     counts(0)
@@ -319,7 +349,13 @@ trainer.check(Net())
 assert not torch.cuda.is_initialized()
 """
     folder = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", code, folder], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -351,5 +387,7 @@ def test_auto_select_takes_free_ones_for_a_number(machine, devices, indices, mea
 @pytest.mark.parametrize("devices", [3, "auto"])
 def test_auto_select_that_finds_too_few_is_a_usage_error(machine, devices):
     machine(busy("a"), busy("b"), busy("c"))
-    with pytest.raises(UsageError, match=r"geartrain-cuda\[cuda\]: auto_select: .*only 0 of 3 GPUs are free.*pid 1"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-cuda\[cuda\]: auto_select: .*only 0 of 3 GPUs are free.*pid 1"
+    ):
         CUDAAccelerator(auto_select=True).select_devices(devices, [0, 1, 2])

@@ -23,7 +23,9 @@ def shown(variable, *, fake=None, **environ):
     """(physical indices or MIG UUIDs that are shown, the problem)."""
     fake = fake or FakeNVML(*map(FakeGPU, UUIDS))
     with mock.patch.dict("sys.modules", pynvml=fake), session() as nvml:
-        seen = view(nvml, environ if variable is None else {"CUDA_VISIBLE_DEVICES": variable, **environ})
+        seen = view(
+            nvml, environ if variable is None else {"CUDA_VISIBLE_DEVICES": variable, **environ}
+        )
         return [gpu.index if gpu.parent is None else gpu.uuid for gpu in seen.devices], seen.problem
 
 
@@ -117,13 +119,18 @@ def test_numbers_and_uuids_mean_what_torch_takes_them_for(text):
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.lists(entries | st.just("MIG-x")).map(",".join))
+@given(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+    | st.lists(entries | st.just("MIG-x")).map(",".join)
+)
 @example("MIG-GPU-5d5ba0d6-d33d/1/²")
 @example("²")
 @example("MIG-GPU-")
 def test_any_text_gives_devices_or_one_outcome(text):
     instances = [FakeGPU("MIG-1", gi=1), None, FakeGPU("MIG-2", gi=2)]
-    fake = FakeNVML(FakeGPU("GPU-1"), FakeGPU("GPU-2", instances=instances), FakeGPU("GPU-3", instances=[]))
+    fake = FakeNVML(
+        FakeGPU("GPU-1"), FakeGPU("GPU-2", instances=instances), FakeGPU("GPU-3", instances=[])
+    )
     devices, problem = shown(text, fake=fake)
     assert len(set(devices)) == len(devices)
     assert set(devices) <= {0, "MIG-1", "MIG-2"}
@@ -142,7 +149,12 @@ def mig(driver=NEW):
         FakeGPU("MIG-cccc", gi=3, ci=0),
         FakeGPU("MIG-dddd", gi=3, ci=1),
     ]
-    return FakeNVML(FakeGPU("GPU-aaaa-1"), FakeGPU("GPU-aabb-2", instances=instances), FakeGPU("GPU-cccc-3", instances=[]), driver=driver)
+    return FakeNVML(
+        FakeGPU("GPU-aaaa-1"),
+        FakeGPU("GPU-aabb-2", instances=instances),
+        FakeGPU("GPU-cccc-3", instances=[]),
+        driver=driver,
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +199,12 @@ def test_two_instances_of_one_gpu_instance_are_one_device():
 
 def test_instances_whose_place_is_unknown_all_count():
     error = {"nvmlDeviceGetGpuInstanceId": pynvml.NVML_ERROR_NO_PERMISSION}
-    fake = FakeNVML(FakeGPU("GPU-1", instances=[FakeGPU("MIG-1", errors=error), FakeGPU("MIG-2", errors=error)]), driver=NEW)
+    fake = FakeNVML(
+        FakeGPU(
+            "GPU-1", instances=[FakeGPU("MIG-1", errors=error), FakeGPU("MIG-2", errors=error)]
+        ),
+        driver=NEW,
+    )
     assert shown(None, fake=fake)[0] == ["MIG-1", "MIG-2"]
 
 
@@ -205,7 +222,16 @@ MIXED = [FakeGPU("GPU-1", "NVIDIA T4"), FakeGPU("GPU-2", "NVIDIA A100")]
         (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-1"}, False),
         ([FakeGPU("GPU-1"), FakeGPU("GPU-2")], {}, False),
-        ([FakeGPU("GPU-1"), FakeGPU("GPU-2", errors={"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST})], {}, False),
+        (
+            [
+                FakeGPU("GPU-1"),
+                FakeGPU(
+                    "GPU-2", errors={"nvmlDeviceGetHandleByIndex": pynvml.NVML_ERROR_GPU_IS_LOST}
+                ),
+            ],
+            {},
+            False,
+        ),
     ],
 )
 def test_indices_of_different_models_are_uncertain(gpus, environ, uncertain):

@@ -58,7 +58,10 @@ class Slow:
 
 
 def wait_for_the_end_of(rank: int) -> None:
-    process, deadline = Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat"), time.monotonic() + 20
+    process, deadline = (
+        Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat"),
+        time.monotonic() + 20,
+    )
     with suppress(OSError):  # it has gone
         while "Z" not in process.read_text().rpartition(")")[2] and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -88,7 +91,11 @@ def main() -> None:
         seed=1,
     )
     model = Model()
-    trainer.fit(model, DataLoader(data, 4, shuffle=True, num_workers=loader_workers), DataLoader(data, 4, num_workers=loader_workers))
+    trainer.fit(
+        model,
+        DataLoader(data, 4, shuffle=True, num_workers=loader_workers),
+        DataLoader(data, 4, num_workers=loader_workers),
+    )
     mark("weights", repr(model.net.weight.tolist()))
     fault("after")
     if "TEARS_DOWN_AFTER_RANK_1" in os.environ or (WHERE == "between" and mine() != RANK):

@@ -44,10 +44,16 @@ class Two(gt.Module):
 
     def configure_optimizers(self):
         if self.how == "a closure":
-            return [torch.optim.LBFGS([*self.a.parameters(), *self.b.parameters()], lr=0.1, max_iter=4)]
+            return [
+                torch.optim.LBFGS([*self.a.parameters(), *self.b.parameters()], lr=0.1, max_iter=4)
+            ]
         return [
             torch.optim.SGD(self.a.parameters(), lr=0.1, momentum=0.9),
-            torch.optim.Adam([*self.b.parameters(), *self.extra.parameters(), *self.unused.parameters()], lr=0.01, weight_decay=0.1),
+            torch.optim.Adam(
+                [*self.b.parameters(), *self.extra.parameters(), *self.unused.parameters()],
+                lr=0.01,
+                weight_decay=0.1,
+            ),
         ]
 
 
@@ -148,7 +154,9 @@ def by_hand(how, data, epochs=1):
         return lambda: sum(module.loss(part, rank) for rank, part in enumerate(parts)) / RANKS
 
     def clip(optimizer, limit):
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], limit)
+        nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], limit
+        )
 
     def backward(loss, **options):
         loss.backward(**options)
@@ -159,7 +167,14 @@ def by_hand(how, data, epochs=1):
             if how == "accumulating":  # a mean of squares is not the square of the mean
                 parts = [tuple(tensor[rank::RANKS] for tensor in batch) for rank in range(RANKS)]
                 losses = iter([step, lambda parts=parts: _Root(module, parts)])
-                STEPS[how](module, optimizers, lambda losses=losses: next(losses)(), backward, clip, batch_idx)
+                STEPS[how](
+                    module,
+                    optimizers,
+                    lambda losses=losses: next(losses)(),
+                    backward,
+                    clip,
+                    batch_idx,
+                )
             else:
                 STEPS[how](module, optimizers, step, backward, clip, batch_idx)
     return copy.deepcopy(module.state_dict())
@@ -172,7 +187,10 @@ class _Root:
         self.module, self.parts = module, parts
 
     def square(self):
-        return sum(self.module.loss(part, rank).square() for rank, part in enumerate(self.parts)) / RANKS
+        return (
+            sum(self.module.loss(part, rank).square() for rank, part in enumerate(self.parts))
+            / RANKS
+        )
 
 
 def on_ranks(how, trainer, data):

@@ -49,20 +49,34 @@ def all_in_order(trainer):
     predict("limit", numbers(11), limit_predict_batches=3)
     predict("limit of one", numbers(11), limit_predict_batches=1)
     predict("limit by a fraction", numbers(11), limit_predict_batches=0.8)
-    predict("limit without length", DataLoader(range(6), batch_sampler=Lengthless()), limit_predict_batches=1)
+    predict(
+        "limit without length",
+        DataLoader(range(6), batch_sampler=Lengthless()),
+        limit_predict_batches=1,
+    )
     predict("fast_dev_run", numbers(11), fast_dev_run=True)
     predict("several loaders", [numbers(7), numbers(2), numbers(4)])
     predict("workers", numbers(7, num_workers=1, persistent_workers=True))
-    predict("dicts", numbers(7), lambda batch: {"x": batch, "name": f"{len(batch)} numbers", "more": (batch[:1], [1.5])})
+    predict(
+        "dicts",
+        numbers(7),
+        lambda batch: {"x": batch, "name": f"{len(batch)} numbers", "more": (batch[:1], [1.5])},
+    )
     predict("None", numbers(7), lambda batch: None)
     return found
 
 
 def of_ranks(trainer):
     """Predictions of loaders that ranks do not share: each rank's, one after another."""
-    place = {"num_replicas": int(os.environ.get("WORLD_SIZE", 1)), "rank": int(os.environ.get("RANK", 0)), "shuffle": False}
+    place = {
+        "num_replicas": int(os.environ.get("WORLD_SIZE", 1)),
+        "rank": int(os.environ.get("RANK", 0)),
+        "shuffle": False,
+    }
     return {
         "iterable": trainer().predict(Doubles(), DataLoader(Numbers(), batch_size=3)),
         "not sharded": trainer(use_distributed_sampler=False).predict(Doubles(), numbers(4)),
-        "DistributedSampler": trainer().predict(Doubles(), numbers(4, sampler=DistributedSampler(range(4), **place))),
+        "DistributedSampler": trainer().predict(
+            Doubles(), numbers(4, sampler=DistributedSampler(range(4), **place))
+        ),
     }

@@ -61,7 +61,9 @@ def end_trainings():
     found = {}
     for rank in (0, 1):
         found[f"better on {rank}"] = stop(Own(rank), EarlyStopping("metric", patience=2))
-        found[f"better on {rank}, within"] = stop(Own(rank), EarlyStopping("metric", patience=2), val_check_interval=2)
+        found[f"better on {rank}, within"] = stop(
+            Own(rank), EarlyStopping("metric", patience=2), val_check_interval=2
+        )
         found[f"late on {rank}"] = stop(Net(), LateOn(rank, "step"), log_every_n_steps=3)
         found[f"late on {rank}, epochs"] = stop(Net(), LateOn(rank, "epoch"))
     found["first only"] = stop(Only(), EarlyStopping("first only", patience=1))
@@ -162,7 +164,10 @@ def test_nan_on_one_rank_stops_both_and_names_it(guarded):
     for rank in guarded:
         assert rank["stop loss"] == ("the loss was not finite in step 3, on rank 1.", 4)
         # Reduced over ranks, it is in both ranks' gradients.
-        assert rank["stop gradients"] == ("the gradient of first.weight was not finite in step 3, on rank 0.", 4)
+        assert rank["stop gradients"] == (
+            "the gradient of first.weight was not finite in step 3, on rank 0.",
+            4,
+        )
 
 
 def raise_on_nan():
@@ -203,5 +208,8 @@ def test_figures_of_reduced_gradients_and_of_all_ranks(guarded):
     norms = [rank["metrics"]["grad_norm"] for rank in guarded]
     assert norms[0] == norms[1] > 0
     for rank in guarded:
-        assert rank["metrics"]["global/samples_per_sec"] == 2 * rank["metrics"]["device/samples_per_sec"]
+        assert (
+            rank["metrics"]["global/samples_per_sec"]
+            == 2 * rank["metrics"]["device/samples_per_sec"]
+        )
         assert rank["metrics"]["device/flops_per_sec"] > 0

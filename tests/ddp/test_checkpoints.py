@@ -70,16 +70,23 @@ def save_and_read():
     within = ModelCheckpoint("val_loss", dirpath="within", filename="{step}", save_top_k=-1)
     trainer = fit(Net(), within, val_check_interval=2, epochs=1)
     found["within"], found["val_loss"] = within.state_dict(), trainer.run.metrics["val_loss"]
-    by_steps = ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    by_steps = ModelCheckpoint(
+        "loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
     fit(Net(), by_steps, epochs=1)
     found["steps"] = by_steps.state_dict()
     folder = ModelCheckpoint("val_loss")
     fit(Net(), folder, epochs=1, output="run")
     found["folder"] = folder.best_model_path
     averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
-    trainer = fit(Net(norm=True), averaged, EMA(0.7))  # BatchNorm's statistics are not the same on both ranks
+    trainer = fit(
+        Net(norm=True), averaged, EMA(0.7)
+    )  # BatchNorm's statistics are not the same on both ranks
     found["scores"] = averaged.best_k_models
-    found["again"] = {path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"] for path in averaged.best_k_models}
+    found["again"] = {
+        path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"]
+        for path in averaged.best_k_models
+    }
     return found
 
 
@@ -110,7 +117,10 @@ def test_both_ranks_name_rank_0s_best(kept):
 
 def test_only_rank_0s_files_are_there(kept):
     folder, _ = kept
-    found = {name: sorted(path.name for path in (folder / name).iterdir()) for name in ("own", "max", "within", "steps")}
+    found = {
+        name: sorted(path.name for path in (folder / name).iterdir())
+        for name in ("own", "max", "within", "steps")
+    }
     assert found == {
         "own": ["epoch=2.ckpt", "last.ckpt"],
         "max": ["epoch=0.ckpt", "epoch=1.ckpt"],
@@ -163,9 +173,15 @@ class Rises(Net):
 def read_the_best():
     """Return what both ranks test, which is not the last."""
     module = Rises()
-    trainer = fit(module, ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1))
+    trainer = fit(
+        module, ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)
+    )
     seen = trainer.test(ckpt_path="best", dataloaders=DataLoader(samples(7), batch_size=2))
-    return {"weights": weights(module), "seen": seen, "path": trainer.checkpoint_callback.best_model_path}
+    return {
+        "weights": weights(module),
+        "seen": seen,
+        "path": trainer.checkpoint_callback.best_model_path,
+    }
 
 
 def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
@@ -203,4 +219,7 @@ def read_different_files():
 
 def test_ranks_that_are_given_different_files_are_refused(tmp_path):
     _, second = failed(tmp_path, read_different_files)
-    assert "rank 1 differs from rank 0 in the checkpoint: 'of-0.ckpt' there and 'of-1.ckpt' here" in second.error
+    assert (
+        "rank 1 differs from rank 0 in the checkpoint: 'of-0.ckpt' there and 'of-1.ckpt' here"
+        in second.error
+    )

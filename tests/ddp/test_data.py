@@ -26,7 +26,9 @@ SHAPES = [(103, 5), (103, 1), (3, 2)]
 
 def validate_unequal_batches():
     module, trainer = Gathers(norm=True), ddp(devices=4)
-    found = [trainer.validate(module, DataLoader(samples(n), batch_size=size))[0] for n, size in SHAPES]
+    found = [
+        trainer.validate(module, DataLoader(samples(n), batch_size=size))[0] for n, size in SHAPES
+    ]
     return found, module.gathered
 
 
@@ -63,7 +65,10 @@ def train_unevenly():
 def test_training_loaders_that_cannot_tell_their_length_end_together(tmp_path):
     ranks = succeeded(tmp_path, train_unevenly)
     assert [rank.result for rank in ranks] == [6, 6]
-    assert any("the training loaders of ranks [1] have run out before the others'" in rank.printed for rank in ranks)
+    assert any(
+        "the training loaders of ranks [1] have run out before the others'" in rank.printed
+        for rank in ranks
+    )
 
 
 def validate_unevenly():

@@ -44,7 +44,14 @@ class Logs(Net):
         rank = self.global_rank
         self.log("sum", 1.0 + rank, on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.log("mean", 1.0 + rank, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("max", float(batch_idx + rank), on_step=True, on_epoch=True, reduce_fx="max", sync_dist=True)
+        self.log(
+            "max",
+            float(batch_idx + rank),
+            on_step=True,
+            on_epoch=True,
+            reduce_fx="max",
+            sync_dist=True,
+        )
         return super().training_step(batch, batch_idx)
 
 
@@ -96,7 +103,9 @@ def gather_and_log():
     for metrics in (1, 300):
         counts = Counts()
         ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))
-        found[f"collectives of {metrics}"] = counts.of_flush[:-1]  # after the last step the epoch ends too
+        found[f"collectives of {metrics}"] = counts.of_flush[
+            :-1
+        ]  # after the last step the epoch ends too
     return {**found, **module.found}
 
 
@@ -109,7 +118,9 @@ def outputs_of_one_process():
         return module(data.tensors[0])
 
 
-@pytest.mark.parametrize(("command", "name"), [("validate", "validated"), ("test", "my_reduced_metric")])
+@pytest.mark.parametrize(
+    ("command", "name"), [("validate", "validated"), ("test", "my_reduced_metric")]
+)
 def test_the_mean_over_both_ranks_outputs_is_logged_by_rank_0_alone(kept, command, name):
     expected = outputs_of_one_process().mean().item()
     assert kept[0][command] == {name: pytest.approx(expected, abs=1e-7)}
@@ -122,7 +133,11 @@ def test_outputs_are_this_ranks_and_a_list_of_them_is_gathered_tensor_by_tensor(
     whole = outputs_of_one_process()
     for rank in kept:
         first, second = rank[f"{name} as it is"]
-        assert list(first.shape) == [2, 2, 1]  # [world, samples, 1]: both ranks' first batches have two samples
+        assert list(first.shape) == [
+            2,
+            2,
+            1,
+        ]  # [world, samples, 1]: both ranks' first batches have two samples
         assert [list(part.shape) for part in second] == [[2, 1], [1, 1]]
         gathered = torch.cat([*first, *second])
         assert torch.allclose(gathered.sort(dim=0)[0], whole.sort(dim=0)[0])
@@ -134,7 +149,10 @@ def test_sums_means_and_extremes_of_steps_and_of_the_epoch(kept):
         logged = rank["logged"]
         assert (logged["sum_step"], logged["sum_epoch"]) == (3.0, 9.0)
         assert (logged["mean_step"], logged["mean_epoch"]) == (1.5, 1.5)
-        assert (logged["max_step"], logged["max_epoch"]) == (3.0, 3.0)  # of the last batch, and of all: 2 + 1
+        assert (logged["max_step"], logged["max_epoch"]) == (
+            3.0,
+            3.0,
+        )  # of the last batch, and of all: 2 + 1
 
 
 def test_a_flush_is_two_collectives_however_many_metrics(kept):

@@ -16,7 +16,9 @@ from geartrain_testing.launching import LOOPBACK, launched, listening, until
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
+)
 matrix, end_to_end, drill = pytest.mark.matrix, pytest.mark.end_to_end, pytest.mark.drill
 
 LATE = "did not come to a collective within the strategy's timeout (hung or stopped): rank"
@@ -35,7 +37,9 @@ TABLE = [
     pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) in EVER else matrix)
     for kind in KINDS
     for rank in (0, 1)
-    for phase in (PHASES if kind in ("exception", "SIGKILL", "SIGTERM") else ["train"])  # tests/spawn has all, which costs a fork there
+    for phase in (
+        PHASES if kind in ("exception", "SIGKILL", "SIGTERM") else ["train"]
+    )  # tests/spawn has all, which costs a fork there
 ]
 
 
@@ -62,12 +66,16 @@ def test_a_rank_that_fails(tmp_path, kind, rank, where):
     dead = {rank} if kind == "SIGKILL" else set()
     if dead != {0}:  # nobody lives on after rank 0
         # Another rank may be in a collective, where Python hears nothing: the rank that fails closes its connections.
-        assert {f"{what}-{alive}" for what in ("teardown", "on_exception") for alive in {0, 1} - dead} <= marks(tmp_path)
+        assert {
+            f"{what}-{alive}" for what in ("teardown", "on_exception") for alive in {0, 1} - dead
+        } <= marks(tmp_path)
     assert "done-0" not in marks(tmp_path)
 
 
 def test_rank_0_is_given_time_to_tear_down(tmp_path):
-    with start(tmp_path, "SIGKILL", 1, "train", SLOW="0", SECONDS="3", GEARTRAIN_PATIENCE="grace=1") as run:
+    with start(
+        tmp_path, "SIGKILL", 1, "train", SLOW="0", SECONDS="3", GEARTRAIN_PATIENCE="grace=1"
+    ) as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
         assert "rank 1 was ended by SIGKILL" in run.err
     assert {"slow-0", "on_exception-0", "teardown-0"} <= marks(tmp_path)
@@ -92,7 +100,11 @@ def test_ctrl_c_while_the_starter_waits_for_a_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 1 else drill) for seed in range(int(os.environ.get("GEARTRAIN_TEST_KILLS", "6")))]
+    "seed",
+    [
+        pytest.param(seed, marks=() if seed == 1 else drill)
+        for seed in range(int(os.environ.get("GEARTRAIN_TEST_KILLS", "6")))
+    ],
 )
 def test_a_killed_starter_takes_everything_with_it(tmp_path, seed):
     wait = random.Random(seed).uniform(0.0, 2.0)
@@ -122,10 +134,21 @@ def test_a_stopped_rank_is_named_if_another_than_rank_0_has_waited_for_it(tmp_pa
 
 @end_to_end
 def test_a_rank_that_stays_stopped_ends_the_run_and_ranks_that_wait_for_it_tear_down(tmp_path):
-    with start(tmp_path, "SIGSTOP", 1, "train", DEVICES="3", GEARTRAIN_PATIENCE="stopped=1", SLOW="2", SECONDS="2") as run:
+    with start(
+        tmp_path,
+        "SIGSTOP",
+        1,
+        "train",
+        DEVICES="3",
+        GEARTRAIN_PATIENCE="stopped=1",
+        SLOW="2",
+        SECONDS="2",
+    ) as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
         assert "rank 1 failed: it has been stopped (SIGSTOP) for 1 s" in run.err
-    assert {"teardown-0", "on_exception-0", "teardown-2", "on_exception-2", "slow-2"} <= marks(tmp_path)
+    assert {"teardown-0", "on_exception-0", "teardown-2", "on_exception-2", "slow-2"} <= marks(
+        tmp_path
+    )
 
 
 # --- the end of a program ------------------------------------------------------------------------------------------------
@@ -133,9 +156,14 @@ def test_a_rank_that_stays_stopped_ends_the_run_and_ranks_that_wait_for_it_tear_
 
 @end_to_end
 def test_rank_0_is_ended_if_it_hangs_in_leaving_its_group(tmp_path):
-    with start(tmp_path, "SIGKILL", 1, "train", HANGS_LEAVING="1", GEARTRAIN_PATIENCE="grace=1") as run:
+    with start(
+        tmp_path, "SIGKILL", 1, "train", HANGS_LEAVING="1", GEARTRAIN_PATIENCE="grace=1"
+    ) as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
-        assert "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within " in run.err
+        assert (
+            "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within "
+            in run.err
+        )
     assert {"on_exception-0", "teardown-0"} <= marks(tmp_path)
 
 
@@ -158,8 +186,13 @@ def test_the_first_error_is_shown_if_its_rank_leaves_after_one_that_failed_becau
 def test_a_run_after_one_whose_last_moment_a_rank_did_not_survive_says_so(tmp_path):
     with start(tmp_path, "exception", 1, "after", TEARS_DOWN_AFTER_RANK_1="1") as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
-        assert "the other ranks of this program were ended after a run that failed; rank 1 failed: exit code 1" in run.err
-        assert "KeyError: 'my own error'" in run.err.partition("--- the end of rank 1's output ---")[2]
+        assert (
+            "the other ranks of this program were ended after a run that failed; rank 1 failed: exit code 1"
+            in run.err
+        )
+        assert (
+            "KeyError: 'my own error'" in run.err.partition("--- the end of rank 1's output ---")[2]
+        )
     assert "done-0" not in marks(tmp_path)
 
 

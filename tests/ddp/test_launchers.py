@@ -25,7 +25,16 @@ NO_FAULT = ("none", "0", "train")
 
 def torchrun(*arguments: str, **options):
     """Two ranks of a program under torchrun."""
-    return launched("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *arguments, **options)
+    return launched(
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        *arguments,
+        **options,
+    )
 
 
 def weights(folder: Path) -> torch.Tensor:
@@ -83,7 +92,9 @@ def survive_and_train():
 CLOSED = "cannot begin a run: the connection through which ranks meet is closed, as after a run that failed"
 
 
-def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_to_the_launcher(tmp_path):
+def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_to_the_launcher(
+    tmp_path,
+):
     for number, rank in enumerate(failed(tmp_path, survive)):
         assert CLOSED in rank.error
         told = json.loads((tmp_path / f"error-{number}.json").read_text())["message"]["message"]
@@ -91,8 +102,12 @@ def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_t
 
 
 @pytest.mark.end_to_end
-def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(tmp_path):
-    with torchrun(RANK_PROGRAM, "tests.ddp.test_launchers", "survive_and_train", "[]", folder=tmp_path) as run:
+def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(
+    tmp_path,
+):
+    with torchrun(
+        RANK_PROGRAM, "tests.ddp.test_launchers", "survive_and_train", "[]", folder=tmp_path
+    ) as run:
         assert run.wait(60) != 0
     cause = run.err.partition("Root Cause")[2]
     assert CLOSED in cause
@@ -110,10 +125,26 @@ def test_an_error_under_torchrun_is_that_ranks_own(tmp_path):
 
 @pytest.mark.end_to_end
 def test_started_by_hand(tmp_path, expected):
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0", "OUTPUT": "out"}
+    common = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "NODE_RANK": "0",
+        "OUTPUT": "out",
+    }
     with ExitStack() as stack:
         runs = [
-            stack.enter_context(launched(FAULT, *NO_FAULT, folder=tmp_path, name=f"rank-{i}", LOCAL_RANK=str(i), RANK=str(i), **common))
+            stack.enter_context(
+                launched(
+                    FAULT,
+                    *NO_FAULT,
+                    folder=tmp_path,
+                    name=f"rank-{i}",
+                    LOCAL_RANK=str(i),
+                    RANK=str(i),
+                    **common,
+                )
+            )
             for i in range(2)
         ]
         until((tmp_path / "marks" / "training-1").exists, 60, "training")
@@ -174,20 +205,36 @@ def node(stack: ExitStack, hosts: list[str], folder: Path, i: int, *fault: str, 
     """Start one node's program in a folder of its own: hosts share no disk."""
     path = folder / f"node-{i}"
     path.mkdir()
-    address = {"NODE_RANK": str(i), "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29511", "NODES": "2", "OUTPUT": "out"}
-    return stack.enter_context(launched(FAULT, *(fault or NO_FAULT), folder=path, **on(hosts[i]), **{**address, **environment}))
+    address = {
+        "NODE_RANK": str(i),
+        "MASTER_ADDR": "10.99.0.1",
+        "MASTER_PORT": "29511",
+        "NODES": "2",
+        "OUTPUT": "out",
+    }
+    return stack.enter_context(
+        launched(
+            FAULT, *(fault or NO_FAULT), folder=path, **on(hosts[i]), **{**address, **environment}
+        )
+    )
 
 
 def test_two_hosts_train_together(tmp_path, hosts):
     with ExitStack() as stack:
         for run in [node(stack, hosts, tmp_path, i) for i in range(2)]:
             run.succeed(100)
-    done = {path.name for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("done-*")}
+    done = {
+        path.name for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("done-*")
+    }
     assert done == {"done-0", "done-1", "done-2", "done-3"}
     assert (tmp_path / "node-0" / "out" / "logs" / "rank-1.log").exists()
     assert (tmp_path / "node-1" / "out" / "logs" / "rank-3.log").exists()
     # Every rank ends with the weights of rank 0: each writes a sum of them.
-    sums = {path.read_text() for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")}
+    sums = {
+        path.read_text()
+        for i in range(2)
+        for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")
+    }
     assert len(sums) == 1
 
 
@@ -217,7 +264,9 @@ def test_a_host_that_never_comes_is_named(tmp_path, hosts, comes):
     with ExitStack() as stack:
         run = node(stack, hosts, tmp_path, comes, TIMEOUT="5")
         assert run.wait(60) != 0
-        assert ("ranks [2, 3] of 4 did not come" if comes == 0 else "no rank 0 at 10.99.0.1:29511") in run.err
+        assert (
+            "ranks [2, 3] of 4 did not come" if comes == 0 else "no rank 0 at 10.99.0.1:29511"
+        ) in run.err
 
 
 @pytest.mark.end_to_end
@@ -229,9 +278,17 @@ def test_torchrun_on_two_hosts(tmp_path, hosts):
             path.mkdir()
             options = f"--nproc-per-node 2 --nnodes 2 --node-rank {i} --master-addr 10.99.0.1 --master-port 29512"
             arguments = ("-m", "torch.distributed.run", *options.split(), FAULT, *NO_FAULT)
-            runs.append(stack.enter_context(launched(*arguments, folder=path, NODES="2", OUTPUT="out", **on(hosts[i]))))
+            runs.append(
+                stack.enter_context(
+                    launched(*arguments, folder=path, NODES="2", OUTPUT="out", **on(hosts[i]))
+                )
+            )
         for run in runs:
             run.succeed(100)
-    sums = [path.read_text() for i in range(2) for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")]
+    sums = [
+        path.read_text()
+        for i in range(2)
+        for path in (tmp_path / f"node-{i}" / "marks").glob("weights-*")
+    ]
     assert len(sums) == 4
     assert len(set(sums)) == 1

@@ -46,11 +46,15 @@ class Logs(Net):
         rank = self.global_rank
         run = self.trainer.run
         ragged = torch.arange(float(rank + 1)).requires_grad_()
-        self.found["gathered"] = self.all_gather({"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]})
+        self.found["gathered"] = self.all_gather(
+            {"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]}
+        )
         self.found["half"] = self.all_gather(torch.full((2, 2), rank, dtype=torch.bfloat16)[:, :1])
         self.found["flags"] = self.all_gather(torch.tensor([rank == 1]))
         self.found["none on one"] = self.all_gather(torch.zeros(rank, 3))
-        self.found["broadcast"] = [run.hooks.broadcast(run=run, obj={"from": rank}, src=src) for src in (0, 1)]
+        self.found["broadcast"] = [
+            run.hooks.broadcast(run=run, obj={"from": rank}, src=src) for src in (0, 1)
+        ]
         self.found["barrier"] = run.hooks.barrier(run=run)
         try:
             self.all_gather(torch.zeros(2, 2 + rank))
@@ -170,7 +174,11 @@ def log_different_metrics():
 
 def test_different_metrics_on_ranks_are_an_error_that_names_key_and_rank(tmp_path):
     ranks = failed(tmp_path, log_different_metrics)
-    assert any("ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both" in rank.error for rank in ranks)
+    assert any(
+        "ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both"
+        in rank.error
+        for rank in ranks
+    )
 
 
 class Unequal(Net):
@@ -183,4 +191,7 @@ def gather_different_numbers():
 
 
 def test_all_gather_of_different_numbers_of_tensors_is_an_error_on_every_rank(tmp_path):
-    assert any("different numbers of tensors, [1, 2]" in rank.error for rank in failed(tmp_path, gather_different_numbers))
+    assert any(
+        "different numbers of tensors, [1, 2]" in rank.error
+        for rank in failed(tmp_path, gather_different_numbers)
+    )

@@ -52,8 +52,15 @@ STRATEGIES = {"ddp": lambda: "ddp", "wraps": Wraps, "reduces": Reduces}
 
 def train_in_each_way():
     """Return weights by strategy and way."""
-    trainers = {name: lambda make=make: one_trainer(strategy=make(), devices=2) for name, make in STRATEGIES.items()}
-    return {(name, how): on_ranks(how, trainer(), samples()) for name, trainer in trainers.items() for how in STEPS}
+    trainers = {
+        name: lambda make=make: one_trainer(strategy=make(), devices=2)
+        for name, make in STRATEGIES.items()
+    }
+    return {
+        (name, how): on_ranks(how, trainer(), samples())
+        for name, trainer in trainers.items()
+        for how in STEPS
+    }
 
 
 two_ranks = kept_by(train_in_each_way)
@@ -98,11 +105,20 @@ def train(module, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(samples(), batch_size=4))
-    return weights(module), module.values, dict(trainer.run.metrics), [str(one.message) for one in caught]
+    return (
+        weights(module),
+        module.values,
+        dict(trainer.run.metrics),
+        [str(one.message) for one in caught],
+    )
 
 
 def train_plainly_overflowing_and_past():
-    return {"plain": train(Sees()), "overflowed": train(Sees(overflow=True), precision="16-mixed"), "own": train(Sees(own=True))}
+    return {
+        "plain": train(Sees()),
+        "overflowed": train(Sees(overflow=True), precision="16-mixed"),
+        "own": train(Sees(own=True)),
+    }
 
 
 one_script = kept_by(train_plainly_overflowing_and_past)
@@ -112,7 +128,9 @@ def test_gradients_are_averaged_when_on_after_backward_is_called(one_script):
     (_, first, metrics, _), (_, second, _, _) = (kept["plain"] for kept in one_script)
     assert len(first) == 6
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
-    assert metrics["unused"] == 1.0  # what no rank used has no gradient: Adam would move it by zeros, too
+    assert (
+        metrics["unused"] == 1.0
+    )  # what no rank used has no gradient: Adam would move it by zeros, too
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
@@ -147,7 +165,9 @@ class Validates(Two):
 
 
 def validate_with_buckets():
-    return ddp(plugins=[Buckets()]).validate(Validates("toggled"), DataLoader(samples(), batch_size=4))
+    return ddp(plugins=[Buckets()]).validate(
+        Validates("toggled"), DataLoader(samples(), batch_size=4)
+    )
 
 
 def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
@@ -194,11 +214,16 @@ class Alone:
 
 
 def train_without_averaging():
-    one_trainer(strategy=Alone(), devices=2).fit(Two("toggled"), DataLoader(samples(), batch_size=4))
+    one_trainer(strategy=Alone(), devices=2).fit(
+        Two("toggled"), DataLoader(samples(), batch_size=4)
+    )
 
 
 def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
-    assert any("so manual optimisation would average no gradients" in rank.error for rank in failed(tmp_path, train_without_averaging))
+    assert any(
+        "so manual optimisation would average no gradients" in rank.error
+        for rank in failed(tmp_path, train_without_averaging)
+    )
 
 
 class Sparse(gt.Module):
@@ -220,4 +245,7 @@ def train_sparsely():
 
 
 def test_sparse_gradients_are_refused(tmp_path):
-    assert any("sparse gradients cannot be averaged" in rank.error for rank in failed(tmp_path, train_sparsely))
+    assert any(
+        "sparse gradients cannot be averaged" in rank.error
+        for rank in failed(tmp_path, train_sparsely)
+    )

@@ -13,7 +13,9 @@ class Measured(Net):
     def __init__(self):
         super().__init__()
         self.mse, self.rank = MeanSquaredError(), SpearmanCorrCoef()
-        self.each = MetricCollection({"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/")
+        self.each = MetricCollection(
+            {"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/"
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -24,7 +26,13 @@ class Measured(Net):
         self.log("mse", self.mse)
         self.log("rank", self.rank)
         self.log_dict(self.each)
-        self.log("median", y.mean(), reduce_fx=lambda values: values.median(), sync_dist=True, on_epoch=True)
+        self.log(
+            "median",
+            y.mean(),
+            reduce_fx=lambda values: values.median(),
+            sync_dist=True,
+            on_epoch=True,
+        )
         self.log("count", 1.0, reduce_fx=len, sync_dist=True)
 
 
@@ -76,4 +84,7 @@ def log_different_objects():
 
 def test_ranks_that_log_different_objects_are_named(tmp_path):
     first, second = failed(tmp_path, log_different_objects)
-    assert "rank 1 logged other torchmetrics objects than other ranks: 'a'" in first.error + second.error
+    assert (
+        "rank 1 logged other torchmetrics objects than other ranks: 'a'"
+        in first.error + second.error
+    )

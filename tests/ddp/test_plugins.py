@@ -31,7 +31,10 @@ def train_with(named=(), **options):
 
 
 def train_with_each():
-    return {"newcomer": train_with(strategy=NewcomerStrategy()), "compressor": train_with([Fp16Compressor()], strategy="ddp")}
+    return {
+        "newcomer": train_with(strategy=NewcomerStrategy()),
+        "compressor": train_with([Fp16Compressor()], strategy="ddp"),
+    }
 
 
 kept = kept_by(train_with_each)
@@ -52,7 +55,9 @@ def check_compressor(ranks):
     for key, value in expected.items():
         torch.testing.assert_close(first["weights"][key], value, rtol=1e-2, atol=1e-3)
         assert torch.equal(first["weights"][key], second["weights"][key])
-    assert any(not torch.equal(first["weights"][key], value) for key, value in expected.items())  # it was at work
+    assert any(
+        not torch.equal(first["weights"][key], value) for key, value in expected.items()
+    )  # it was at work
     assert first["curve"] == pytest.approx(curve, rel=1e-2)
 
 
@@ -104,7 +109,11 @@ torch.save(kept, f"kept-{{os.environ['RANK']}}.pt")
 
 def installed_results(site, folder, strategy, *named):
     """What each of two ranks kept."""
-    (folder / "train.py").write_text(TRAIN.format(shared=str(Path(__file__).parents[1] / "shared"), strategy=strategy, named=named))
+    (folder / "train.py").write_text(
+        TRAIN.format(
+            shared=str(Path(__file__).parents[1] / "shared"), strategy=strategy, named=named
+        )
+    )
     run = Launched([str(site.python), "train.py"], folder)
     try:
         run.succeed(60)

@@ -31,7 +31,10 @@ class Moves:
     @hookimpl
     def on_step_end(self, run):
         now = [p.detach().clone() for p in run.module.parameters()]
-        self.moved.append(self.before is not None and any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
+        self.moved.append(
+            self.before is not None
+            and any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True))
+        )
         self.before = now
 
 
@@ -48,7 +51,12 @@ def train_and_overflow():
     trainer = ddp(precision="16-mixed", plugins=[moves])
     trainer.fit(net, DataLoader(samples(), batch_size=4))
     skipped = trainer.run.metrics["skipped_steps"]
-    return {"found": found, "moved": moves.moved, "skipped": skipped, "schedule": net.schedule.last_epoch}
+    return {
+        "found": found,
+        "moved": moves.moved,
+        "skipped": skipped,
+        "schedule": net.schedule.last_epoch,
+    }
 
 
 two_ranks = kept_by(train_and_overflow)
@@ -60,14 +68,27 @@ def test_two_ranks_train_as_one_process_does(two_ranks, precision):
     for name, expected in one.items():
         theirs = two_ranks[0]["found"][precision][name]
         assert theirs.dtype == expected.dtype
-        torch.testing.assert_close(theirs, expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision])
-        assert torch.equal(theirs, two_ranks[1]["found"][precision][name]), f"{name} differs between ranks"
-    assert any(not torch.equal(value.to(torch.float32), before[name]) for name, value in one.items())
+        torch.testing.assert_close(
+            theirs, expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision]
+        )
+        assert torch.equal(theirs, two_ranks[1]["found"][precision][name]), (
+            f"{name} differs between ranks"
+        )
+    assert any(
+        not torch.equal(value.to(torch.float32), before[name]) for name, value in one.items()
+    )
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
     for kept in two_ranks:
-        assert kept["moved"] == [False, True, False, True, True, True]  # of the first step nothing earlier is known
+        assert kept["moved"] == [
+            False,
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]  # of the first step nothing earlier is known
         assert kept["skipped"] == 1
         assert kept["schedule"] == 5
 

@@ -31,7 +31,21 @@ def predict_everything():
     shuffled = DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())
     shuffled.generator.seed()  # another seed on each rank
     one = ddp().predict(Doubles(), shuffled)
-    gt.cli(Predicts, argv=["predict", "--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--quiet", "--output", "out"])
+    gt.cli(
+        Predicts,
+        argv=[
+            "predict",
+            "--strategy",
+            "ddp",
+            "--devices",
+            "2",
+            "--accelerator",
+            "cpu",
+            "--quiet",
+            "--output",
+            "out",
+        ],
+    )
     return {"in_order": all_in_order(ddp), "of_ranks": of_ranks(ddp), "shuffled": one}
 
 
@@ -40,9 +54,15 @@ def test_ranks_predict_what_one_process_predicts(tmp_path):
     ranks = succeeded(tmp_path, predict_everything)
     for number, kept in enumerate(rank.result for rank in ranks):
         assert kept["in_order"].keys() == expected.keys()
-        wrong = [name for name, found in kept["in_order"].items() if not equal(found, expected[name])]
-        assert not wrong, f"{wrong[0]}: {kept['in_order'][wrong[0]]} on rank {number}, expected {expected[wrong[0]]}"
-        theirs = {name: [batch.tolist() for batch in found] for name, found in kept["of_ranks"].items()}
+        wrong = [
+            name for name, found in kept["in_order"].items() if not equal(found, expected[name])
+        ]
+        assert not wrong, (
+            f"{wrong[0]}: {kept['in_order'][wrong[0]]} on rank {number}, expected {expected[wrong[0]]}"
+        )
+        theirs = {
+            name: [batch.tolist() for batch in found] for name, found in kept["of_ranks"].items()
+        }
         assert theirs == {
             "iterable": [[0, 2, 4], [6, 8]] * 2,
             "not sharded": [[0, 2, 4], [6]] * 2,
@@ -50,6 +70,8 @@ def test_ranks_predict_what_one_process_predicts(tmp_path):
         }
         assert sorted(torch.cat(kept["shuffled"]).tolist()) == list(range(0, 100, 2))
         assert [len(batch) for batch in kept["shuffled"]] == [3] * 16 + [2]
-    assert "What predict returns has the outputs of rank 0, then those of rank 1" in ranks[0].printed
+    assert (
+        "What predict returns has the outputs of rank 0, then those of rank 1" in ranks[0].printed
+    )
     of_command_line = torch.load(tmp_path / "out" / "predictions.pt", weights_only=True)
     assert equal(of_command_line, expected["uneven"])

@@ -48,24 +48,40 @@ class Keeps:
 
 def go(folder, epochs, path=None, **options):
     keeps, lines = Keeps(), Curve()
-    every = ModelCheckpoint(dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    every = ModelCheckpoint(
+        dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
     plugins = [*options.pop("plugins", []), keeps, lines, every]
     options = {"seed": 5, "accumulate_grad_batches": 2, "plugins": plugins, **options}
     trainer, module = ddp(max_epochs=epochs, output=f"{folder}/run", **options), Own()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(samples(44), batch_size=4, shuffle=True), DataLoader(samples(7), batch_size=2), ckpt_path=path)
+        trainer.fit(
+            module,
+            DataLoader(samples(44), batch_size=4, shuffle=True),
+            DataLoader(samples(7), batch_size=2),
+            ckpt_path=path,
+        )
     return {
         "weights": weights(module),
         "optimizer": trainer.run.optimizers[0].state_dict(),
         "scheduler": trainer.run.schedulers[0].scheduler.state_dict(),
         "metrics": dict(trainer.run.metrics),
-        "counters": [trainer.run.step, trainer.run.epoch, trainer.run.batch_idx, trainer.run.batches_seen],
+        "counters": [
+            trainer.run.step,
+            trainer.run.epoch,
+            trainer.run.batch_idx,
+            trainer.run.batches_seen,
+        ],
         "random": torch.get_rng_state(),
         "seen": keeps.seen,
         "lines": lines.values,
         "files": every.state_dict(),
-        "told": [text for one in caught if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text],
+        "told": [
+            text
+            for one in caught
+            if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text
+        ],
     }
 
 
@@ -87,7 +103,9 @@ def stop_and_resume():
 def kept(tmp_path_factory):
     """The folder, and what each of two ranks kept of all runs."""
     folder = tmp_path_factory.mktemp("resume")
-    one_trainer(seed=5, output=folder / "one").fit(Own(), DataLoader(samples(44), batch_size=4, shuffle=True))
+    one_trainer(seed=5, output=folder / "one").fit(
+        Own(), DataLoader(samples(44), batch_size=4, shuffle=True)
+    )
     return folder, results(folder, stop_and_resume)
 
 
@@ -98,7 +116,10 @@ def equal(a, b):
 def assert_same_end(a, b):
     assert equal(a["weights"], b["weights"])
     assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
-    assert all(equal(state, b["optimizer"]["state"][index]) for index, state in a["optimizer"]["state"].items())
+    assert all(
+        equal(state, b["optimizer"]["state"][index])
+        for index, state in a["optimizer"]["state"].items()
+    )
     assert a["scheduler"] == b["scheduler"]
     assert a["metrics"] == b["metrics"]
     assert a["counters"] == b["counters"]
@@ -107,7 +128,12 @@ def assert_same_end(a, b):
     assert not b["told"]
 
 
-PAIRS = [("whole", "rest"), ("whole", "within"), ("16-mixed", "16-mixed rest"), ("no seed", "no seed rest")]
+PAIRS = [
+    ("whole", "rest"),
+    ("whole", "within"),
+    ("16-mixed", "16-mixed rest"),
+    ("no seed", "no seed rest"),
+]
 
 
 @pytest.mark.parametrize(("whole", "rest"), PAIRS)
@@ -115,7 +141,9 @@ def test_the_rest_is_what_it_would_have_been(kept, whole, rest):
     _, ranks = kept
     for rank in ranks:
         assert_same_end(rank[whole], rank[rest])
-        assert rank[rest]["files"] == ranks[0][rest]["files"]  # what rank 0 found, of which each file knows the identity
+        assert (
+            rank[rest]["files"] == ranks[0][rest]["files"]
+        )  # what rank 0 found, of which each file knows the identity
         assert rank[rest]["files"]["identity"]
     lines = ranks[0][rest]["lines"]
     assert lines
@@ -128,7 +156,9 @@ def test_each_rank_has_its_own_state(kept):
         assert of["rest"]["seen"] == [100 * rank + step for step in range(1, 10)]
     state = torch.load(folder / "whole" / "run" / "last.ckpt", weights_only=True)["fit"]
     assert [one["parts"]["Keeps"]["seen"][0] for one in state["ranks"]] == [1, 101]
-    assert not torch.equal(state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"])
+    assert not torch.equal(
+        state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"]
+    )
     # What is the same on all ranks stands there once.
     assert "model_checkpoint" in state["parts"]
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
@@ -151,7 +181,10 @@ def test_what_is_refused_is_refused_on_every_rank_alike(kept):
 def test_one_became_two(kept):
     _, ranks = kept
     (told,) = ranks[0]["one became two"]["told"]
-    assert "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]" in told
+    assert (
+        "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]"
+        in told
+    )
     assert not ranks[1]["one became two"]["told"]
     assert equal(ranks[0]["one became two"]["weights"], ranks[1]["one became two"]["weights"])
     for rank, of in enumerate(ranks):  # 11 steps of the one, then twice 3 of the two
@@ -169,11 +202,21 @@ def test_two_became_one(kept):
             seen.update({key: value.clone() for key, value in self.state_dict().items()})
             seen["step"] = self.trainer.global_step
             optimizer = self.trainer.run.optimizers[0].state_dict()["state"]
-            assert all(equal(state, file["fit"]["optimizers"][0]["state"]["state"][index]) for index, state in optimizer.items())
+            assert all(
+                equal(state, file["fit"]["optimizers"][0]["state"]["state"][index])
+                for index, state in optimizer.items()
+            )
 
     one = one_trainer(max_epochs=4, plugins=[keeps])
-    with pytest.warns(UserWarning, match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch"):
-        one.fit(Looks(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "run" / "last.ckpt")
+    with pytest.warns(
+        UserWarning,
+        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch",
+    ):
+        one.fit(
+            Looks(),
+            DataLoader(samples(44), batch_size=4),
+            ckpt_path=folder / "whole" / "run" / "last.ckpt",
+        )
     assert keeps.seen == list(range(10, 21))  # no rank's
     assert seen.pop("step") == 9
     assert equal(seen, file["model"])
@@ -183,9 +226,19 @@ def test_two_became_one(kept):
 def test_two_became_one_within_an_epoch(kept):
     folder, _ = kept
     one = one_trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks resume after 4") as caught:
-        one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=4.ckpt")
-    assert any("state of Keeps, model_checkpoint, which this run does not have" in str(one.message) for one in caught)
+    with pytest.warns(
+        UserWarning,
+        match=r"saved by 2 ranks after 2 batches of an epoch, which 1 ranks resume after 4",
+    ) as caught:
+        one.fit(
+            Own(),
+            DataLoader(samples(44), batch_size=4),
+            ckpt_path=folder / "whole" / "steps" / "step=4.ckpt",
+        )
+    assert any(
+        "state of Keeps, model_checkpoint, which this run does not have" in str(one.message)
+        for one in caught
+    )
     assert one.global_step == 4 + 7
 
 
@@ -193,6 +246,13 @@ def test_two_became_one_at_an_epochs_last_batch(kept):
     """Two ranks have 6 batches each, the last of them padded; one has 11, and no 12."""
     folder, _ = kept
     one = one_trainer(max_epochs=3)
-    with pytest.warns(UserWarning, match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks resume after 11"):
-        one.fit(Own(), DataLoader(samples(44), batch_size=4), ckpt_path=folder / "whole" / "steps" / "step=6.ckpt")
+    with pytest.warns(
+        UserWarning,
+        match=r"saved by 2 ranks after 6 batches of an epoch, which 1 ranks resume after 11",
+    ):
+        one.fit(
+            Own(),
+            DataLoader(samples(44), batch_size=4),
+            ckpt_path=folder / "whole" / "steps" / "step=6.ckpt",
+        )
     assert one.global_step == 6 + 11

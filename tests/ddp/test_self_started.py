@@ -85,10 +85,19 @@ def use_everything():
     with session:
         session.launch()
         rank = session.global_rank
-        found["place"] = (rank, session.local_rank, session.world_size, session.is_global_zero, str(session.device))
+        found["place"] = (
+            rank,
+            session.local_rank,
+            session.world_size,
+            session.is_global_zero,
+            str(session.device),
+        )
         found["gathered"] = session.all_gather({"x": torch.full((2,), float(rank))})["x"]
         found["uneven"] = session.all_gather(torch.ones(rank + 1))
-        found["reduced"] = {op: session.all_reduce(torch.tensor([rank, 10.0]), op) for op in ("mean", "sum", "min", "max")}
+        found["reduced"] = {
+            op: session.all_reduce(torch.tensor([rank, 10.0]), op)
+            for op in ("mean", "sum", "min", "max")
+        }
         found["whole mean"] = session.all_reduce(torch.tensor(rank))
         found["broadcast"] = session.broadcast({"from": rank}, src=1)
         with session.rank_zero_first():
@@ -106,29 +115,42 @@ def use_everything():
         found["passes"] = [torch.cat([x[:, 0] for x, _ in loader]) for _ in range(2)]
         even = session.setup_dataloaders(DataLoader(samples(25), 4), even=False)
         none = session.setup_dataloaders(DataLoader(samples(1), 4), even=False)
-        found["samples"] = (sum(len(x) for x, _ in even), len(even), sum(len(x) for x, _ in none), len(none))
+        found["samples"] = (
+            sum(len(x) for x, _ in even),
+            len(even),
+            sum(len(x) for x, _ in none),
+            len(none),
+        )
         for x, y in session.setup_dataloaders(DataLoader(samples(), 4)):
             session.backward(functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-        if rank == 0:  # alone, with buffers that DDP would broadcast: nothing may wait for the other
+        if (
+            rank == 0
+        ):  # alone, with buffers that DDP would broadcast: nothing may wait for the other
             model.eval()
             with torch.no_grad():
                 found["alone"] = model(samples()[:4][0]).shape
         session.log("rank", rank)
         session.log("mean", rank, sync_dist=True)
         found["metrics"] = dict(session.run.metrics)
-        session.save("state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step})
+        session.save(
+            "state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step}
+        )
         other, theirs = session.setup(Net(norm=True)), session.broadcast(model.state_dict())
         found["rest"] = session.load("state.ckpt", {"model": other})["step"]
-        found["loaded"] = all(torch.equal(value, theirs[name]) for name, value in other.state_dict().items())
+        found["loaded"] = all(
+            torch.equal(value, theirs[name]) for name, value in other.state_dict().items()
+        )
     found["group is left"] = dist.is_initialized()
     found["usable"] = model(samples()[:4][0]).shape
     return found
 
 
 def work(session, name, scale=1):
-    return session.all_gather(torch.tensor(float(session.global_rank + 1) * scale)), session_cases.loop(session, name)
+    return session.all_gather(
+        torch.tensor(float(session.global_rank + 1) * scale)
+    ), session_cases.loop(session, name)
 
 
 def launch_functions():
@@ -182,8 +204,12 @@ def test_ranks_that_start_apart_end_with_the_same_weights(one_script):
 def test_fit_validate_test_and_fit_again_in_one_script(one_script):
     for kept in one_script:
         assert kept["validated"][0]["samples"] == 24
-        assert kept["validated"][0]["val_loss"] == pytest.approx(kept["fit's own validation"], rel=1e-6)
-        assert kept["tested"][0]["test_loss"] == pytest.approx(kept["fit's own validation"], rel=1e-6)
+        assert kept["validated"][0]["val_loss"] == pytest.approx(
+            kept["fit's own validation"], rel=1e-6
+        )
+        assert kept["tested"][0]["test_loss"] == pytest.approx(
+            kept["fit's own validation"], rel=1e-6
+        )
         assert kept["counters"] == (12, 2, 2)
         assert not kept["group is left"]
 
@@ -219,7 +245,12 @@ def test_collectives(one_session):
     for kept in one_session[0]:
         assert kept["gathered"].tolist() == [[0, 0], [1, 1]]
         assert [t.tolist() for t in kept["uneven"]] == [[1], [1, 1]]
-        assert {op: t.tolist() for op, t in kept["reduced"].items()} == {"mean": [0.5, 10], "sum": [1, 20], "min": [0, 10], "max": [1, 10]}
+        assert {op: t.tolist() for op, t in kept["reduced"].items()} == {
+            "mean": [0.5, 10],
+            "sum": [1, 20],
+            "min": [0, 10],
+            "max": [1, 10],
+        }
         assert kept["whole mean"].item() == 0.5
         assert kept["broadcast"] == {"from": 1}
         assert kept["first was there"]

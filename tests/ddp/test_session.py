@@ -36,7 +36,9 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
     for key, value in expected.items():
         torch.testing.assert_close(two_ranks[0][name][key], value, rtol=rtol, atol=atol)
-        assert torch.equal(two_ranks[0][name][key], two_ranks[1][name][key]), f"{key} differs between ranks"
+        assert torch.equal(two_ranks[0][name][key], two_ranks[1][name][key]), (
+            f"{key} differs between ranks"
+        )
 
 
 def train_without_with(fault=None, rank=None):
@@ -84,7 +86,9 @@ class Manual(Net):
 def test_any_module_is_trained_by_all_ranks(tmp_path):
     one, two = results(tmp_path, train_any_module)
     for name in ("Manual", "Sequential"):
-        assert all(torch.equal(one[name][key], two[name][key]) for key in one[name]), f"{name}: the ranks' weights differ"
+        assert all(torch.equal(one[name][key], two[name][key]) for key in one[name]), (
+            f"{name}: the ranks' weights differ"
+        )
 
 
 class Counting:
@@ -164,7 +168,9 @@ def call_past_the_strategy():
 
 def test_a_model_that_is_called_past_the_strategy_is_refused(tmp_path):
     ranks = failed(tmp_path, call_past_the_strategy)
-    assert any("Net was not called through what session.setup returned" in rank.error for rank in ranks)
+    assert any(
+        "Net was not called through what session.setup returned" in rank.error for rank in ranks
+    )
 
 
 # --- refused before anything starts --------------------------------------------------------------------------------------
@@ -172,7 +178,9 @@ def test_a_model_that_is_called_past_the_strategy_is_refused(tmp_path):
 
 def test_under_pytest_it_says_what_to_do():
     session = ddp_session()
-    with pytest.raises(gt.UsageError, match=r"under pytest it would run the tests again. Fix: .*ddp_spawn"):
+    with pytest.raises(
+        gt.UsageError, match=r"under pytest it would run the tests again. Fix: .*ddp_spawn"
+    ):
         session.launch()
     with pytest.raises(gt.UsageError, match=r"before session.launch\(\)"):
         session.setup(nn.Linear(1, 1))

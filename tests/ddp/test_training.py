@@ -49,7 +49,11 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
 
 class Skips(Net):
     def training_step(self, batch, batch_idx):
-        return None if batch_idx == 1 and self.global_rank == 1 else super().training_step(batch, batch_idx)
+        return (
+            None
+            if batch_idx == 1 and self.global_rank == 1
+            else super().training_step(batch, batch_idx)
+        )
 
 
 class Alone(ProcessGroupStrategy):
@@ -98,7 +102,9 @@ def train_alone():
 def test_strategy_that_would_train_alone_is_refused(tmp_path):
     # Of ranks that nothing supervises, the second may find that the first has gone already.
     errors = [rank.error for rank in failed(tmp_path, train_alone)]
-    assert any("the plan has 2 processes" in error and "made a world of 1" in error for error in errors), errors
+    assert any(
+        "the plan has 2 processes" in error and "made a world of 1" in error for error in errors
+    ), errors
 
 
 def train_different_models():
@@ -110,12 +116,24 @@ def train_different_models():
 
 def test_ranks_with_different_models_are_refused_and_told_what_differs(tmp_path):
     _, second = failed(tmp_path, train_different_models)
-    assert "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here" in second.error
+    assert (
+        "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here"
+        in second.error
+    )
 
 
 @pytest.mark.parametrize("backend", ["nccl", "glooo"])
 def test_backend_that_cannot_be_is_refused_before_anything_starts(capsys, backend):
-    options = ("--strategy", "ddp", "--devices", "2", "--accelerator", "cpu", "--strategy.process_group_backend", backend)
+    options = (
+        "--strategy",
+        "ddp",
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--strategy.process_group_backend",
+        backend,
+    )
     with pytest.raises(SystemExit) as ended:
         gt.cli(Net, argv=["fit", *options])
     assert ended.value.code == 2

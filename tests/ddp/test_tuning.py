@@ -22,7 +22,9 @@ class Breaks(Net):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return loss * self.factor if self.global_rank == self.rank and self.global_step >= 20 else loss
+        return (
+            loss * self.factor if self.global_rank == self.rank and self.global_step >= 20 else loss
+        )
 
 
 class Lr(Net):
@@ -31,7 +33,13 @@ class Lr(Net):
 
 def find(module, **options):
     tuner = Tuner(ddp(**options))
-    return tuner.lr_find(module, DataLoader(samples(), batch_size=4), min_lr=1e-4, num_training=30, update_attr=hasattr(module, "lr"))
+    return tuner.lr_find(
+        module,
+        DataLoader(samples(), batch_size=4),
+        min_lr=1e-4,
+        num_training=30,
+        update_attr=hasattr(module, "lr"),
+    )
 
 
 def train(tune):
@@ -106,8 +114,19 @@ class Data(gt.DataModule):
 
 
 def tune_from_the_command_line():
-    options = {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "num-training": 20, "min-lr": 1e-3, "output": "out"}
-    gt.cli(Net, Data, argv=["tune", "lr", *(f"--{name}={value}" for name, value in options.items()), "--json"])
+    options = {
+        "accelerator": "cpu",
+        "strategy": "ddp",
+        "devices": 2,
+        "num-training": 20,
+        "min-lr": 1e-3,
+        "output": "out",
+    }
+    gt.cli(
+        Net,
+        Data,
+        argv=["tune", "lr", *(f"--{name}={value}" for name, value in options.items()), "--json"],
+    )
 
 
 def test_from_the_command_line_rank_0_alone_speaks(tmp_path):
@@ -129,9 +148,13 @@ def fail_in_the_finder():
     module = Bad()
     before = weights(module)
     try:
-        Tuner(ddp()).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False)
+        Tuner(ddp()).lr_find(
+            module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False
+        )
     except Exception as error:
-        raise RuntimeError(f"as before: {all(torch.equal(value, before[name]) for name, value in weights(module).items())}") from error
+        raise RuntimeError(
+            f"as before: {all(torch.equal(value, before[name]) for name, value in weights(module).items())}"
+        ) from error
 
 
 def test_an_error_on_one_rank_ends_the_finder_on_both_and_is_undone(tmp_path):
@@ -147,7 +170,10 @@ def test_a_batch_size_is_found_in_one_process_only():
         def setup(self, stage):
             raise AssertionError("something was started")
 
-    with pytest.raises(gt.UsageError, match=r"\[ddp\] trains in 2 processes.*Fix: find it on one device \(--strategy single --devices 1\)"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"\[ddp\] trains in 2 processes.*Fix: find it on one device \(--strategy single --devices 1\)",
+    ):
         Tuner(one_trainer(devices=2, strategy="ddp")).scale_batch_size(Starts())
 
 

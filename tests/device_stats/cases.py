@@ -10,7 +10,14 @@ import geartrain as gt
 from geartrain import hookimpl
 
 DEADLINE = 30
-CPU = {"cpu_utilization_percent", "process_cpu_percent", "process_rss_mib", "memory_used_percent", "memory_available_mib", "load_1m"}
+CPU = {
+    "cpu_utilization_percent",
+    "process_cpu_percent",
+    "process_rss_mib",
+    "memory_used_percent",
+    "memory_available_mib",
+    "load_1m",
+}
 
 
 class Net(gt.Module):
@@ -101,8 +108,18 @@ class Chip(FakeGpu):
 
 def trainer(*plugins, interval=0.1, **options):
     """One epoch on the CPU with the installed plugin; nothing is drawn."""
-    given = {"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1, "num_sanity_val_steps": 0, **options}
-    return gt.Trainer(plugins=["device_stats", *plugins], plugin_options={"device_stats": {"interval": interval}}, **given)
+    given = {
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
+    return gt.Trainer(
+        plugins=["device_stats", *plugins],
+        plugin_options={"device_stats": {"interval": interval}},
+        **given,
+    )
 
 
 def sampling():

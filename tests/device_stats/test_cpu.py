@@ -33,7 +33,9 @@ def test_the_names_and_units(figures):
     assert set(found) | {"load_1m"} == CPU
     memory = psutil.virtual_memory()
     assert 0 < found["memory_available_mib"] <= memory.total / 2**20
-    assert found["process_rss_mib"] == pytest.approx(psutil.Process().memory_info().rss / 2**20, rel=0.2)
+    assert found["process_rss_mib"] == pytest.approx(
+        psutil.Process().memory_info().rss / 2**20, rel=0.2
+    )
 
 
 def test_a_utilisation_over_no_time_is_left_out():
@@ -46,7 +48,10 @@ def test_another_thread_gets_no_utilisation(figures, monkeypatch):
     thread = threading.Thread(target=lambda: theirs.append(mine.figures()))
     thread.start()
     thread.join()
-    assert set(theirs[0]) == set(mine.figures()) - {"cpu_utilization_percent", "process_cpu_percent"}
+    assert set(theirs[0]) == set(mine.figures()) - {
+        "cpu_utilization_percent",
+        "process_cpu_percent",
+    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from geartrain_device_stats import DeviceStats, monitor
 from .cases import CPU, Chip, FakeGpu, Logger, Net, Until, sampling, trainer
 
 DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
-pytestmark = pytest.mark.filterwarnings("ignore:device_stats. cpu .* reports no figures:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:device_stats. cpu .* reports no figures:UserWarning"
+)
 
 
 def written(folder):
@@ -31,19 +33,47 @@ def written(folder):
 
 
 def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
-    done = command(tmp_path, "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "device_stats", "--output", "out")
+    done = command(
+        tmp_path,
+        "fit",
+        DOWNHILL,
+        "--max-epochs",
+        "2",
+        "--plugin",
+        "device_stats",
+        "--output",
+        "out",
+    )
     assert done.end == "0", done.err
-    (line,) = written(tmp_path / "out")  # four steps last less than the interval: one sample, at the end of the first epoch
+    (line,) = written(
+        tmp_path / "out"
+    )  # four steps last less than the interval: one sample, at the end of the first epoch
     assert (line["step"], line["epoch"], line["stage"]) == (4, 0, "train")
     assert line["memory_available_mib"] > 0
-    assert "process_rss_mib" not in done.printed, "neither the epoch's line nor the closing table shows them"
-    assert "process_rss_mib" not in json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
-    assert done.err.count("cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)") == 1
+    assert "process_rss_mib" not in done.printed, (
+        "neither the epoch's line nor the closing table shows them"
+    )
+    assert (
+        "process_rss_mib"
+        not in json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
+    )
+    assert (
+        done.err.count(
+            "cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)"
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("interval", ["0", "0.05", "-1"])
 def test_an_interval_that_cannot_be_is_refused_before_anything_starts(tmp_path, interval):
-    arguments = ["--plugin", "device_stats", f"--device_stats.interval={interval}", "--output", "out"]
+    arguments = [
+        "--plugin",
+        "device_stats",
+        f"--device_stats.interval={interval}",
+        "--output",
+        "out",
+    ]
     done = command(tmp_path, "fit", DOWNHILL, *arguments)
     assert done.end == "2", done.printed
     assert "geartrain-device-stats[device_stats]: interval=" in done.err
@@ -78,7 +108,9 @@ def test_a_long_run_gets_a_sample_after_each_interval():
     steps = [step for _, step, _ in logger.samples]
     assert steps == sorted(set(steps))
     assert steps[1] - steps[0] > 1, "between two samples lies an interval"
-    assert logger.threads == {threading.current_thread()}, "loggers are called by the thread that trains"
+    assert logger.threads == {threading.current_thread()}, (
+        "loggers are called by the thread that trains"
+    )
     assert gpu.threads == {"device_stats"}, "accelerators are asked by a thread of its own"
     assert set(one.callback_metrics) == {"loss"}
     assert set(one.logged_metrics) == {"loss"}
@@ -89,7 +121,10 @@ def test_the_process_is_seen_to_work():
 
     def is_seen():  # on a machine with much else to do, not in every interval
         return {"process_cpu_percent", "cpu_utilization_percent"} <= {
-            name for _, _, figures in logger.samples for name, figure in figures.items() if figure > 10
+            name
+            for _, _, figures in logger.samples
+            for name, figure in figures.items()
+            if figure > 10
         }
 
     trainer(logger, FakeGpu()).fit(Net(), Until(is_seen))
@@ -105,7 +140,9 @@ def test_a_run_shorter_than_the_interval_gets_one_sample():
 
 def test_the_first_validation_brings_the_first_sample():
     logger = Logger()
-    trainer(logger, FakeGpu(), interval=1000, max_epochs=2, num_sanity_val_steps=2).fit(Net(), [torch.ones(2)] * 4, [torch.ones(2)] * 4)
+    trainer(logger, FakeGpu(), interval=1000, max_epochs=2, num_sanity_val_steps=2).fit(
+        Net(), [torch.ones(2)] * 4, [torch.ones(2)] * 4
+    )
     ((stage, step, _),) = logger.samples
     assert (stage, step) == ("validate", 4)
 
@@ -126,7 +163,9 @@ def test_an_evaluation_gets_samples_between_its_batches_and_one_at_its_end(comma
 
 def test_the_sanity_check_logs_nothing():
     logger, gpu = Logger(), FakeGpu()
-    trainer(logger, gpu, num_sanity_val_steps=-1).fit(Net(), Until(logger.count(1)), Until(lambda: gpu.asked >= 3))
+    trainer(logger, gpu, num_sanity_val_steps=-1).fit(
+        Net(), Until(logger.count(1)), Until(lambda: gpu.asked >= 3)
+    )
     assert logger.samples
     assert "sanity_check" not in {stage for stage, _, _ in logger.samples}
 
@@ -145,7 +184,9 @@ def test_an_accelerator_that_gives_none_is_named_once():
             return None
 
     logger = Logger()
-    with pytest.warns(UserWarning, match=r"Silent.*its device_stats gave none.*only the CPU's are logged") as said:
+    with pytest.warns(
+        UserWarning, match=r"Silent.*its device_stats gave none.*only the CPU's are logged"
+    ) as said:
         trainer(logger, accelerator=Silent()).fit(Net(), Until(logger.count(3)))
     assert len([w for w in said if "reports no figures" in str(w.message)]) == 1
     assert logger.samples[0][2].keys() <= CPU
@@ -202,7 +243,9 @@ def test_a_prefetching_iterator_is_closed_at_the_end_of_the_epoch():
 
 def test_forked_loader_workers_know_nothing_of_it():
     logger = Logger()
-    data = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    data = DataLoader(
+        torch.arange(8.0), batch_size=2, num_workers=2, multiprocessing_context="fork"
+    )
     module = Net()
     trainer(logger, FakeGpu(), max_epochs=3).fit(module, data)
     assert module.seen == [0.5, 2.5, 4.5, 6.5] * 3
@@ -221,7 +264,11 @@ class Interrupted(Net):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)],
+    ids=lambda error: type(error).__name__,
+)
 def test_the_thread_has_gone_after_an_error(error):
     with pytest.raises(type(error)) as raised:
         trainer(Logger(), FakeGpu(), interval=1000).fit(Interrupted(error), [torch.ones(2)])
@@ -236,7 +283,12 @@ def test_the_thread_has_gone_where_another_plugin_fails(event):
         def fails(self):
             raise RuntimeError(event)
 
-    one = gt.Trainer(plugins=[Failing(), DeviceStats(1000.0), Logger()], accelerator="cpu", enable_progress_bar=False, max_epochs=1)
+    one = gt.Trainer(
+        plugins=[Failing(), DeviceStats(1000.0), Logger()],
+        accelerator="cpu",
+        enable_progress_bar=False,
+        max_epochs=1,
+    )
     for each in (one, trainer(Logger(), Failing(), interval=1000)):
         with pytest.raises((RuntimeError, ValueError)):
             each.fit(Interrupted(ValueError("mine")), [torch.ones(2)])
@@ -245,7 +297,9 @@ def test_the_thread_has_gone_where_another_plugin_fails(event):
 
 def test_one_object_serves_a_second_fit_and_travels_before_and_after():
     plugin, logger = pickle.loads(pickle.dumps(DeviceStats(1000))), Logger()
-    one = gt.Trainer(plugins=[plugin, logger], accelerator="cpu", enable_progress_bar=False, max_epochs=1)
+    one = gt.Trainer(
+        plugins=[plugin, logger], accelerator="cpu", enable_progress_bar=False, max_epochs=1
+    )
     for count in (1, 2):
         one.fit(Net(), [torch.ones(2)])
         assert len(logger.samples) == count

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MARKERS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]["markers"]
+MARKERS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"][
+    "ini_options"
+]["markers"]
 MARKERS = [line for line in MARKERS if not line.endswith(": becomes one of those above")]
 
 
@@ -17,5 +19,11 @@ def test_rule_stands_in_the_readme(marker):
 
 
 def test_the_default_leaves_out_every_marker():
-    (line,) = [line for line in (ROOT / "tox.ini").read_text(encoding="utf-8").splitlines() if line.startswith("chosen = ")]
-    assert line.removeprefix("chosen = not ").split(" and not ") == [marker.partition(":")[0] for marker in MARKERS]
+    (line,) = [
+        line
+        for line in (ROOT / "tox.ini").read_text(encoding="utf-8").splitlines()
+        if line.startswith("chosen = ")
+    ]
+    assert line.removeprefix("chosen = not ").split(" and not ") == [
+        marker.partition(":")[0] for marker in MARKERS
+    ]

@@ -9,16 +9,21 @@ import sys
 import pytest
 
 without_torch = pytest.mark.skipif(
-    os.environ.get("GEARTRAIN_TEST_WITHOUT_TORCH") != "1", reason="needs an environment without torch: tox run -e discovery"
+    os.environ.get("GEARTRAIN_TEST_WITHOUT_TORCH") != "1",
+    reason="needs an environment without torch: tox run -e discovery",
 )
 
 
 def python(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def command(*arguments):
-    return python("import sys; from geartrain.commands import main; sys.exit(main(sys.argv[1:]))", *arguments)
+    return python(
+        "import sys; from geartrain.commands import main; sys.exit(main(sys.argv[1:]))", *arguments
+    )
 
 
 @without_torch
@@ -30,7 +35,11 @@ def test_listing_plugins_works():
     result = command("plugins", "--json")
     assert result.returncode == 0, result.stderr
     rows = {(row["kind"], row["name"]): row for row in json.loads(result.stdout)}
-    assert rows["accelerator", "cpu"]["distribution"] == rows["strategy", "single"]["distribution"] == "geartrain"
+    assert (
+        rows["accelerator", "cpu"]["distribution"]
+        == rows["strategy", "single"]["distribution"]
+        == "geartrain"
+    )
     assert rows["accelerator", "cpu"]["state"] == "available"
 
 
@@ -59,7 +68,9 @@ def test_a_package_is_written(kind, tmp_path):
 
 
 def test_an_unknown_name_is_answered_without_torch():
-    result = python("from geartrain.planning.registry import Registry; Registry().find('strategy', 'sinlge')")
+    result = python(
+        "from geartrain.planning.registry import Registry; Registry().find('strategy', 'sinlge')"
+    )
     assert "Did you mean 'single'?" in result.stderr
 
 

@@ -90,12 +90,16 @@ def read_blocks(page: Path) -> list[Block]:
         if not fence:
             between.append(line.strip())
             continue
-        body = [text for _, text in itertools.takewhile(lambda item: item[1].strip() != "```", lines)]
+        body = [
+            text for _, text in itertools.takewhile(lambda item: item[1].strip() != "```", lines)
+        ]
         said = [text for text in between if text]
         marker = _NOT_RUN.match(said[-1]) if said else None
         text = "\n".join(line.removeprefix(fence["indent"]) for line in body)
         reason = marker["reason"].strip() if marker else None
-        blocks.append(Block(page.name, number + 1, fence["language"], text, reason, not said and bool(blocks)))
+        blocks.append(
+            Block(page.name, number + 1, fence["language"], text, reason, not said and bool(blocks))
+        )
         between = []
     return blocks
 
@@ -133,7 +137,11 @@ def not_run(block: Block) -> Iterator[tuple[str, str]]:
     if block.not_run is not None:
         yield block.place, block.not_run
     elif block.language == "console":
-        yield from ((f"{block.place}: {command.typed}", command.not_run) for command in commands(block) if command.not_run is not None)
+        yield from (
+            (f"{block.place}: {command.typed}", command.not_run)
+            for command in commands(block)
+            if command.not_run is not None
+        )
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------------
@@ -149,7 +157,12 @@ def check_output(expected: list[str], printed: str) -> None:
     pattern = "".join(r"(?:.*\n)*?" if line == "..." else _line(line) for line in wanted)
     found = "".join(f"{_plain(line)}\n" for line in printed.splitlines() if line.strip())
     if not re.search("^" + pattern, found, re.M):
-        raise Wrong("the page says that this is printed:\n" + "\n".join(wanted) + "\nbut what was printed is:\n" + found)
+        raise Wrong(
+            "the page says that this is printed:\n"
+            + "\n".join(wanted)
+            + "\nbut what was printed is:\n"
+            + found
+        )
 
 
 def _line(line: str) -> str:
@@ -187,7 +200,9 @@ def _run(block: Block, module: types.ModuleType, printed: str | None) -> str | N
     if block.not_run is not None:
         return None
     if block.language not in LANGUAGES:
-        raise Wrong(f"a block of {block.language!r} is not run. Fix: one of {', '.join(filter(None, LANGUAGES))}")
+        raise Wrong(
+            f"a block of {block.language!r} is not run. Fix: one of {', '.join(filter(None, LANGUAGES))}"
+        )
     if block.file is not None:
         _write(block)
     elif block.language == "python":
@@ -226,11 +241,17 @@ def _console(block: Block) -> None:
     typed = [command for command in commands(block) if command.not_run is None]
     script = "".join(f"printf '{_NEXT}'\n{command.typed}\n" for command in typed)
     done = subprocess.run(
-        ["bash", "-e", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+        ["bash", "-e", "-c", script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
     )
     outputs = done.stdout.split(_NEXT)[1:]
     if done.returncode:
-        raise Wrong(f"$ {typed[len(outputs) - 1].typed}\nended with exit code {done.returncode}:\n{outputs[-1]}")
+        raise Wrong(
+            f"$ {typed[len(outputs) - 1].typed}\nended with exit code {done.returncode}:\n{outputs[-1]}"
+        )
     for command, output in zip(typed, outputs, strict=True):
         try:
             check_output(command.prints, output)
@@ -244,7 +265,11 @@ def _yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"toml": tomllib.loads, "json": json.loads, "yaml": _yaml}
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "toml": tomllib.loads,
+    "json": json.loads,
+    "yaml": _yaml,
+}
 
 
 def _parse(block: Block) -> None:

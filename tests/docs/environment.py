@@ -30,7 +30,11 @@ sys.exit(main(arguments))
 def variables() -> dict[str, str]:
     """The environment variables of what runs on a page."""
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "GEARTRAIN_", "PYTHON"))},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PIP_", "GEARTRAIN_", "PYTHON"))
+        },
         "COLUMNS": "80",
         "OMP_NUM_THREADS": "1",  # two tests' threads would wait for each other's cores
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -52,17 +56,26 @@ def make_environment(folder: Path, warm: Warm | None) -> tuple[Path, dict[str, s
         Its python, and the environment variables to run things in it.
     """
     venv.create(folder, with_pip=False, symlinks=True)
-    scripts, packages = (Path(sysconfig.get_path(name, "venv", vars={"base": str(folder)})) for name in ("scripts", "purelib"))
+    scripts, packages = (
+        Path(sysconfig.get_path(name, "venv", vars={"base": str(folder)}))
+        for name in ("scripts", "purelib")
+    )
     python = scripts / f"python{sys.version_info.major}"
     # addsitedir and not the folders alone: an editable geartrain is a .pth file in one of them.
     here = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (packages / "running_interpreter.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+    (packages / "running_interpreter.pth").write_text(
+        "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
+    )
     _write(scripts / "pip", python, _PIP)
     if warm is None:
         _write(scripts / "geartrain", python, _GEARTRAIN)
     else:
         (folder / "programs").mkdir()
-        warm.script(scripts / "geartrain", _write(folder / "programs" / "geartrain", python, _GEARTRAIN), python)
+        warm.script(
+            scripts / "geartrain",
+            _write(folder / "programs" / "geartrain", python, _GEARTRAIN),
+            python,
+        )
         (scripts / "python").unlink()
         warm.script(scripts / "python", python=python)
     path = os.pathsep.join([str(scripts), os.environ.get("PATH", os.defpath)])

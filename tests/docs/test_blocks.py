@@ -32,13 +32,19 @@ def _name(page):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, request):
     """page -> (exit code, what was printed). Two pages run at the same time, unless pytest-xdist has other tests run beside them."""
-    chosen = [item.callspec.params["page"] for item in request.session.items if getattr(item, "originalname", "") == "test_page"]
+    chosen = [
+        item.callspec.params["page"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_page"
+    ]
     alone = hasattr(request.config, "workerinput")
     with ThreadPoolExecutor(1 if alone else 2) as pool, contextlib.ExitStack() as ended:
         runners = queue.SimpleQueue()
         for _ in range(1 if alone else 2):
             runners.put(Runner(tmp_path_factory.mktemp("runner")))
-        start = functools.cache(lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem), runners))
+        start = functools.cache(
+            lambda page: pool.submit(_run, page, tmp_path_factory.mktemp(page.stem), runners)
+        )
         ended.callback(lambda: [runners.get().end() for _ in range(runners.qsize())])
         if not alone:  # one of several pytest-xdist workers runs only what it is given
             for page in chosen:
@@ -54,7 +60,9 @@ class Runner:
 
     def run(self, page, folder):
         place = folder / "page"
-        shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("__pycache__")
+        )
         if AVAILABLE and self._warm is None:
             self._warm = Warm(sys.executable, self._folder, variables())
         python, environment = make_environment(folder / "venv", self._warm)
@@ -92,7 +100,11 @@ def _run(page, folder, runners):
 
 
 @pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("page", [pytest.param(page, marks=() if page.name in FIRST else pytest.mark.page) for page in PAGES], ids=_name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.name in FIRST else pytest.mark.page) for page in PAGES],
+    ids=_name,
+)
 def test_page(page, run):
     code, printed = run(page)
     assert code == 0, printed

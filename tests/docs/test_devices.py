@@ -10,7 +10,11 @@ from geartrain import UsageError
 from geartrain.planning.devices import parse_devices
 
 PAGE = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
-KINDS = {"cuda": {"available": 4}, "mps": {"available": 4}, "cpu": {"available": 4, "indexed": False}}
+KINDS = {
+    "cuda": {"available": 4},
+    "mps": {"available": 4},
+    "cpu": {"available": 4, "indexed": False},
+}
 
 
 def cells(head):
@@ -52,10 +56,28 @@ def test_row_of_the_table_is_true(kind, typed, means):
 
 def test_table_has_every_spelling_that_has_a_meaning_of_its_own():
     typed = {span for row in cells("`devices=`") for span in spans(row[0])}
-    assert {"3", '"3"', "-1", '"-1"', '"auto"', "[0]", '"2,"', "range(2)", "0", '""', "[]", "[1, 1]", "[9]", "None", "True"} <= typed
+    assert {
+        "3",
+        '"3"',
+        "-1",
+        '"-1"',
+        '"auto"',
+        "[0]",
+        '"2,"',
+        "range(2)",
+        "0",
+        '""',
+        "[]",
+        "[1, 1]",
+        "[9]",
+        "None",
+        "True",
+    } <= typed
 
 
-@pytest.mark.parametrize("old", [span for row in cells("early Lightning") for span in spans(row[0])])
+@pytest.mark.parametrize(
+    "old", [span for row in cells("early Lightning") for span in spans(row[0])]
+)
 def test_old_argument_is_refused_with_the_new_one(old):
     name, _, value = old.partition("=")
     with pytest.raises(UsageError) as caught:
@@ -68,4 +90,7 @@ def test_priorities_of_the_page():
     from geartrain_mps import MPSAccelerator
 
     (numbers,) = re.findall(r"cuda (\d+), mps (\d+), cpu (\d+)", PAGE)
-    assert [int(number) for number in numbers[1:]] == [MPSAccelerator.priority, CPUAccelerator.priority]
+    assert [int(number) for number in numbers[1:]] == [
+        MPSAccelerator.priority,
+        CPUAccelerator.priority,
+    ]

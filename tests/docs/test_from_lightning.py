@@ -26,13 +26,19 @@ KINDS = {"same", "renamed", "plugin", "left out", "refused"}
 def section(title):
     """(names, kind, text) of each row of the table under a heading."""
     text = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("|")][2:]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ][2:]
     return [(re.findall(r"`([^`]+)`", row[-3]), row[-2], row[-1], row[0]) for row in rows]
 
 
 def cases(title, group):
     """Each name under a heading with its kind, as pytest's parameters."""
-    return [pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found]
+    return [
+        pytest.param(name, kind, id=name) for found, kind, _, _ in section(title) for name in found
+    ]
 
 
 TABLES = {
@@ -63,7 +69,9 @@ def test_argument_of_the_trainer(name, kind):
     if kind == "same":
         assert name in inspect.signature(gt.Trainer).parameters
         return
-    with pytest.raises(gt.UsageError, match=f"Trainer has no argument '{name}'. Write: ") as refused:
+    with pytest.raises(
+        gt.UsageError, match=f"Trainer has no argument '{name}'. Write: "
+    ) as refused:
         gt.Trainer(**{name: object()})
     assert str(refused.value).partition("Write: ")[2].startswith("nothing") == (kind == "left out")
 
@@ -104,15 +112,28 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         for text in self.texts:
-            eval(text, {"trainer": trainer, "batch_idx": batch_idx, "self": pl_module, "torch": torch})
+            eval(
+                text,
+                {"trainer": trainer, "batch_idx": batch_idx, "self": pl_module, "torch": torch},
+            )
 
 
 def test_what_stands_for_a_property_can_be_evaluated():
-    texts = [text[1:-1] for _, kind, text, _ in section("Trainer's properties") if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)]
+    texts = [
+        text[1:-1]
+        for _, kind, text, _ in section("Trainer's properties")
+        if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)
+    ]
     texts = [text for text in texts if text.startswith(("trainer.", "len(", "batch_idx"))]
     assert len(texts) > 15
     evaluates = [text for text in texts if "run.stages" not in text]
-    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, callbacks=[Watch(evaluates)])
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        enable_progress_bar=False,
+        callbacks=[Watch(evaluates)],
+    )
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
 
 
@@ -126,7 +147,9 @@ def test_what_stands_for_a_stage_is_true_in_the_stages_that_it_is_in_lightning()
     class Looks(Net):
         def _look(self, *arguments):
             stage = self.trainer.run.stage
-            seen[self.trainer.run.command, stage] = {name for name in STAGES if eval(names.OF_TRAINER[name], {"trainer": self.trainer})}
+            seen[self.trainer.run.command, stage] = {
+                name for name in STAGES if eval(names.OF_TRAINER[name], {"trainer": self.trainer})
+            }
             return super().training_step(*arguments) if stage == "train" else None
 
         training_step = validation_step = test_step = predict_step = _look
@@ -147,14 +170,18 @@ def test_what_stands_for_a_stage_is_true_in_the_stages_that_it_is_in_lightning()
 
 
 def test_weights_that_are_saved_as_the_page_says_are_read(tmp_path):
-    assert [text for found, _, text, _ in section("Trainer's properties") if found == ["save_checkpoint"]] == [
-        '`torch.save({"model": model.state_dict()}, FILE)`, which `ckpt_path=FILE` reads'
-    ]
+    assert [
+        text
+        for found, _, text, _ in section("Trainer's properties")
+        if found == ["save_checkpoint"]
+    ] == ['`torch.save({"model": model.state_dict()}, FILE)`, which `ckpt_path=FILE` reads']
     model, other = Net(), Net()
     torch.save({"model": model.state_dict()}, tmp_path / "weights.ckpt")
     other.predict_step = lambda batch: other.layer(batch)
     trainer = gt.Trainer(accelerator="cpu", devices=1, enable_progress_bar=False)
-    trainer.predict(other, torch.utils.data.DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "weights.ckpt")
+    trainer.predict(
+        other, torch.utils.data.DataLoader(torch.ones(2, 4)), ckpt_path=tmp_path / "weights.ckpt"
+    )
     assert torch.equal(other.layer.weight, model.layer.weight)
 
 
@@ -174,10 +201,25 @@ def test_name_of_the_module(name, kind):
 
 
 def test_what_the_module_has_instead_can_be_evaluated():
-    texts = [text[1:-1] for _, kind, text, _ in section("LightningModule") if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)]
-    texts = [t for text in texts if text.startswith(("self.", "sum(", "next(")) and "..." not in text for t in text.split("; ")]
+    texts = [
+        text[1:-1]
+        for _, kind, text, _ in section("LightningModule")
+        if kind == "renamed" and re.fullmatch(r"`[^`]*`", text)
+    ]
+    texts = [
+        t
+        for text in texts
+        if text.startswith(("self.", "sum(", "next(")) and "..." not in text
+        for t in text.split("; ")
+    ]
     assert len(texts) > 5
-    trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False, callbacks=[Watch(texts)])
+    trainer = gt.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        enable_progress_bar=False,
+        callbacks=[Watch(texts)],
+    )
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4)))
 
 
@@ -200,14 +242,18 @@ def test_a_data_modules_method_that_is_never_called_is_refused_before_the_run():
 
     trainer = gt.Trainer(accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False)
     with pytest.raises(
-        gt.UsageError, match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same method of the module"
+        gt.UsageError,
+        match=r"Data\.transfer_batch_to_device would never be called\. Use instead: the same method of the module",
     ):
         trainer.fit(Net(), datamodule=Data())
 
 
 @pytest.mark.parametrize(("name", "kind"), cases("Callback's hooks", "callback"))
 def test_hook_of_a_callback(name, kind):
-    members = {"on_fit_start": lambda self, trainer, pl_module: None, name: lambda self, *arguments: None}
+    members = {
+        "on_fit_start": lambda self, trainer, pl_module: None,
+        name: lambda self, *arguments: None,
+    }
     if kind == "refused":
         with pytest.raises(gt.UsageError, match=f"{name} would never be called. Use instead: "):
             Adapter(type("Mine", (Callback,), members)())

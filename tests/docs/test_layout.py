@@ -16,7 +16,13 @@ PROJECTS = {
     for project in [tomllib.loads(path.read_text(encoding="utf-8"))["project"]]
 }
 #: The rows of README's table: distribution -> its other cells.
-ROWS = dict(re.findall(r"^\| `(geartrain[a-z-]*)` \| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+ROWS = dict(
+    re.findall(
+        r"^\| `(geartrain[a-z-]*)` \| (.*) \|$",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+)
 
 
 def test_the_rooms_are_those_of_the_import_rules():
@@ -39,9 +45,14 @@ def test_a_row_names_what_the_distribution_brings(name):
     groups = PROJECTS[name].get("entry-points", {})
     kinds = ("accelerators", "strategies", "plugins", "precisions", "commands")
     for entry in (entry for kind in kinds for entry in groups.get(f"geartrain.{kind}", {})):
-        assert re.search(rf"`(geartrain )?{re.escape(entry)}`", ROWS[name]), f"README's row of {name} does not name {entry}"
+        assert re.search(rf"`(geartrain )?{re.escape(entry)}`", ROWS[name]), (
+            f"README's row of {name} does not name {entry}"
+        )
 
 
 def test_the_standard_distributions_are_marked():
-    standard = {re.match(r"[a-z-]+", line)[0] for line in PROJECTS["geartrain"]["optional-dependencies"]["standard"]}
+    standard = {
+        re.match(r"[a-z-]+", line)[0]
+        for line in PROJECTS["geartrain"]["optional-dependencies"]["standard"]
+    }
     assert {name for name, row in ROWS.items() if row.endswith("| yes")} == standard

@@ -15,7 +15,11 @@ from geartrain_tuner.command import _OPTIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [name for name, thing in vars(hookspecs).items() if hasattr(thing, "geartrain_spec")]
-ARGUMENTS = [name for name, p in inspect.signature(gt.Trainer).parameters.items() if p.kind is not p.VAR_KEYWORD]
+ARGUMENTS = [
+    name
+    for name, p in inspect.signature(gt.Trainer).parameters.items()
+    if p.kind is not p.VAR_KEYWORD
+]
 
 
 def _load(path):
@@ -87,7 +91,10 @@ def test_hook_has_a_section(hook, reference):
     assert found, f"docs/hooks.md has no section '### {hook}'"
     spec = getattr(hookspecs, hook)
     signature, about, *_ = found[1].split("\n\n")
-    assert signature == f"`{reference.signature(hook, spec)}` · {'single' if spec.geartrain_spec['firstresult'] else 'every'}"
+    assert (
+        signature
+        == f"`{reference.signature(hook, spec)}` · {'single' if spec.geartrain_spec['firstresult'] else 'every'}"
+    )
     assert about
     assert "**Fired:**" in found[1]
     if spec.geartrain_spec["firstresult"]:
@@ -97,7 +104,14 @@ def test_hook_has_a_section(hook, reference):
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_is_in_the_picture_or_called_on_demand(hook):
     picture = (DOCS / "how-a-run-flows.svg").read_text(encoding="utf-8")
-    assert f">{hook}</" in picture or hook in ("all_gather", "barrier", "broadcast", "device_stats", "find_checkpoint", "make_ranks")
+    assert f">{hook}</" in picture or hook in (
+        "all_gather",
+        "barrier",
+        "broadcast",
+        "device_stats",
+        "find_checkpoint",
+        "make_ranks",
+    )
 
 
 def test_fields_keep_their_lines_together(reference):
@@ -116,11 +130,17 @@ def test_fields_keep_their_lines_together(reference):
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_trainer_argument_is_in_the_table(argument, options):
-    row = re.search(rf"^\| `{argument}` \| `--[^|]+` \| [^|]+ \| `[^|]+` \| (.+) \|$", options, re.M)
-    assert row, f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, python docs/make_reference.py"
+    row = re.search(
+        rf"^\| `{argument}` \| `--[^|]+` \| [^|]+ \| `[^|]+` \| (.+) \|$", options, re.M
+    )
+    assert row, (
+        f"docs/options.md has no row for {argument!r}. Fix: document it in Trainer's docstring, python docs/make_reference.py"
+    )
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict", "explain", "tune lr", "tune batch-size"])
+@pytest.mark.parametrize(
+    "command", ["fit", "validate", "test", "predict", "explain", "tune lr", "tune batch-size"]
+)
 def test_command_line_option_is_on_the_page(command, options):
     own = _OPTIONS[command.removeprefix("tune ")] if command.startswith("tune") else {}
     parser, _ = build_parser(command, None, Names(), Registry(), own)
@@ -128,7 +148,11 @@ def test_command_line_option_is_on_the_page(command, options):
     for action in parser._actions:
         for option in action.option_strings:
             spelt = option.replace("_", "-").replace("--plugins", "--plugin")
-            if option.startswith("--") and not option.endswith("+") and not re.search(rf"`{spelt}[ `]", options):
+            if (
+                option.startswith("--")
+                and not option.endswith("+")
+                and not re.search(rf"`{spelt}[ `]", options)
+            ):
                 missing.append(option)
     assert not missing
 
@@ -139,11 +163,19 @@ def test_option_of_the_command_plugins_is_on_the_page(option, options):
 
 
 def test_every_method_that_a_module_may_override_is_on_the_page(options):
-    own = [name for name, thing in vars(gt.Module).items() if inspect.isfunction(thing) and not name.startswith("_")]
-    assert [name for name in own if f"`{name}(" not in options and f"self.{name}(" not in options] == []
+    own = [
+        name
+        for name, thing in vars(gt.Module).items()
+        if inspect.isfunction(thing) and not name.startswith("_")
+    ]
+    assert [
+        name for name in own if f"`{name}(" not in options and f"self.{name}(" not in options
+    ] == []
     on_page = re.search(r"^## The module$.*?^### self.log$", options, re.S | re.M)
     assert on_page
-    assert [name for name in own if name.startswith("on_") and f"| `{name}(" not in on_page[0]] == []
+    assert [
+        name for name in own if name.startswith("on_") and f"| `{name}(" not in on_page[0]
+    ] == []
 
 
 # --- write-a-plugin.md ---------------------------------------------------------------------------------------------------
@@ -154,24 +186,36 @@ def test_every_refusal_in_the_table_is_one_that_core_makes():
     table = re.search(r"^\| the error says.*?\n\n", page, re.S | re.M)
     assert table
     said = re.findall(r"^\| `([^|]+)` \|", table[0], re.M)
-    source = "".join(path.read_text(encoding="utf-8") for path in Path(gt.__file__).parent.rglob("*.py"))
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in Path(gt.__file__).parent.rglob("*.py")
+    )
     assert len(said) > 10
-    assert [message for message in said if not all(part in source for part in message.split("..."))] == []
+    assert [
+        message for message in said if not all(part in source for part in message.split("..."))
+    ] == []
 
 
 # --- links ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page, reference):
     text = page.read_text(encoding="utf-8")
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
+    for link in re.findall(
+        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    ):
         if link.startswith("http"):
             continue
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
-        headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M) if target.suffix == ".md" and target.exists() else []
+        headings = (
+            re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.M)
+            if target.suffix == ".md" and target.exists()
+            else []
+        )
         if not target.exists() or (anchor and anchor not in map(reference.anchor, headings)):
             broken.append(link)
     assert broken == []

@@ -51,7 +51,16 @@ def test_text_after_words_is_not_looked_at(run):
 
 
 def test_command_may_go_on_and_may_fail_where_the_page_says_so(run):
-    run(fenced("console", "$ echo a \\", "    b || false", "a b", "$ false || echo failed: $?", "failed: 1"))
+    run(
+        fenced(
+            "console",
+            "$ echo a \\",
+            "    b || false",
+            "a b",
+            "$ false || echo failed: $?",
+            "failed: 1",
+        )
+    )
 
 
 def test_commands_of_a_block_share_a_shell(run):
@@ -59,7 +68,9 @@ def test_commands_of_a_block_share_a_shell(run):
 
 
 def test_error_has_the_line_on_the_page(run):
-    with pytest.raises(blocks.Wrong, match=r'(?s)^page.md:4: .*File "page.md", line 5.*ZeroDivisionError'):
+    with pytest.raises(
+        blocks.Wrong, match=r'(?s)^page.md:4: .*File "page.md", line 5.*ZeroDivisionError'
+    ):
         run("# Page\n\n" + fenced("python", "x = 0", "1 / x"))
 
 
@@ -83,14 +94,19 @@ def test_output_is_there(expected):
     blocks.check_output(expected, "a 1 b\nc\nd e\n")
 
 
-@pytest.mark.parametrize("expected", [["a 1"], ["1 b"], ["c", "a 1 b"], ["a 1 b", "d e"], ["a ... e"], ["x"], ["d", "...", "e"]])
+@pytest.mark.parametrize(
+    "expected",
+    [["a 1"], ["1 b"], ["c", "a 1 b"], ["a 1 b", "d e"], ["a ... e"], ["x"], ["d", "...", "e"]],
+)
 def test_output_is_not_there(expected):
     with pytest.raises(blocks.Wrong, match="what was printed is"):
         blocks.check_output(expected, "a 1 b\nc\nd e\n")
 
 
 def test_width_of_a_table_does_not_count():
-    blocks.check_output(["┏━━━━┳━━┓", "│ name    │ ... │"], "┏━━━━━━━━┳━━━━━━━━━━━━━┓\n│ name   │ accelerator │\n")
+    blocks.check_output(
+        ["┏━━━━┳━━┓", "│ name    │ ... │"], "┏━━━━━━━━┳━━━━━━━━━━━━━┓\n│ name   │ accelerator │\n"
+    )
 
 
 # --- pages that are wrong ------------------------------------------------------------------------------------------------
@@ -102,7 +118,10 @@ def test_width_of_a_table_does_not_count():
         (fenced("bash", "ls"), "a block of 'bash' is not run"),
         (fenced("console", "$ false"), "ended with exit code 1"),
         (fenced("console", "$ echo a", "b"), "what was printed is"),
-        (fenced("console", "$ echo a", "a", "$ echo b >&2; exit 3", "$ echo c"), r"(?s)echo b.*exit code 3:\nb"),
+        (
+            fenced("console", "$ echo a", "a", "$ echo b >&2; exit 3", "$ echo c"),
+            r"(?s)echo b.*exit code 3:\nb",
+        ),
         (fenced("console", "ls"), "begins with a line"),
         (fenced("console"), "has a line"),
         (fenced("python", "1 +"), "SyntaxError"),
@@ -125,9 +144,24 @@ def test_what_is_not_run_is_found_with_its_reason(run, tmp_path):
     run(
         "<!-- not run: it would take a day -->\n\n"
         + fenced("python", "raise SystemExit")
-        + fenced("console", "$ echo a", "a", "<!-- not run: no network -->", "$ false", "b", "$ echo c", "c")
+        + fenced(
+            "console",
+            "$ echo a",
+            "a",
+            "<!-- not run: no network -->",
+            "$ false",
+            "b",
+            "$ echo c",
+            "c",
+        )
         + "<!-- not run:  -->\n"
         + fenced("bash", "ls")
     )
-    found = [pair for block in blocks.read_blocks(tmp_path / "page.md") for pair in blocks.not_run(block)]
-    assert found == [("page.md:4", "it would take a day"), ("page.md:7: false", "no network"), ("page.md:17", "")]
+    found = [
+        pair for block in blocks.read_blocks(tmp_path / "page.md") for pair in blocks.not_run(block)
+    ]
+    assert found == [
+        ("page.md:4", "it would take a day"),
+        ("page.md:7: false", "no network"),
+        ("page.md:17", ""),
+    ]

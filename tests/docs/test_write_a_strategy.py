@@ -17,12 +17,16 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("file", ["src/geartrain_mine/strategy.py", "tests/test_mine.py"])
 def test_shows_what_the_command_writes(file):
-    (shown,) = (block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}")
+    (shown,) = (
+        block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}"
+    )
     template = (_TEMPLATES / "strategy" / file).read_text(encoding="utf-8")
     assert shown.partition("\n")[2] + "\n" == template, "Fix: copy the template's text to the page"
 
 
-@pytest.mark.parametrize("function", ["launch", "reserve", "join", "variables", "threads", "raise_on_signals"])
+@pytest.mark.parametrize(
+    "function", ["launch", "reserve", "join", "variables", "threads", "raise_on_signals"]
+)
 def test_parallel_has_what_the_page_names(function):
     assert f"`{function}(" in TEXT
     assert function in parallel.__all__
@@ -36,7 +40,16 @@ def test_spawn_has_what_the_page_names(function):
 
 
 @pytest.mark.parametrize(
-    "hook", ["plan_processes", "launch", "shard_dataloader", "wrap_model", "micro_step", "reduce_gradients", "log_sync"]
+    "hook",
+    [
+        "plan_processes",
+        "launch",
+        "shard_dataloader",
+        "wrap_model",
+        "micro_step",
+        "reduce_gradients",
+        "log_sync",
+    ],
 )
 def test_hook_is_linked(hook):
     assert f"[`{hook}`](hooks.md#{hook})" in TEXT

@@ -16,7 +16,9 @@ TEXT = PAGE.read_text(encoding="utf-8")
 
 def test_shows_what_the_command_writes():
     file = "src/geartrain_mine/accelerator.py"
-    (shown,) = (block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}")
+    (shown,) = (
+        block.text for block in blocks.read_blocks(PAGE) if block.file == f"geartrain-mine/{file}"
+    )
     template = (_TEMPLATES / "accelerator" / file).read_text(encoding="utf-8")
     assert shown.partition("\n")[2] + "\n" == template, "Fix: copy the template's text to the page"
 
@@ -26,11 +28,17 @@ def test_linked_hook_is_there(hook):
     assert hasattr(hookspecs, hook)
 
 
-@pytest.mark.parametrize("hook", ["setup_device", "teardown_device", "device_batches", "device_stats", "check_plan", "step"])
+@pytest.mark.parametrize(
+    "hook",
+    ["setup_device", "teardown_device", "device_batches", "device_stats", "check_plan", "step"],
+)
 def test_hook_is_linked(hook):
     assert f"[`{hook}`](hooks.md#{hook})" in TEXT
 
 
-@pytest.mark.parametrize("member", ["priority", "unavailable()", "device_count()", "indexed", "select_devices(", "diagnose()"])
+@pytest.mark.parametrize(
+    "member",
+    ["priority", "unavailable()", "device_count()", "indexed", "select_devices(", "diagnose()"],
+)
 def test_member_is_named(member):
     assert f"`{member}" in TEXT

@@ -24,4 +24,6 @@ def all_reduced():
 @pytest.fixture
 def known_all_reduce(all_reduced, monkeypatch):
     """The doctor finds what it found before and starts no process: for tests of its other checks."""
-    monkeypatch.setattr(all_reduce_check, "all_reduce", lambda backend, device: copy.deepcopy(all_reduced))
+    monkeypatch.setattr(
+        all_reduce_check, "all_reduce", lambda backend, device: copy.deepcopy(all_reduced)
+    )

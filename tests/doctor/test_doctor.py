@@ -16,7 +16,15 @@ from geartrain_doctor.findings import examine
 from geartrain_doctor.network import LAUNCHER
 from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening, until
 
-SECTIONS = {"versions", "accelerators", "plugins", "all_reduce", "network", "machine", "environment"}
+SECTIONS = {
+    "versions",
+    "accelerators",
+    "plugins",
+    "all_reduce",
+    "network",
+    "machine",
+    "environment",
+}
 needs_proc = pytest.mark.skipif(not HAS_PROC, reason="looks for processes and ports in /proc")
 GIB = 2**30
 
@@ -24,7 +32,11 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch):
     """A machine with room, whose environment says nothing: what the tests run on may lack either."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, used=50 * GIB, free=50 * GIB))
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(total=100 * GIB, used=50 * GIB, free=50 * GIB),
+    )
     real = os.statvfs
     roomy = SimpleNamespace(f_blocks=8 * GIB // 4096, f_bavail=8 * GIB // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: roomy if path == "/dev/shm" else real(path))
@@ -50,7 +62,9 @@ def torch_in_children(folder, monkeypatch):
     def replace(source):
         home = folder / "in_children"
         home.mkdir()
-        (home / "torch.py").write_text(f"import os, signal, time\nfirst = os.environ['RANK'] == '0'\n{source}\n")
+        (home / "torch.py").write_text(
+            f"import os, signal, time\nfirst = os.environ['RANK'] == '0'\n{source}\n"
+        )
         monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
 
     return replace
@@ -63,7 +77,13 @@ def test_nothing_to_fix(command):
     done = command("doctor")
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines()[-1] == "nothing to fix"
-    for shown in (torch.__version__, "exact; 4 MiB in", "is free and answers", "selected", "/dev/shm"):
+    for shown in (
+        torch.__version__,
+        "exact; 4 MiB in",
+        "is free and answers",
+        "selected",
+        "/dev/shm",
+    ):
         assert shown in done.out
     assert not torch.cuda.is_initialized()
 
@@ -112,7 +132,9 @@ def test_it_leaves_nothing_and_listens_on_loopback_alone(folder):
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)]
+)
 def test_it_leaves_nothing_when_it_is_ended(folder, number):
     with launched("-c", DOCTOR, folder=folder) as run:
         until(lambda: len(run.processes()) >= 3, 60, "the two processes are started")
@@ -125,7 +147,10 @@ def test_it_leaves_nothing_when_it_is_ended(folder, number):
 @needs_proc
 def test_this_process_listens_no_longer_and_has_no_child(doctor):
     def children():
-        stats = (path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat"))
+        stats = (
+            path.read_text().rpartition(")")[2].split()
+            for path in Path("/proc").glob("[0-9]*/stat")
+        )
         return [stat for stat in stats if stat[1] == str(os.getpid())]
 
     before, ports = children(), listening([os.getpid()])
@@ -148,17 +173,28 @@ def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypa
     assert problem["check"] == "all_reduce"
     assert "gloo" in problem["what"]
     assert "unset GLOO_SOCKET_IFNAME" in problem["fix"]
-    assert any("init_process_group" in (rank["error"] or "") for rank in facts["all_reduce"]["ranks"])
+    assert any(
+        "init_process_group" in (rank["error"] or "") for rank in facts["all_reduce"]["ranks"]
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("if not first: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)", "rank 1 was ended by SIGKILL"),
+        (
+            "if not first: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)",
+            "rank 1 was ended by SIGKILL",
+        ),
         ("if not first: os._exit(7)\ntime.sleep(600)", "rank 1 ended with exit code 7"),
-        ("if first: raise OSError('no such driver')\ntime.sleep(600)", "rank 0 failed: OSError: no such driver"),
+        (
+            "if first: raise OSError('no such driver')\ntime.sleep(600)",
+            "rank 0 failed: OSError: no such driver",
+        ),
         # The one that lost its peer comes first, and is not to blame.
-        ("raise RuntimeError('Connection closed by peer' if first else 'out of memory')", "rank 1 failed: RuntimeError: out of memory"),
+        (
+            "raise RuntimeError('Connection closed by peer' if first else 'out of memory')",
+            "rank 1 failed: RuntimeError: out of memory",
+        ),
     ],
 )
 def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, said):
@@ -170,13 +206,20 @@ def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, sa
     assert [rank["rank"] for rank in facts["ranks"] if rank["blamed"]] == [int(said.split()[1])]
 
 
-def test_processes_that_hang_are_ended_and_say_where(torch_in_children, monkeypatch, doctor, command):
+def test_processes_that_hang_are_ended_and_say_where(
+    torch_in_children, monkeypatch, doctor, command
+):
     monkeypatch.setattr(all_reduce_check, "DEADLINE", 6.0)
     torch_in_children("def where_it_hangs():\n    time.sleep(600)\nwhere_it_hangs()")
     done = command("doctor")
     assert done.code == 1
-    assert "rank 0 did not come to an end within 6 s: it is in where_it_hangs, torch.py:4; rank 1 did not" in done.out
-    assert done.out.count("in where_it_hangs\n") + done.out.count("in where_it_hangs ") >= 2  # both stacks are shown
+    assert (
+        "rank 0 did not come to an end within 6 s: it is in where_it_hangs, torch.py:4; rank 1 did not"
+        in done.out
+    )
+    assert (
+        done.out.count("in where_it_hangs\n") + done.out.count("in where_it_hangs ") >= 2
+    )  # both stacks are shown
 
 
 def test_a_wrong_sum_is_an_error(folder, monkeypatch):
@@ -197,10 +240,14 @@ def test_a_wrong_sum_is_an_error(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(home), prepend=os.pathsep)
     monkeypatch.setattr(all_reduce_check, "__name__", "geartrain_wrong_sum")
     facts = all_reduce_check.all_reduce("gloo", "cpu")
-    assert facts["error"].endswith(f"the all-reduce gave 1 wrong numbers of {all_reduce_check.NUMBERS}")
+    assert facts["error"].endswith(
+        f"the all-reduce gave 1 wrong numbers of {all_reduce_check.NUMBERS}"
+    )
 
 
-@pytest.mark.parametrize(("options", "words"), [("--backend nope", "Fix: gloo"), ("--backend fake", "Fix: gloo")])
+@pytest.mark.parametrize(
+    ("options", "words"), [("--backend nope", "Fix: gloo"), ("--backend fake", "Fix: gloo")]
+)
 def test_a_backend_that_torch_does_not_have_is_wrong_usage(refused, options, words):
     assert words in refused(f"doctor {options}")
 
@@ -249,10 +296,18 @@ _again = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--backend", "gloo"), marks=_again), pytest.param(("--backend", "nope"), marks=_again)]
+    "options",
+    [
+        (),
+        pytest.param(("--backend", "gloo"), marks=_again),
+        pytest.param(("--backend", "nope"), marks=_again),
+    ],
 )
 def test_without_torch_it_says_so_and_goes_on(python, write, options):
-    write("doctor.py", "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    write(
+        "doctor.py",
+        "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
+    )
     done = python("doctor.py", "doctor", "--json", *options)
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
@@ -266,11 +321,22 @@ def test_without_torch_it_says_so_and_goes_on(python, write, options):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param((), marks=_again), pytest.param(("--backend", "gloo"), marks=_again), ("--pickle", "net.py")]
+    "options",
+    [
+        pytest.param((), marks=_again),
+        pytest.param(("--backend", "gloo"), marks=_again),
+        ("--pickle", "net.py"),
+    ],
 )
 def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(python, write, options):
-    write("broken/torch/__init__.py", "raise OSError('libcudart.so.12: cannot open shared object file')\n")
-    write("doctor.py", "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    write(
+        "broken/torch/__init__.py",
+        "raise OSError('libcudart.so.12: cannot open shared object file')\n",
+    )
+    write(
+        "doctor.py",
+        "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
+    )
     done = python("doctor.py", "doctor", "--json", *options)
     assert done.returncode == 1, done.stderr
     facts = json.loads(done.stdout)
@@ -286,7 +352,10 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(pytho
 
 @pytest.mark.end_to_end
 def test_the_command_that_pip_makes(python, write):
-    write("doctor.py", "import sys\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n")
+    write(
+        "doctor.py",
+        "import sys\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
+    )
     done = python("doctor.py", "doctor", "--json")
     facts = json.loads(done.stdout)
     assert facts["all_reduce"]["error"] is None

@@ -23,7 +23,9 @@ def nothing_launched(monkeypatch):
 @pytest.fixture
 def machine(monkeypatch):
     """``machine()``: the section; disks have room unless the test says otherwise."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=8000 * MIB))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=8000 * MIB)
+    )
     return lambda: examine("machine", doctor_machine.machine)
 
 
@@ -33,23 +35,35 @@ def network():
 
 
 def said(section, must, word):
-    return [(finding.what, finding.fix) for finding in section.findings if finding.must is must and word in finding.what]
+    return [
+        (finding.what, finding.fix)
+        for finding in section.findings
+        if finding.must is must and word in finding.what
+    ]
 
 
 def shared_memory(monkeypatch, size, free):
     real = os.statvfs
     fake = SimpleNamespace(f_blocks=size * MIB // 4096, f_bavail=free * MIB // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: fake if path == "/dev/shm" else real(path))
-    monkeypatch.setattr(os.path, "isdir", lambda path, real=os.path.isdir: path == "/dev/shm" or real(path))
+    monkeypatch.setattr(
+        os.path, "isdir", lambda path, real=os.path.isdir: path == "/dev/shm" or real(path)
+    )
 
 
 # --- machine -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk(machine, monkeypatch, folder):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=1023 * MIB))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=1023 * MIB)
+    )
     section = machine()
-    assert section.facts["disk"]["current folder"] == {"path": str(folder), "free_mib": 1023, "total_mib": 9000}
+    assert section.facts["disk"]["current folder"] == {
+        "path": str(folder),
+        "free_mib": 1023,
+        "total_mib": 9000,
+    }
     current, temporary = said(section, True, "folder")
     assert current[0] == f"the current folder ({folder}) has 1023 MiB free"
     assert "--output" in current[1]
@@ -80,7 +94,10 @@ def test_enough_shared_memory(machine, monkeypatch):
     assert said(machine(), True, "/dev/shm") == []
 
 
-@pytest.mark.parametrize(("threads", "must"), [("many", True), ("0", True), ("2,", True), ("2,x", True), ("100000", False)])
+@pytest.mark.parametrize(
+    ("threads", "must"),
+    [("many", True), ("0", True), ("2,", True), ("2,x", True), ("100000", False)],
+)
 def test_threads_that_do_not_fit(machine, monkeypatch, threads, must):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     section = machine()
@@ -90,7 +107,9 @@ def test_threads_that_do_not_fit(machine, monkeypatch, threads, must):
     assert "export OMP_NUM_THREADS=" in fix
 
 
-@pytest.mark.parametrize(("threads", "warned"), [("2", False), ("2,1", False), ("2, 100000", False), ("100000,1", True)])
+@pytest.mark.parametrize(
+    ("threads", "warned"), [("2", False), ("2,1", False), ("2, 100000", False), ("100000,1", True)]
+)
 def test_threads_may_be_a_list_a_number_for_each_level(machine, monkeypatch, threads, warned):
     monkeypatch.setattr(doctor_machine, "_cpu_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
@@ -107,7 +126,10 @@ def control_group(monkeypatch, tmp_path, **files):
     for path, text in {
         "proc/self/cgroup": "0::/job/7\n",
         "proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n",
-        **{f"cgroup/{name.replace('__', '/').replace('-', '.')}": text for name, text in files.items()},
+        **{
+            f"cgroup/{name.replace('__', '/').replace('-', '.')}": text
+            for name, text in files.items()
+        },
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -116,8 +138,16 @@ def control_group(monkeypatch, tmp_path, **files):
 @pytest.mark.parametrize(
     "files",
     [
-        {"job__7__cpu-max": "50000 100000\n", "job__7__memory-max": str(4096 * MIB), "job__7__memory-current": str(3584 * MIB)},
-        {"cpu-max": "50000 100000\n", "memory-max": str(4096 * MIB), "memory-current": str(3584 * MIB)},
+        {
+            "job__7__cpu-max": "50000 100000\n",
+            "job__7__memory-max": str(4096 * MIB),
+            "job__7__memory-current": str(3584 * MIB),
+        },
+        {
+            "cpu-max": "50000 100000\n",
+            "memory-max": str(4096 * MIB),
+            "memory-current": str(3584 * MIB),
+        },
         {
             "cpu__cpu-cfs_quota_us": "50000",
             "cpu__cpu-cfs_period_us": "100000",
@@ -133,7 +163,12 @@ def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
     section = machine()
     assert section.error is None
     assert section.facts["processors"]["cgroup"] == 0.5
-    assert section.facts["memory"] == {"total_mib": 16384, "available_mib": 8192, "cgroup_mib": 4096, "cgroup_free_mib": 512}
+    assert section.facts["memory"] == {
+        "total_mib": 16384,
+        "available_mib": 8192,
+        "cgroup_mib": 4096,
+        "cgroup_free_mib": 512,
+    }
     ((what, fix),) = said(section, False, "processor")
     assert "may use 0.5 processor(s) and sees 8" in what
     assert fix == "export OMP_NUM_THREADS=1"
@@ -141,23 +176,37 @@ def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
 
 
 def test_page_cache_that_would_be_given_back_counts_as_free(machine, monkeypatch, tmp_path):
-    used, cache = str(3584 * MIB), f"anon {512 * MIB}\nfile {3072 * MIB}\ninactive_file {3000 * MIB}\nactive_file {72 * MIB}\n"
-    limits = {"job__7__memory-max": str(4096 * MIB), "job__7__memory-current": used, "job__7__memory-stat": cache}
+    used, cache = (
+        str(3584 * MIB),
+        f"anon {512 * MIB}\nfile {3072 * MIB}\ninactive_file {3000 * MIB}\nactive_file {72 * MIB}\n",
+    )
+    limits = {
+        "job__7__memory-max": str(4096 * MIB),
+        "job__7__memory-current": used,
+        "job__7__memory-stat": cache,
+    }
     control_group(monkeypatch, tmp_path, **limits)
     section = machine()
-    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (4096, 3512)
+    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (
+        4096,
+        3512,
+    )
     assert said(section, False, "memory") == []
 
 
 def test_page_cache_in_version_1_counts_that_of_the_groups_within(machine, monkeypatch, tmp_path):
     limits = {"limit_in_bytes": str(4096 * MIB), "usage_in_bytes": str(3584 * MIB)}
     limits["stat"] = f"inactive_file 0\ntotal_inactive_file {3000 * MIB}\n"
-    control_group(monkeypatch, tmp_path, **{f"memory__memory-{name}": text for name, text in limits.items()})
+    control_group(
+        monkeypatch, tmp_path, **{f"memory__memory-{name}": text for name, text in limits.items()}
+    )
     assert machine().facts["memory"]["cgroup_free_mib"] == 3512
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_of_the_groups_around_this_process_counts(machine, monkeypatch, tmp_path, version):
+def test_the_tightest_of_the_groups_around_this_process_counts(
+    machine, monkeypatch, tmp_path, version
+):
     """As in SLURM, which limits the job, not the task within it."""
 
     def limits(group, limit, used, quota):
@@ -168,7 +217,9 @@ def test_the_tightest_of_the_groups_around_this_process_counts(machine, monkeypa
                 f"{group}cpu-max": f"{quota} 100000\n",
             }
         return {
-            f"memory__{group}memory-limit_in_bytes": "9223372036854771712" if limit == "max" else str(int(limit) * MIB),
+            f"memory__{group}memory-limit_in_bytes": "9223372036854771712"
+            if limit == "max"
+            else str(int(limit) * MIB),
             f"memory__{group}memory-usage_in_bytes": str(used * MIB),
             f"cpu__{group}cpu-cfs_quota_us": "-1" if quota == "max" else quota,
             f"cpu__{group}cpu-cfs_period_us": "100000",
@@ -187,11 +238,16 @@ def test_the_tightest_of_the_groups_around_this_process_counts(machine, monkeypa
     section = machine()
     assert section.error is None
     assert section.facts["processors"]["cgroup"] == 1.5
-    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (4096, 512)
+    assert (section.facts["memory"]["cgroup_mib"], section.facts["memory"]["cgroup_free_mib"]) == (
+        4096,
+        512,
+    )
 
 
 def test_no_limits(machine, monkeypatch, tmp_path):
-    control_group(monkeypatch, tmp_path, **{"job__7__cpu-max": "max 100000", "job__7__memory-max": "max"})
+    control_group(
+        monkeypatch, tmp_path, **{"job__7__cpu-max": "max 100000", "job__7__memory-max": "max"}
+    )
     section = machine()
     assert section.facts["processors"]["cgroup"] is None
     assert section.facts["memory"]["cgroup_mib"] is None
@@ -294,21 +350,35 @@ def test_variables_that_are_left_make_a_run_wait(network, monkeypatch):
     set_all(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="10.0.0.1")
     section = network()
     assert section.facts["launcher"] == "environment"
-    assert section.facts["launcher_variables"] == {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+    assert section.facts["launcher_variables"] == {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "10.0.0.1",
+    }
     ((what, fix),) = said(section, True, "rank 0 of 2")
     assert "would wait" in what
     assert fix.startswith("unset WORLD_SIZE LOCAL_RANK MASTER_ADDR")
 
 
 def test_a_launcher_s_own_process_is_no_problem(network, monkeypatch):
-    set_all(monkeypatch, TORCHELASTIC_RUN_ID="x", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    set_all(
+        monkeypatch,
+        TORCHELASTIC_RUN_ID="x",
+        RANK="1",
+        WORLD_SIZE="2",
+        LOCAL_RANK="1",
+        LOCAL_WORLD_SIZE="2",
+    )
     section = network()
     assert section.facts["launcher"] == "torchrun"
     assert said(section, False, "torchrun says that this process is rank 1 of 2")
     assert said(section, True, "") == []
 
 
-@pytest.mark.parametrize("variables", [{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "variables",
+    [{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}, {"RANK": "0", "WORLD_SIZE": "1"}],
+)
 def test_variables_that_mean_nothing_here_are_shown_alone(network, monkeypatch, variables):
     set_all(monkeypatch, **variables)
     section = network()
@@ -324,8 +394,21 @@ def test_variables_that_contradict_each_other(network, monkeypatch):
 
 
 def test_only_what_changes_a_run_is_shown_and_no_secret(monkeypatch):
-    set_all(monkeypatch, NCCL_DEBUG="INFO", GLOO_SOCKET_IFNAME="lo", TORCH_LOGS="x", GEARTRAIN_BLOCK="a", CUDA_VISIBLE_DEVICES="")
-    set_all(monkeypatch, WANDB_API_KEY="hush", HOME="/nowhere", GEARTRAIN_TOKEN="hush", OMP_NUM_THREADS="1")
+    set_all(
+        monkeypatch,
+        NCCL_DEBUG="INFO",
+        GLOO_SOCKET_IFNAME="lo",
+        TORCH_LOGS="x",
+        GEARTRAIN_BLOCK="a",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    set_all(
+        monkeypatch,
+        WANDB_API_KEY="hush",
+        HOME="/nowhere",
+        GEARTRAIN_TOKEN="hush",
+        OMP_NUM_THREADS="1",
+    )
     facts = examine("environment", doctor_network.environment).facts["variables"]
     assert facts["NCCL_DEBUG"] == "INFO"
     assert facts["CUDA_VISIBLE_DEVICES"] == ""

@@ -80,7 +80,9 @@ def pickles(capsys):
     def run(*options):
         from geartrain_doctor import pickles as doctor_pickles
 
-        return examine("pickle", doctor_pickles.pickles, read_arguments("fit", ["target.py", *options], None))
+        return examine(
+            "pickle", doctor_pickles.pickles, read_arguments("fit", ["target.py", *options], None)
+        )
 
     return run
 
@@ -117,10 +119,18 @@ def test_all_of_it_pickles(pickles, pickler):
 def test_each_attribute_is_named_with_its_type(pickles, pickler):
     section = pickles("--model.locked=true", "--data.locked=true")
     assert paths(section) == ["model.layer.stream", "model.transform.lock", "data.lock"]
-    assert [row["what"] for row in section.facts["refused"]] == ["generator", "_thread.lock", "_thread.lock"]
-    assert all("ddp_spawn" in row["needed_by"] and row["needed"] for row in section.facts["refused"])
+    assert [row["what"] for row in section.facts["refused"]] == [
+        "generator",
+        "_thread.lock",
+        "_thread.lock",
+    ]
+    assert all(
+        "ddp_spawn" in row["needed_by"] and row["needed"] for row in section.facts["refused"]
+    )
     problems = found(section, True)
-    assert problems[1][0].startswith("model.transform.lock: _thread.lock cannot be pickled (cannot pickle '_thread.lock' object")
+    assert problems[1][0].startswith(
+        "model.transform.lock: _thread.lock cannot be pickled (cannot pickle '_thread.lock' object"
+    )
     assert "setup()" in problems[1][1]
     assert found(section, False) == []
 
@@ -154,7 +164,10 @@ class Net(Net):
 def test_what_geartrain_spawn_takes_along_by_value_must_pickle(spawn, pickles, write, monkeypatch):
     """It takes along what a fresh process could not import, with the globals that it uses."""
     monkeypatch.setitem(sys.modules, "loaded_from_elsewhere", None)
-    write("plug/ins.py", "import threading\nLOCK = threading.Lock()\ndef scaled(x):\n    with LOCK:\n        return x\n")
+    write(
+        "plug/ins.py",
+        "import threading\nLOCK = threading.Lock()\ndef scaled(x):\n    with LOCK:\n        return x\n",
+    )
     write("target.py", TARGET + LOADED)
     section = pickles()
     assert paths(section) == ["model.activation (its global 'LOCK')"]
@@ -172,7 +185,10 @@ def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
     monkeypatch.delitem(sys.modules, "geartrain_doctor.pickles", raising=False)
     done = command("doctor --pickle target.py")
     assert done.code == 1
-    assert "geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn" in done.out
+    assert (
+        "geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn"
+        in done.out
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,12 +203,20 @@ def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
 def test_loaders_count_where_their_workers_are_not_forked(pickles, pickler, options, needed):
     section = pickles("--data.broken=true", *options)
     assert section.error is None
-    expected = ["train_dataloader.dataset.lock", "train_dataloader.collate_fn", "train_dataloader.worker_init_fn"]
+    expected = [
+        "train_dataloader.dataset.lock",
+        "train_dataloader.collate_fn",
+        "train_dataloader.worker_init_fn",
+    ]
     assert paths(section) == expected
     assert {row["needed"] for row in section.facts["refused"]} == {needed}
     assert len(found(section, needed)) == 3
     assert found(section, not needed) == []
-    how = f"workers start by {options[-1].rpartition('=')[2]}" if len(options) > 1 else "num_workers=0"
+    how = (
+        f"workers start by {options[-1].rpartition('=')[2]}"
+        if len(options) > 1
+        else "num_workers=0"
+    )
     assert all(how in what for what, _ in found(section, needed))
 
 
@@ -228,7 +252,9 @@ class Net(Net):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(write, monkeypatch, capsys, fails):
+def test_module_and_data_have_their_trainer_as_in_fit_and_not_afterwards(
+    write, monkeypatch, capsys, fails
+):
     write("attached.py", TARGET + ATTACHED.format(fails=fails))
     from geartrain_doctor import pickles as doctor_pickles
 
@@ -255,7 +281,9 @@ def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(command, install, monkeypatch):
+def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(
+    command, install, monkeypatch
+):
     source = "class A:\n    priority = 9\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 0)\n"
     install("geartrain-empty", source, accelerators={"empty": "A"})
     done = command("doctor --json --pickle target.py --model.locked=true")
@@ -268,7 +296,12 @@ def test_the_whole_command(command):
     done = command("doctor --pickle target.py --model.locked true --json")
     assert done.code == 1
     facts = json.loads(done.out)
-    assert [row["path"] for row in facts["pickle"]["refused"]] == ["model.layer.stream", "model.transform.lock"]
+    assert [row["path"] for row in facts["pickle"]["refused"]] == [
+        "model.layer.stream",
+        "model.transform.lock",
+    ]
     assert {problem["check"] for problem in facts["problems"]} >= {"pickle"}
     shown = command("doctor --pickle target.py --model.locked=true").out
-    assert "model.transform.lock: _thread.lock cannot be pickled" in shown.partition("what to fix")[2]
+    assert (
+        "model.transform.lock: _thread.lock cannot be pickled" in shown.partition("what to fix")[2]
+    )

@@ -36,9 +36,19 @@ TWO = {
             "memory_used_mib": 1000,
             "memory_total_mib": 8000,
             "compute_mode": "exclusive process",
-            "processes": [{"pid": 4242, "name": "python", "memory_mib": 900}, {"pid": 4343, "name": "other", "memory_mib": None}],
+            "processes": [
+                {"pid": 4242, "name": "python", "memory_mib": 900},
+                {"pid": 4343, "name": "other", "memory_mib": None},
+            ],
         },
-        {"index": 1, "name": "Fake GPU", "memory_used_mib": 0, "memory_total_mib": 8000, "compute_mode": "default", "processes": []},
+        {
+            "index": 1,
+            "name": "Fake GPU",
+            "memory_used_mib": 0,
+            "memory_total_mib": 8000,
+            "compute_mode": "default",
+            "processes": [],
+        },
     ],
     "problems": ["GPU 0 is taken by process 4242. Fix: end it, or --devices 1,"],
 }
@@ -51,7 +61,9 @@ def gpus(diagnose=f"return {TWO!r}", reason=None, priority=5, count="2"):
 @pytest.fixture
 def accelerators():
     """``accelerators("cpu")``: the section, with cpu (in core) and whatever the test has installed."""
-    return lambda wanted="auto": examine("accelerators", doctor_software.accelerators, Registry(), wanted)
+    return lambda wanted="auto": examine(
+        "accelerators", doctor_software.accelerators, Registry(), wanted
+    )
 
 
 @pytest.fixture
@@ -87,8 +99,18 @@ def test_what_an_accelerator_says_is_shown(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor")
     assert done.code == 1
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.out.splitlines() if line.startswith("│")]
-    assert ["0", "Fake GPU", "1000 of 8000 MiB", "exclusive process", "4242 python, 900 MiB"] in cells
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in done.out.splitlines()
+        if line.startswith("│")
+    ]
+    assert [
+        "0",
+        "Fake GPU",
+        "1000 of 8000 MiB",
+        "exclusive process",
+        "4242 python, 900 MiB",
+    ] in cells
     assert ["", "", "", "", "4343 other, - MiB"] in cells
     assert ["1", "Fake GPU", "0 of 8000 MiB", "default", "none"] in cells
     assert ["driver", "555.42"] in cells
@@ -121,12 +143,21 @@ def test_problems_of_one_that_nobody_would_use_need_not_be_fixed(install, accele
 
 
 def test_an_unavailable_one_is_shown_with_its_reason(install, accelerators):
-    install("geartrain-gpux", gpus(f"return {dict(TWO, problems=[])!r}", reason="no driver"), accelerators={"gpux": "Gpu"})
+    install(
+        "geartrain-gpux",
+        gpus(f"return {dict(TWO, problems=[])!r}", reason="no driver"),
+        accelerators={"gpux": "Gpu"},
+    )
     section = accelerators()
     assert found(section) == []
     assert section.facts["chosen"]["name"] == "cpu"
-    assert section.facts["chosen"]["passed_over"] == {"geartrain-gpux[gpux]": "unavailable: no driver"}
-    assert (row(section, "gpux")["state"], row(section, "gpux")["reason"]) == ("unavailable", "no driver")
+    assert section.facts["chosen"]["passed_over"] == {
+        "geartrain-gpux[gpux]": "unavailable: no driver"
+    }
+    assert (row(section, "gpux")["state"], row(section, "gpux")["reason"]) == (
+        "unavailable",
+        "no driver",
+    )
     assert row(section, "gpux")["diagnosis"]["facts"]["driver"] == "555.42"
 
 
@@ -134,7 +165,9 @@ def test_an_unavailable_one_that_was_asked_for_is_a_problem(install, accelerator
     install("geartrain-gpux", gpus(reason="no driver"), accelerators={"gpux": "Gpu"})
     section = accelerators("gpux")
     assert section.facts["chosen"] is None
-    assert "geartrain-gpux[gpux] cannot be used here: no driver" in [what for what, _ in found(section)]
+    assert "geartrain-gpux[gpux] cannot be used here: no driver" in [
+        what for what, _ in found(section)
+    ]
     assert len(found(section)) == 2  # what it says is wrong with its devices now matters, too
 
 
@@ -161,9 +194,15 @@ def test_gpu_where_none_is_installed_is_a_problem(accelerators):
         ("return {'facts': {'driver': object()}}", "not JSON serializable"),
     ],
 )
-def test_a_broken_diagnose_names_its_plugin_and_stops_nothing(install, accelerators, diagnose, said):
+def test_a_broken_diagnose_names_its_plugin_and_stops_nothing(
+    install, accelerators, diagnose, said
+):
     install("geartrain-gpux", gpus(diagnose), accelerators={"gpux": "Gpu"})
-    install("geartrain-well", gpus("return {'facts': {'driver': 'x'}}", priority=1), accelerators={"well": "Gpu"})
+    install(
+        "geartrain-well",
+        gpus("return {'facts': {'driver': 'x'}}", priority=1),
+        accelerators={"well": "Gpu"},
+    )
     section = accelerators()
     assert section.error is None
     ((what, fix),) = found(section)
@@ -174,7 +213,14 @@ def test_a_broken_diagnose_names_its_plugin_and_stops_nothing(install, accelerat
     assert row(section, "well")["diagnosis"] == {"facts": {"driver": "x"}}
 
 
-@pytest.mark.parametrize("nothing", ["return {}", "return {'facts': {}, 'devices': [], 'problems': []}", "return {'devices': [{}]}"])
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        "return {}",
+        "return {'facts': {}, 'devices': [], 'problems': []}",
+        "return {'devices': [{}]}",
+    ],
+)
 def test_every_part_of_a_diagnosis_may_be_left_out(install, accelerators, command, nothing):
     install("geartrain-gpux", gpus(nothing), accelerators={"gpux": "Gpu"})
     assert found(accelerators()) == []
@@ -190,12 +236,21 @@ def test_one_without_diagnose_is_well(install, accelerators):
 def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
     install("geartrain-a", "import no_such_module_here\n", accelerators={"broken": "Gpu"})
     install("geartrain-b", gpus(count="1 // 0"), accelerators={"uncounted": "Gpu"})
-    install("geartrain-c", gpus().replace("return None", "raise OSError('no bus')"), accelerators={"mute": "Gpu"})
+    install(
+        "geartrain-c",
+        gpus().replace("return None", "raise OSError('no bus')"),
+        accelerators={"mute": "Gpu"},
+    )
     section = accelerators("cpu")
     what = [what for what, _ in found(section)]
     assert len(what) == 3
-    assert any(w.startswith("geartrain-a[broken] could not be imported: ModuleNotFoundError") for w in what)
-    assert any("geartrain-b[uncounted] fails when it is asked" in w and "ZeroDivisionError" in w for w in what)
+    assert any(
+        w.startswith("geartrain-a[broken] could not be imported: ModuleNotFoundError") for w in what
+    )
+    assert any(
+        "geartrain-b[uncounted] fails when it is asked" in w and "ZeroDivisionError" in w
+        for w in what
+    )
     assert any("geartrain-c[mute] fails when it is asked" in w and "no bus" in w for w in what)
     assert section.facts["chosen"]["name"] == "cpu"
 
@@ -225,7 +280,10 @@ def test_two_gpus_are_tried_with_nccl(monkeypatch):
     assert choose(None, cuda, 1)[0] == "gloo"
     assert choose("gloo", cuda, 2)[0] == "gloo"
     assert choose(None, {"name": "mps"}, 2)[0] == "gloo"
-    with pytest.raises(ValueError, match=r"--backend nccl needs two CUDA devices, and 1 of cuda are here\. Fix: --backend gloo"):
+    with pytest.raises(
+        ValueError,
+        match=r"--backend nccl needs two CUDA devices, and 1 of cuda are here\. Fix: --backend gloo",
+    ):
         doctor_processes.check_backend("nccl", cuda, 1)
     monkeypatch.setattr(doctor_processes, "backends", lambda: ["gloo"])
     assert choose(None, cuda, 2) == ("gloo", "this torch has no nccl")
@@ -253,7 +311,10 @@ def test_plugins_that_cannot_be_imported_are_problems_with_their_fix(install, mo
     )
     (broken,) = [what for what in problems if "broken" in what]
     assert broken.startswith("geartrain-a[broken] could not be imported")
-    assert problems[broken] == "pip install --force-reinstall geartrain-a, or --block geartrain-a[broken]"
+    assert (
+        problems[broken]
+        == "pip install --force-reinstall geartrain-a, or --block geartrain-a[broken]"
+    )
 
 
 def test_strategies_and_plugins_may_say_what_is_wrong(install):
@@ -266,7 +327,10 @@ def test_strategies_and_plugins_may_say_what_is_wrong(install):
     assert rows["old"]["diagnosis"]["facts"] == {"library": None}
     assert rows["bad"]["diagnosis"] is rows["single"]["diagnosis"] is None
     findings = {finding.what: finding for finding in section.findings}
-    assert findings.keys() == {"geartrain-a[old]: it is old", "geartrain-b[bad]: its diagnose() fails: RuntimeError: asked"}
+    assert findings.keys() == {
+        "geartrain-a[old]: it is old",
+        "geartrain-b[bad]: its diagnose() fails: RuntimeError: asked",
+    }
     old = findings["geartrain-a[old]: it is old"]
     assert (old.fix, old.must) == ("pip install new", False)  # nobody has chosen it
 
@@ -291,7 +355,13 @@ def test_a_plugin_for_another_geartrain(requires, versions):
 
 @pytest.mark.parametrize(
     "line",
-    ["geartrain>=0.0.1", "torch>=1", "no-such-distribution; extra == 'more'", "no-such-distribution; python_version < '3'", "geartrain"],
+    [
+        "geartrain>=0.0.1",
+        "torch>=1",
+        "no-such-distribution; extra == 'more'",
+        "no-such-distribution; python_version < '3'",
+        "geartrain",
+    ],
 )
 def test_what_is_met_or_not_asked_for_is_no_problem(requires, versions, line):
     requires(line)
@@ -301,7 +371,11 @@ def test_what_is_met_or_not_asked_for_is_no_problem(requires, versions, line):
 @pytest.mark.parametrize(
     ("line", "said", "fix"),
     [
-        ("no-such-distribution>=2", "requires no-such-distribution>=2, which is not installed", "pip install 'no-such-distribution>=2'"),
+        (
+            "no-such-distribution>=2",
+            "requires no-such-distribution>=2, which is not installed",
+            "pip install 'no-such-distribution>=2'",
+        ),
         ("torch<1", "requires torch<1, and torch ", "pip install 'torch<1'"),
         ("geartrain >= what", "which cannot be read", "the author of geartrain-picky"),
     ],
@@ -315,11 +389,16 @@ def test_what_is_not_met(requires, versions, line, said, fix):
 
 def test_an_nvidia_driver_without_what_would_use_it(versions, install, monkeypatch, tmp_path):
     driver = tmp_path / "version"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  555.42.06  Tue Jun  4\nGCC version: 12.2.0\n")
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  555.42.06  Tue Jun  4\nGCC version: 12.2.0\n"
+    )
     monkeypatch.setattr(doctor_software, "_DRIVER", Path(driver))
     section = versions()
     assert section.facts["nvidia_driver"] == "555.42.06"
     assert found(section) == []
-    assert ("there is an NVIDIA driver, and no cuda accelerator is installed", "pip install geartrain-cuda") in found(section, must=False)
+    assert (
+        "there is an NVIDIA driver, and no cuda accelerator is installed",
+        "pip install geartrain-cuda",
+    ) in found(section, must=False)
     install("geartrain-fake", gpus(), accelerators={"cuda": "Gpu"})
     assert not any("no cuda accelerator" in what for what, _ in found(versions(), must=False))

@@ -28,7 +28,9 @@ class Contrastive(gt.Module):
     def loss(self, name, outputs):
         embedding = torch.cat([out["embedding"] for out in outputs])
         target = torch.cat([out["target"] for out in outputs])
-        loss = nn.functional.cross_entropy(embedding @ target.T, torch.arange(len(embedding), device=embedding.device))
+        loss = nn.functional.cross_entropy(
+            embedding @ target.T, torch.arange(len(embedding), device=embedding.device)
+        )
         self.log(name, loss, on_step=name == "loss", on_epoch=True, sync_dist=True)
         self.log(f"{name} parts", float(len(outputs)), reduce_fx="max")
         return loss
@@ -81,6 +83,11 @@ def train(name, strategy, batch_size=None, **more):
     """Train a case; its trainer, the loss of each step and the weights."""
     made, options, size, devices = CASES[name]
     module, curve = Net(**made), Curve()
-    trainer = one_trainer(strategy=strategy, devices=1 if strategy == "single" else devices, plugins=[curve], **{**options, **more})
+    trainer = one_trainer(
+        strategy=strategy,
+        devices=1 if strategy == "single" else devices,
+        plugins=[curve],
+        **{**options, **more},
+    )
     trainer.fit(module, DataLoader(samples(), batch_size=batch_size or size))
     return trainer, curve.values, weights(module)

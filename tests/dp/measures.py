@@ -52,7 +52,9 @@ class Measures:
             each = {"precision": MulticlassPrecision(3), "f1": MulticlassF1Score(3)}
             self.add_module(stage, metrics)
             self.add_module(f"{stage}_each", MetricCollection(dict(each), prefix=f"{stage}_each/"))
-            self.add_module(f"{stage}_updated", MetricCollection(dict(each), prefix=f"{stage}_updated/"))
+            self.add_module(
+                f"{stage}_updated", MetricCollection(dict(each), prefix=f"{stage}_updated/")
+            )
 
     def measure(self, stage, batch):
         x, y = batch
@@ -78,4 +80,6 @@ class Measures:
         self.measure("val", batch)
 
 
-STEPS = [f"fit_{name}_step" for name in ("accuracy", "mse", "first")] + [f"fit_each/{name}_step" for name in ("precision", "f1")]
+STEPS = [f"fit_{name}_step" for name in ("accuracy", "mse", "first")] + [
+    f"fit_each/{name}_step" for name in ("precision", "f1")
+]

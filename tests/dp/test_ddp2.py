@@ -75,17 +75,24 @@ def be_a_node():
     nodes = {"num_nodes": 2, "strategy": "ddp2"}
     for name, (_, _, size, _) in CASES.items():
         if size % 2 == 0:
-            options = {"strategy_options": {"find_unused_parameters": True}} if "unused" in name else {}
+            options = (
+                {"strategy_options": {"find_unused_parameters": True}} if "unused" in name else {}
+            )
             trainer, curve, trained = train(name, batch_size=size // 2, **nodes, **options)
             found["cases"][name] = (curve, trained)
     found["batch"] = (trainer.plan.global_batch, trainer.plan.per_device_batch, trainer.world_size)
 
     trainer = one_trainer(devices=2, accumulate_grad_batches=3, plugins=[counting], **nodes)
     trainer.fit(Net(), DataLoader(samples(), batch_size=4), DataLoader(samples(), batch_size=4))
-    found["reductions"], found["through DDP"] = (len(counting.buckets), trainer.global_step), counting.methods
+    found["reductions"], found["through DDP"] = (
+        (len(counting.buckets), trainer.global_step),
+        counting.methods,
+    )
 
     module = Uneven()
-    val = DataLoader(samples(15), batch_size=4)  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other
+    val = DataLoader(
+        samples(15), batch_size=4
+    )  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other
     trainer = one_trainer(devices=4, **nodes)
     trainer.fit(module, DataLoader(samples(), batch_size=4), val)
     found["fit's own validation"] = dict(trainer.run.metrics)
@@ -100,7 +107,9 @@ def be_a_node():
     found["contrastive"] = (curve.values, weights(module), dict(trainer.run.metrics))
 
     trainer = one_trainer(devices=2, **nodes)
-    trainer.fit(Measured(), DataLoader(samples(), batch_size=3), DataLoader(samples(25), batch_size=3))
+    trainer.fit(
+        Measured(), DataLoader(samples(), batch_size=3), DataLoader(samples(25), batch_size=3)
+    )
     found["measured"] = dict(trainer.run.metrics)
     try:
         one_trainer(devices=2, **nodes).fit(OnStep(), DataLoader(samples(), batch_size=4))
@@ -131,7 +140,9 @@ def test_two_nodes_train_as_one_device_does(nodes, name):
     rtol, atol = (1e-4, 1e-5) if name == "lbfgs" else (1e-5, 1e-6)
     for key, value in expected.items():
         torch.testing.assert_close(trained[key], value, rtol=rtol, atol=atol)
-        assert torch.equal(trained[key], nodes[1]["cases"][name][1][key]), f"{key} differs between nodes"
+        assert torch.equal(trained[key], nodes[1]["cases"][name][1][key]), (
+            f"{key} differs between nodes"
+        )
 
 
 def test_the_effective_batch_is_that_of_all_nodes(nodes):
@@ -153,7 +164,9 @@ def test_evaluation_splits_and_counts_every_sample_once(nodes):
     assert first["fit's own validation"] == pytest.approx(second["fit's own validation"])
     module = Net()
     module.load_state_dict(first["weights"])
-    (expected,) = one_trainer(strategy="single").validate(module, DataLoader(samples(15), batch_size=4))
+    (expected,) = one_trainer(strategy="single").validate(
+        module, DataLoader(samples(15), batch_size=4)
+    )
     assert first["validated"] == pytest.approx(expected, rel=1e-5)
     assert (first["parts"], second["parts"]) == ([4, 4] * 2, [4, 3] * 2)
     assert first["rows"] == second["rows"] == [8, 7] * 2
@@ -161,14 +174,23 @@ def test_evaluation_splits_and_counts_every_sample_once(nodes):
 
 
 def test_a_loss_over_a_nodes_batch_is_the_mean_over_nodes(nodes):
-    (curve, trained, metrics), (_, theirs, their_metrics) = nodes[0]["contrastive"], nodes[1]["contrastive"]
+    (curve, trained, metrics), (_, theirs, their_metrics) = (
+        nodes[0]["contrastive"],
+        nodes[1]["contrastive"],
+    )
     x, y = samples().tensors
     module, expected = Contrastive(), []
     module.log = lambda *arguments, **options: None
     optimizer = module.configure_optimizers()
     for start in range(0, 48, 12):
         # Each node has every second sample, and only a node's own samples are in its loss.
-        of_nodes = [module.loss("loss", [module.part((x[start + i : start + 12 : 2], y[start + i : start + 12 : 2]))]) for i in range(2)]
+        of_nodes = [
+            module.loss(
+                "loss",
+                [module.part((x[start + i : start + 12 : 2], y[start + i : start + 12 : 2]))],
+            )
+            for i in range(2)
+        ]
         loss = sum(of_nodes) / 2
         optimizer.zero_grad()
         loss.backward()
@@ -183,24 +205,41 @@ def test_a_loss_over_a_nodes_batch_is_the_mean_over_nodes(nodes):
 
 def test_gathering_inside_a_part_is_an_error_with_the_fix(nodes):
     for node in nodes:
-        assert node["gathering"].startswith("geartrain-dp[ddp2]: self.all_gather inside a step sees a part of the batch only")
+        assert node["gathering"].startswith(
+            "geartrain-dp[ddp2]: self.all_gather inside a step sees a part of the batch only"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Metric `Spearman")
 def test_metrics_of_an_epoch_are_of_all_parts_on_all_nodes(nodes):
     trainer = one_trainer(strategy="single")
-    trainer.fit(Measured(), DataLoader(samples(), batch_size=6), DataLoader(samples(25), batch_size=6))
+    trainer.fit(
+        Measured(), DataLoader(samples(), batch_size=6), DataLoader(samples(25), batch_size=6)
+    )
     # A step's value is of the node's own batch.
-    whole = {name: value for name, value in trainer.run.metrics.items() if name + "_step" not in trainer.callback_metrics}
+    whole = {
+        name: value
+        for name, value in trainer.run.metrics.items()
+        if name + "_step" not in trainer.callback_metrics
+    }
     whole = {name: value for name, value in whole.items() if not name.endswith(("_step", "loss"))}
-    assert {"fit_mse_epoch", "fit_each/f1_epoch", "val_accuracy_epoch", "val_pearson", "val_rank", "val_updated/f1"} <= set(whole)
+    assert {
+        "fit_mse_epoch",
+        "fit_each/f1_epoch",
+        "val_accuracy_epoch",
+        "val_pearson",
+        "val_rank",
+        "val_updated/f1",
+    } <= set(whole)
     for node in nodes:
         assert {name: node["measured"][name] for name in whole} == pytest.approx(whole, rel=1e-4)
 
 
 def test_a_metric_that_syncs_on_each_step_is_refused(nodes):
     for node in nodes:
-        assert node["on step"].startswith("geartrain-dp[ddp2]: mse (MeanSquaredError) has dist_sync_on_step=True")
+        assert node["on step"].startswith(
+            "geartrain-dp[ddp2]: mse (MeanSquaredError) has dist_sync_on_step=True"
+        )
 
 
 def be_the_only_node():

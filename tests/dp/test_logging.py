@@ -72,12 +72,19 @@ def test_a_given_batch_size_is_the_parts():
     found = validated(lambda module, x: module.log("v", float(len(x)), batch_size=sizes[len(x)]))
     assert found["v"] == pytest.approx((3 * 1 + 2 * 4) / 5)
     # Another batch of one part: the first weighs as much as its parts together.
-    found = validated(lambda module, x: module.log("v", float(len(x)), batch_size=sizes.get(len(x), 5)), n=6)
+    found = validated(
+        lambda module, x: module.log("v", float(len(x)), batch_size=sizes.get(len(x), 5)), n=6
+    )
     assert found["v"] == pytest.approx((3 * 1 + 2 * 4 + 1 * 5) / 10)
 
 
 def test_ones_have_a_mean_of_exactly_one():
-    assert validated(lambda module, x: module.log("v", torch.tensor(1.0)), n=43, batch_size=7, devices=3)["v"] == 1.0
+    assert (
+        validated(
+            lambda module, x: module.log("v", torch.tensor(1.0)), n=43, batch_size=7, devices=3
+        )["v"]
+        == 1.0
+    )
 
 
 def test_a_value_that_one_part_logs_weighs_that_parts_samples():
@@ -90,11 +97,15 @@ def test_a_value_that_one_part_logs_weighs_that_parts_samples():
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("SUM", 5.0), ("Max", 3.0), ("avg", 2.6)])
 def test_reductions_in_any_case(reduce_fx, expected):
-    assert validated(lambda module, x: module.log("v", float(len(x)), reduce_fx=reduce_fx))["v"] == pytest.approx(expected)
+    assert validated(lambda module, x: module.log("v", float(len(x)), reduce_fx=reduce_fx))[
+        "v"
+    ] == pytest.approx(expected)
 
 
 def test_nan_wins():
-    found = validated(lambda module, x: module.log("v", math.nan if len(x) == 2 else 1.0, reduce_fx="min"))
+    found = validated(
+        lambda module, x: module.log("v", math.nan if len(x) == 2 else 1.0, reduce_fx="min")
+    )
     assert math.isnan(found["v"])
 
 
@@ -131,7 +142,10 @@ def test_a_method_kept_in_init_logs_for_its_part_too():
         (lambda module, x: module.log("v", x), "a metric is one number"),
         (lambda module, x: module.log("v", "text"), "a metric is a number"),
         (lambda module, x: module.log("v", 1.0, reduce_fx="meen"), "unknown reduction"),
-        (lambda module, x: module.log("v", 1.0, prog_bar=len(x) == 2), "called with other options before: prog_bar"),
+        (
+            lambda module, x: module.log("v", 1.0, prog_bar=len(x) == 2),
+            "called with other options before: prog_bar",
+        ),
         (lambda module, x: module.log("", 1.0), "non-empty string"),
     ],
 )
@@ -150,7 +164,9 @@ class FromHooks:
 
 
 def test_hooks_log_past_the_parts():
-    found = validated(lambda module, x: module.log("v", 1.0, reduce_fx="sum"), n=10, plugins=[FromHooks()])
+    found = validated(
+        lambda module, x: module.log("v", 1.0, reduce_fx="sum"), n=10, plugins=[FromHooks()]
+    )
     assert found == {"before": 4, "v": 4, "after": 4}
 
 
@@ -160,5 +176,7 @@ def test_several_loaders_keep_their_metrics_apart():
             self.log("n", float(len(batch[0])) + dataloader_idx, reduce_fx="sum")
 
     trainer = dp()
-    trainer.validate(Two(), [DataLoader(samples(5), batch_size=5), DataLoader(samples(4), batch_size=4)])
+    trainer.validate(
+        Two(), [DataLoader(samples(5), batch_size=5), DataLoader(samples(4), batch_size=4)]
+    )
     assert trainer.run.metrics == {"n/dataloader_idx_0": 5, "n/dataloader_idx_1": 6}

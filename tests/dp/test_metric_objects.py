@@ -23,8 +23,13 @@ class Measured(Measures, Net):
 
 def measured(strategy, devices, batch_size):
     curve, module = Curve(*STEPS), Measured()
-    trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve], max_epochs=2, num_sanity_val_steps=1)
-    data = DataLoader(samples(), batch_size=batch_size), DataLoader(samples(25), batch_size=batch_size)
+    trainer = one_trainer(
+        strategy=strategy, devices=devices, plugins=[curve], max_epochs=2, num_sanity_val_steps=1
+    )
+    data = (
+        DataLoader(samples(), batch_size=batch_size),
+        DataLoader(samples(25), batch_size=batch_size),
+    )
     trainer.fit(module, *data)
     return module, curve.values, trainer.run.metrics
 
@@ -37,7 +42,14 @@ def test_steps_and_epochs_have_the_values_of_one_process(devices, batch_size):
     assert len(curve) == len(STEPS) * 2 * -(-48 // batch_size)
     assert curve == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
-    assert {"fit_accuracy_epoch", "val_accuracy_epoch", "val_rank", "val_each/f1_epoch", "fit_updated/f1", "val_first"} <= set(metrics)
+    assert {
+        "fit_accuracy_epoch",
+        "val_accuracy_epoch",
+        "val_rank",
+        "val_each/f1_epoch",
+        "fit_updated/f1",
+        "val_first",
+    } <= set(metrics)
     assert all(not m._forward_hooks for m in module.modules())
 
 
@@ -61,9 +73,12 @@ def test_a_metric_that_is_called_twice_in_a_step_logs_each_call():
     curves = {}
     for strategy in ("single", "dp"):
         curve = Curve("one", "two")
-        one_trainer(strategy=strategy, devices=1 if strategy == "single" else 2, plugins=[curve], max_steps=3).fit(
-            Twice(), DataLoader(samples(), batch_size=3)
-        )
+        one_trainer(
+            strategy=strategy,
+            devices=1 if strategy == "single" else 2,
+            plugins=[curve],
+            max_steps=3,
+        ).fit(Twice(), DataLoader(samples(), batch_size=3))
         curves[strategy] = curve.values
     assert len(curves["dp"]) == 6
     assert curves["dp"] == pytest.approx(curves["single"], rel=1e-5)
@@ -109,7 +124,10 @@ class Wrong(Net):
         (lambda self, n: self.log("x", self.other if n == 2 else 1.0), "different things"),
         (lambda self, n: self.log("x", self.hidden[0]), "an attribute of the module"),
         (lambda self, n: self.log("x", self.other, on_epoch=n == 2), "other options"),
-        (lambda self, n: self.log("x", self.other, rank_zero_only=True), "leave out rank_zero_only"),
+        (
+            lambda self, n: self.log("x", self.other, rank_zero_only=True),
+            "leave out rank_zero_only",
+        ),
     ],
 )
 def test_what_cannot_be_logged(given, words):
@@ -123,7 +141,10 @@ def test_a_window_of_updates_is_refused_with_its_name():
     module = Wrong(RunningMean(window=3))
     module.given = lambda n: None
     before = weights(module)
-    with pytest.raises(gt.TrainingError, match=r"geartrain-dp\[dp\]: metric \(RunningMean\) keeps a window.*Fix: --strategy ddp"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"geartrain-dp\[dp\]: metric \(RunningMean\) keeps a window.*Fix: --strategy ddp",
+    ):
         dp(2).fit(module, DataLoader(samples(), batch_size=3))
     assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
 
@@ -148,7 +169,10 @@ class Where(Metric):
 
 def test_what_a_metric_is_called_with_comes_to_its_device():
     module, meta = Net(), torch.device("meta")
-    module.where, module.net = Where(), torch.nn.ModuleDict({"each": MetricCollection({"where": Where()})})
+    module.where, module.net = (
+        Where(),
+        torch.nn.ModuleDict({"each": MetricCollection({"where": Where()})}),
+    )
     metrics, x = PartMetrics(module, [meta, meta]), torch.ones(2)
     with metrics.watched():
         metrics.begin(1)
@@ -175,6 +199,8 @@ def test_parts_with_metrics_are_started_one_after_another(monkeypatch, side_by_s
 
     monkeypatch.setattr(replicas, "parallel_apply", parallel_apply)
     parts = [torch.nn.Identity(), torch.nn.Identity()]
-    found = replicas._apply(parts, [(torch.ones(1),), (torch.ones(2),)], [torch.device("meta")] * 2, side_by_side)
+    found = replicas._apply(
+        parts, [(torch.ones(1),), (torch.ones(2),)], [torch.device("meta")] * 2, side_by_side
+    )
     assert [list(output.shape) for output in found] == [[1], [2]]
     assert started == ([parts] if side_by_side else [[part] for part in parts])

@@ -27,7 +27,10 @@ class Moving(Net):
 @pytest.mark.parametrize("make", [Moving, lambda: Moving], ids=["module", "class"])
 def test_overridden_transfer_is_refused_with_the_fix(strategy, make):
     trainer = one_trainer(strategy=strategy(), devices=2)
-    with pytest.raises(gt.UsageError, match=r"geartrain-dp\[\w+\]: Moving.transfer_batch_to_device .* Fix: on_after_batch_transfer"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"geartrain-dp\[\w+\]: Moving.transfer_batch_to_device .* Fix: on_after_batch_transfer",
+    ):
         trainer.check(make())
     trainer.check(Net())
     trainer.check(Net)
@@ -35,11 +38,20 @@ def test_overridden_transfer_is_refused_with_the_fix(strategy, make):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("given", "name"), [(16, "16-mixed"), ("16-mixed", "16-mixed"), ("bf16", "bf16-mixed"), ("bf16-true", "bf16-true")]
+    ("given", "name"),
+    [
+        (16, "16-mixed"),
+        ("16-mixed", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("bf16-true", "bf16-true"),
+    ],
 )
 def test_16_bit_is_refused(strategy, given, name):
     trainer = one_trainer(strategy=strategy(), devices=2, precision=given)
-    with pytest.raises(gt.UsageError, match=rf"geartrain-dp\[\w+\] trains in 32 or 64 bits, not in {name}: .*Fix: --precision 32"):
+    with pytest.raises(
+        gt.UsageError,
+        match=rf"geartrain-dp\[\w+\] trains in 32 or 64 bits, not in {name}: .*Fix: --precision 32",
+    ):
         trainer.fit(Net(), DataLoader(samples(), batch_size=4))
 
 
@@ -50,14 +62,19 @@ def test_manual_optimisation_is_refused(strategy):
 
     plan = one_trainer(strategy=strategy(), devices=2).plan
     for module in (Manual(), Manual):
-        with pytest.raises(gt.UsageError, match=r"geartrain-dp\[\w+\]: Manual.automatic_optimization is False"):
+        with pytest.raises(
+            gt.UsageError, match=r"geartrain-dp\[\w+\]: Manual.automatic_optimization is False"
+        ):
             strategy().check_plan(plan, module)
     with pytest.raises(gt.UsageError, match=r"Manual\.automatic_optimization is False"):
         dp().fit(Manual(), DataLoader(samples(), batch_size=4))
 
 
 def test_several_nodes_are_ddp2s():
-    with pytest.raises(gt.UsageError, match=r"geartrain-dp\[dp\] drives the devices of one node, not num_nodes=2. Fix: --strategy ddp2"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"geartrain-dp\[dp\] drives the devices of one node, not num_nodes=2. Fix: --strategy ddp2",
+    ):
         dp(num_nodes=2)
     assert one_trainer(strategy="ddp2", devices=2, num_nodes=2).plan.processes == 2
 
@@ -65,8 +82,13 @@ def test_several_nodes_are_ddp2s():
 def test_what_ddp2_refuses_of_ddp_it_refuses_under_its_own_name():
     with pytest.raises(gt.UsageError, match=r"^geartrain-dp\[ddp2\]: timeout"):
         one_trainer(strategy="ddp2", devices=2, strategy_options={"timeout": 0.0})
-    with pytest.raises(gt.UsageError, match=r"^geartrain-dp\[ddp2\]: process_group_backend='nccl' cannot be used on cpu"):
-        one_trainer(strategy="ddp2", devices=2, strategy_options={"process_group_backend": "nccl"}).check(Net)
+    with pytest.raises(
+        gt.UsageError,
+        match=r"^geartrain-dp\[ddp2\]: process_group_backend='nccl' cannot be used on cpu",
+    ):
+        one_trainer(
+            strategy="ddp2", devices=2, strategy_options={"process_group_backend": "nccl"}
+        ).check(Net)
 
 
 def test_other_devices_than_cpu_and_cuda_are_refused():
@@ -83,7 +105,10 @@ def test_other_devices_than_cpu_and_cuda_are_refused():
         def setup_device(self):
             return torch.device("meta")
 
-    with pytest.raises(gt.TrainingError, match=r"geartrain-dp\[dp\] makes replicas on cpu and cuda only, not on meta"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"geartrain-dp\[dp\] makes replicas on cpu and cuda only, not on meta",
+    ):
         dp(accelerator=Other()).fit(Net(), DataLoader(samples(), batch_size=4))
 
 
@@ -110,7 +135,9 @@ def explained(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
     def explain(*words):
-        done = command(tmp_path, "explain", "sized.py", "--accelerator", "cpu", "--strategy", *words)
+        done = command(
+            tmp_path, "explain", "sized.py", "--accelerator", "cpu", "--strategy", *words
+        )
         assert done.end == "0", done.printed
         return done.out
 
@@ -121,7 +148,11 @@ def explained(tmp_path, monkeypatch):
     ("words", "processes", "sizes"),
     [
         (("dp", "--devices", "4"), 1, {"per_device": 8, "global": 31}),
-        (("dp", "--devices", "2", "--accumulate-grad-batches", "4"), 1, {"per_device": 16, "global": 124}),
+        (
+            ("dp", "--devices", "2", "--accumulate-grad-batches", "4"),
+            1,
+            {"per_device": 16, "global": 124},
+        ),
         (("ddp2", "--devices", "4", "--num-nodes", "2"), 2, {"per_device": 8, "global": 62}),
         (("ddp2", "--devices", "4"), 1, {"per_device": 8, "global": 31}),
     ],
@@ -146,7 +177,9 @@ def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):
         "    return gt.Trainer(accelerator='cpu', devices=2, strategy=strategy, enable_progress_bar=False).plan.strategy.name\n"
         "print(made('dp'), 'geartrain_ddp' in sys.modules, made('auto'), 'geartrain_dp.ddp2' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, str(tmp_path / "both.py")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "both.py")], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["dp", "False", "ddp", "False"], done.stderr
 
 

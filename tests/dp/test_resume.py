@@ -9,7 +9,9 @@ from .cases import Net, dp, samples
 
 
 def train(folder, epochs, path=None):
-    steps = ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    steps = ModelCheckpoint(
+        dirpath=folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
     trainer = dp(max_epochs=epochs, output=folder / "run", plugins=[steps], seed=3)
     trainer.fit(Net(), DataLoader(samples(24), batch_size=8, shuffle=True), ckpt_path=path)
     return trainer
@@ -18,7 +20,10 @@ def train(folder, epochs, path=None):
 def test_the_rest_is_what_it_would_have_been(tmp_path):
     whole = train(tmp_path / "whole", 3)
     train(tmp_path / "first", 1)
-    for folder, path in (("first", "last"), ("within", tmp_path / "whole" / "steps" / "step=4.ckpt")):
+    for folder, path in (
+        ("first", "last"),
+        ("within", tmp_path / "whole" / "steps" / "step=4.ckpt"),
+    ):
         rest = train(tmp_path / folder, 3, path)
         weights, expected = rest.run.module.state_dict(), whole.run.module.state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in weights.items())

@@ -28,7 +28,10 @@ class Net(nn.Module):
 
 def batches():
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 3, generator=generator), torch.rand(6, 1, generator=generator)) for _ in range(3)]
+    return [
+        (torch.randn(6, 3, generator=generator), torch.rand(6, 1, generator=generator))
+        for _ in range(3)
+    ]
 
 
 def by_hand():
@@ -97,7 +100,9 @@ def be_a_node():
     with gt.Session(accelerator="cpu", strategy="ddp2", devices=2, num_nodes=2) as session:
         session.launch()
         model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.1))
-        for inputs, y in session.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)):
+        for inputs, y in session.setup_dataloaders(
+            DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
+        ):
             optimizer.zero_grad()
             session.backward(nn.functional.mse_loss(model(inputs), y))
             optimizer.step()

@@ -67,11 +67,18 @@ class Graph:
 def test_an_object_with_tensors_of_its_own_is_one_part_alone_and_an_error_beside_tensors():
     graph = Graph()
     assert split(graph, 2) == ([graph], [1])
-    with pytest.raises(TrainingError, match=r"batch\[0\] is a Graph, whose tensors cannot be split.*Fix: give them as tensors"):
+    with pytest.raises(
+        TrainingError,
+        match=r"batch\[0\] is a Graph, whose tensors cannot be split.*Fix: give them as tensors",
+    ):
         split((graph, torch.ones(4)), 2)
 
 
-@pytest.mark.parametrize("batch", [{"text": ["a", "b"]}, torch.tensor(1.0), torch.empty(0, 3), None], ids=["text", "0-d", "empty", "None"])
+@pytest.mark.parametrize(
+    "batch",
+    [{"text": ["a", "b"]}, torch.tensor(1.0), torch.empty(0, 3), None],
+    ids=["text", "0-d", "empty", "None"],
+)
 def test_a_batch_without_rows_is_one_part(batch):
     parts, sizes = split(batch, 2)
     assert sizes == [1]
@@ -81,10 +88,16 @@ def test_a_batch_without_rows_is_one_part(batch):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": torch.ones(4, 2), "w": torch.ones(5)}, r"batch\['w'\] has 5 rows where the batch has 4.*Fix"),
+        (
+            {"x": torch.ones(4, 2), "w": torch.ones(5)},
+            r"batch\['w'\] has 5 rows where the batch has 4.*Fix",
+        ),
         (Pair(torch.ones(4), [torch.ones(4), torch.ones(1)]), r"batch\.y\[1\] has 1 rows"),
         ([torch.ones(4), Record(torch.ones(3), "")], r"batch\[1\]\.x has 3 rows"),
-        ([torch.ones(3), pack_sequence([torch.ones(2), torch.ones(1)])], r"batch\[1\] is a PackedSequence.*pack it in the step"),
+        (
+            [torch.ones(3), pack_sequence([torch.ones(2), torch.ones(1)])],
+            r"batch\[1\] is a PackedSequence.*pack it in the step",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_named(batch, message):
@@ -98,7 +111,10 @@ def test_one_part_stays_as_it_is():
 
 
 def test_numbers_become_means_weighted_by_samples():
-    outputs = [{"loss": torch.tensor(1.0), "f": (2.0, None)}, {"loss": torch.tensor(4.0), "f": (5.0, None)}]
+    outputs = [
+        {"loss": torch.tensor(1.0), "f": (2.0, None)},
+        {"loss": torch.tensor(4.0), "f": (5.0, None)},
+    ]
     combined = combine("training_step", outputs, [2, 1])
     assert combined["loss"].ndim == 0
     assert combined["loss"].item() == 2.0
@@ -135,7 +151,10 @@ def test_rows_that_are_a_multiple_of_the_samples_are_concatenated():
         ([{"n": 3}, {"n": 3}], r"under \['n'\] is a whole number"),
         ([{"a": 1.0}, {"b": 1.0}], r"under \['[ab]'\] is not in all parts"),
         ([[1.0], [1.0, 2.0, 3.0]], r"under \[\d\] is not in all parts"),
-        ([torch.ones(10, 10), torch.ones(10, 10)], r"has \[10, 10\] rows in parts of \[3, 2\] samples"),
+        (
+            [torch.ones(10, 10), torch.ones(10, 10)],
+            r"has \[10, 10\] rows in parts of \[3, 2\] samples",
+        ),
         ([torch.ones(3, 4), torch.ones(2, 5)], "has the shapes"),
         (["a", "b"], r"\(str\) is not the same in all parts"),
         ([object(), object()], r"\(object\) is not the same"),
@@ -143,7 +162,10 @@ def test_rows_that_are_a_multiple_of_the_samples_are_concatenated():
     ],
 )
 def test_what_nobody_could_combine_is_an_error(outputs, message):
-    with pytest.raises(TrainingError, match=f"what validation_step returned.* ?{message}.*Fix: define validation_step_end"):
+    with pytest.raises(
+        TrainingError,
+        match=f"what validation_step returned.* ?{message}.*Fix: define validation_step_end",
+    ):
         combine("validation_step", outputs, [3, 2])
 
 

@@ -110,10 +110,19 @@ def test_batch_norm_evaluates_as_on_one_device():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda net: setattr(net, "first", nn.LazyLinear(8)), "first has lazy parameters.*Fix: call the module on one batch"),
-        (lambda net: setattr(net, "extra", torch.compile(net.extra, backend="eager")), "extra is compiled, .*Fix: leave it"),
+        (
+            lambda net: setattr(net, "first", nn.LazyLinear(8)),
+            "first has lazy parameters.*Fix: call the module on one batch",
+        ),
+        (
+            lambda net: setattr(net, "extra", torch.compile(net.extra, backend="eager")),
+            "extra is compiled, .*Fix: leave it",
+        ),
         (lambda net: net.extra.compile(backend="eager"), "extra is compiled"),
-        (lambda net: setattr(net, "extra", torch.jit.trace(net.extra, torch.ones(1, 8))), "extra is a ScriptModule"),
+        (
+            lambda net: setattr(net, "extra", torch.jit.trace(net.extra, torch.ones(1, 8))),
+            "extra is a ScriptModule",
+        ),
     ],
     ids=["lazy", "torch.compile", "compile", "scripted"],
 )

@@ -11,7 +11,9 @@ from .cases import Contrastive, Curve, dp, one_trainer, samples, weights
 def contrastive(strategy, devices, batch_size=7):
     module, curve = Contrastive(), Curve("loss_step")
     trainer = one_trainer(strategy=strategy, devices=devices, plugins=[curve], max_epochs=2)
-    trainer.fit(module, DataLoader(samples(), batch_size=batch_size), DataLoader(samples(20), batch_size=8))
+    trainer.fit(
+        module, DataLoader(samples(), batch_size=batch_size), DataLoader(samples(20), batch_size=8)
+    )
     fitted = trainer.run.metrics
     tested = trainer.test(module, DataLoader(samples(20), batch_size=8))
     return {**fitted, **tested[0]}, curve.values, weights(module)
@@ -43,7 +45,9 @@ def test_ddp_gives_a_list_of_one(tmp_path):
     first, second = results(tmp_path, train_on_a_rank)
     assert first["metrics"]["val_loss parts"] == first["metrics"]["loss parts"] == 1
     assert first["metrics"]["val_loss"] == second["metrics"]["val_loss"]
-    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+    assert all(
+        torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"]
+    )
 
 
 def test_step_end_gets_the_parts_outputs_in_order():

@@ -37,7 +37,9 @@ def test_each_device_gets_its_part():
         def validation_step(self, batch, batch_idx):
             seen.append(-len(batch[0]))
 
-    dp(4, max_steps=1).fit(Seeing(), DataLoader(samples(), batch_size=5), DataLoader(samples(6), batch_size=6))
+    dp(4, max_steps=1).fit(
+        Seeing(), DataLoader(samples(), batch_size=5), DataLoader(samples(6), batch_size=6)
+    )
     assert seen == [2, 2, 1, -2, -2, -2]
 
 
@@ -45,9 +47,16 @@ def test_fit_validate_test_and_fit_again():
     found = {}
     for strategy, devices in (("single", 1), ("dp", 3)):
         module, trainer = Net(), one_trainer(strategy=strategy, devices=devices)
-        train_loader, val = DataLoader(samples(), batch_size=7), DataLoader(samples(23), batch_size=5)
+        train_loader, val = (
+            DataLoader(samples(), batch_size=7),
+            DataLoader(samples(23), batch_size=5),
+        )
         trainer.fit(module, train_loader, val)
-        results = [dict(trainer.run.metrics), *trainer.validate(module, val), *trainer.test(module, val)]
+        results = [
+            dict(trainer.run.metrics),
+            *trainer.validate(module, val),
+            *trainer.test(module, val),
+        ]
         trainer.fit(module, train_loader, val)
         found[strategy] = [*results, dict(trainer.run.metrics)]
         assert trainer.global_step == 7
@@ -88,7 +97,9 @@ def test_nested_batches():
     trained = []
     for strategy, devices in (("single", 1), ("dp", 2)):
         module = Nested()
-        one_trainer(strategy=strategy, devices=devices).fit(module, DataLoader(samples(), batch_size=5, collate_fn=nested))
+        one_trainer(strategy=strategy, devices=devices).fit(
+            module, DataLoader(samples(), batch_size=5, collate_fn=nested)
+        )
         trained.append(weights(module))
     for key, expected in trained[0].items():
         torch.testing.assert_close(trained[1][key], expected, rtol=1e-5, atol=1e-6)
@@ -112,9 +123,13 @@ def test_modules_that_keep_parameters_in_unusual_places():
     trained = []
     for strategy, devices in (("single", 1), ("dp", 2)):
         module = Recurrent()
-        one_trainer(strategy=strategy, devices=devices).fit(module, DataLoader(samples(), batch_size=5))
+        one_trainer(strategy=strategy, devices=devices).fit(
+            module, DataLoader(samples(), batch_size=5)
+        )
         trained.append(weights(module))
-    assert not torch.equal(trained[0]["gru.weight_ih_l0"], Recurrent().state_dict()["gru.weight_ih_l0"])
+    assert not torch.equal(
+        trained[0]["gru.weight_ih_l0"], Recurrent().state_dict()["gru.weight_ih_l0"]
+    )
     for key, expected in trained[0].items():
         torch.testing.assert_close(trained[1][key], expected, rtol=1e-5, atol=1e-6)
 
@@ -147,7 +162,10 @@ def test_none_of_every_part_skips_the_batch_and_of_some_is_an_error():
     dp(2).fit(module, DataLoader(samples(), batch_size=8))
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
     module.least = 3
-    with pytest.raises(gt.TrainingError, match=r"training_step returned is Tensor and NoneType in different parts.*training_step_end"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"training_step returned is Tensor and NoneType in different parts.*training_step_end",
+    ):
         dp(2).fit(module, DataLoader(samples(), batch_size=5))
 
 
@@ -216,8 +234,15 @@ def test_two_cuda_devices_train_as_one_does():
     for strategy, devices in (("single", 1), ("dp", 2)):
         module = OnDevice("adam")
         trainer = one_trainer(accelerator=Cuda(), strategy=strategy, devices=devices)
-        trainer.fit(module, DataLoader(samples(), batch_size=5), DataLoader(samples(23), batch_size=5))
-        trained.append(({key: value.cpu() for key, value in weights(module).items()}, dict(trainer.run.metrics)))
+        trainer.fit(
+            module, DataLoader(samples(), batch_size=5), DataLoader(samples(23), batch_size=5)
+        )
+        trained.append(
+            (
+                {key: value.cpu() for key, value in weights(module).items()},
+                dict(trainer.run.metrics),
+            )
+        )
     (expected, metrics), (theirs, their_metrics) = trained
     assert their_metrics == pytest.approx(metrics, rel=1e-3)
     for key, value in expected.items():

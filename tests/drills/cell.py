@@ -67,7 +67,9 @@ def use_processes() -> None:
     for process in (ends, waits):
         process.join()
     if (ends.exitcode, waits.exitcode) != (0, -signal.SIGTERM):
-        raise RuntimeError(f"exit codes of processes in training_step: {ends.exitcode}, {waits.exitcode}")
+        raise RuntimeError(
+            f"exit codes of processes in training_step: {ends.exitcode}, {waits.exitcode}"
+        )
 
 
 class Faults:
@@ -82,7 +84,11 @@ class Faults:
 
     def is_here(self, index: int) -> bool:
         """True if this is the rank of the event: under dp, if the sample belongs to the part of the batch that this device gets."""
-        return (index // 2) % 2 == self.rank if self.is_dp else os.environ.get("RANK", "0") == str(self.rank)
+        return (
+            (index // 2) % 2 == self.rank
+            if self.is_dp
+            else os.environ.get("RANK", "0") == str(self.rank)
+        )
 
     def in_sample(self, index: int) -> None:
         if self.event == "sample" and os.path.exists("marks/armed") and self.is_here(index):
@@ -157,7 +163,9 @@ def main() -> None:
     if cell.strategy == "ddp_spawn":
         options["start_method"] = cell.spawn_method
     batch_size = 4 if is_dp or is_ddp2 else 2
-    data = Samples(Faults(cell.event, cell.rank, 2, is_dp), BATCHES * batch_size * (1 if is_dp else 2))
+    data = Samples(
+        Faults(cell.event, cell.rank, 2, is_dp), BATCHES * batch_size * (1 if is_dp else 2)
+    )
     workers = int(cell.loader.rstrip("p"))
     loader = DataLoader(
         data,

@@ -35,9 +35,15 @@ from geartrain_testing.launching import Launched, free_port, launched, listening
 
 CELL = str(Path(__file__).with_name("cell.py"))
 #: Loader workers (``p``: persistent), and how they start.
-LOADERS = [("0", "-"), *((loader, start) for loader in ("1", "2", "2p") for start in ("fork", "spawn"))]
+LOADERS = [
+    ("0", "-"),
+    *((loader, start) for loader in ("1", "2", "2p") for start in ("fork", "spawn")),
+]
 #: ``exit`` is ``os._exit(0)`` in a step, ``kill`` is SIGKILL in a step.
-EVENTS = [("success", 0), *((event, rank) for event in ("sample", "step", "exit", "kill") for rank in (0, 1))]
+EVENTS = [
+    ("success", 0),
+    *((event, rank) for event in ("sample", "step", "exit", "kill") for rank in (0, 1)),
+]
 #: Strategies whose rank 0 is the process that called ``fit``, and starts the others.
 RANK_0_STARTS = ("ddp", "bagua", "horovod")
 STRATEGIES = (*RANK_0_STARTS, "ddp_spawn", "dp", "ddp2")
@@ -47,7 +53,9 @@ STARTED, LIMIT, STACKS, HANG = 120.0, 15.0, 18.0, 25.0
 OWN, SHOW_STACK = "the user's own error", signal.SIGWINCH
 #: What a run's folder may hold; ``logs`` and ``checkpoints`` are folders.
 RUN_FOLDER = {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "logs", "checkpoints"}
-_CONNECTION = re.compile(r"connection (closed|reset)|broken pipe|gloo|HorovodInternalError", re.IGNORECASE)
+_CONNECTION = re.compile(
+    r"connection (closed|reset)|broken pipe|gloo|HorovodInternalError", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,11 @@ class Cell:
     def output(self) -> bool:
         """True if the run has a folder: in half of the cells, whatever two other properties they have."""
         loaders, events = ("0", "1", "2", "2p"), ("success", "sample", "step", "exit", "kill")
-        return (loaders.index(self.loader) + events.index(self.event) + (self.start == "spawn" and self.rank)) % 2 == 1
+        return (
+            loaders.index(self.loader)
+            + events.index(self.event)
+            + (self.start == "spawn" and self.rank)
+        ) % 2 == 1
 
     def ends(self, program: int) -> bool:
         """True if the event ends this program itself, so that nothing of it can run afterwards. ddp2 has a program for each node."""
@@ -115,7 +127,9 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     """Return few cells in which every pair of properties appears that appears in any cell."""
 
     def pairs(cell: Cell) -> set[object]:
-        facts = {name: getattr(cell, name) for name in ("loader", "start", "event", "rank", "output")}
+        facts = {
+            name: getattr(cell, name) for name in ("loader", "start", "event", "rank", "output")
+        }
         return set(combinations(facts.items(), 2))
 
     chosen: list[Cell] = []
@@ -133,7 +147,15 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
 def run_cell(cell: Cell, folder: Path, spawn_method: str = "forkserver") -> Result:
     """Run a cell in an empty folder and judge it. Nothing of it is left running."""
     result = Result(cell)
-    arguments = [cell.strategy, cell.loader, cell.start, cell.event, str(cell.rank), "--spawn-method", spawn_method]
+    arguments = [
+        cell.strategy,
+        cell.loader,
+        cell.start,
+        cell.event,
+        str(cell.rank),
+        "--spawn-method",
+        spawn_method,
+    ]
     environment = {"OMP_NUM_THREADS": "1"}
     nodes = 2 if cell.strategy == "ddp2" else 1
     if nodes > 1:
@@ -142,7 +164,16 @@ def run_cell(cell: Cell, folder: Path, spawn_method: str = "forkserver") -> Resu
         arguments.append("--output")
     with ExitStack() as stack:
         programs = [
-            stack.enter_context(launched(CELL, *arguments, folder=folder, name=f"node-{node}", NODE_RANK=str(node), **environment))
+            stack.enter_context(
+                launched(
+                    CELL,
+                    *arguments,
+                    folder=folder,
+                    name=f"node-{node}",
+                    NODE_RANK=str(node),
+                    **environment,
+                )
+            )
             for node in range(nodes)
         ]
         try:
@@ -156,7 +187,13 @@ def run_cell(cell: Cell, folder: Path, spawn_method: str = "forkserver") -> Resu
 def _run(result: Result, programs: list[Launched], folder: Path) -> None:
     cell, event = result.cell, folder / "marks" / "event"
     with suppress(AssertionError):
-        until(lambda: event.exists() or all(program.process.poll() is not None for program in programs), STARTED, "the event")
+        until(
+            lambda: (
+                event.exists() or all(program.process.poll() is not None for program in programs)
+            ),
+            STARTED,
+            "the event",
+        )
     if not event.exists():
         result.wrong.append("no event")
         return
@@ -201,11 +238,17 @@ def _left(cell: Cell, programs: list[Launched], deadline: float) -> list[str]:
             break
         time.sleep(0.05)
     ports = listening([pid for program in programs for pid in program.processes()])
-    kinds = Counter(re.sub(r"pymp-\w+", "pymp-*", what)[:120] for what in left if "/listener-" not in what)
-    return [what if count == 1 else f"{count} x {what}" for what, count in kinds.items()] + [f"a port on {address}" for address in ports]
+    kinds = Counter(
+        re.sub(r"pymp-\w+", "pymp-*", what)[:120] for what in left if "/listener-" not in what
+    )
+    return [what if count == 1 else f"{count} x {what}" for what, count in kinds.items()] + [
+        f"a port on {address}" for address in ports
+    ]
 
 
-def _judge_ends(cell: Cell, programs: list[Launched], folder: Path, notes: list[str]) -> Iterator[str]:
+def _judge_ends(
+    cell: Cell, programs: list[Launched], folder: Path, notes: list[str]
+) -> Iterator[str]:
     """Exit codes, messages and markers."""
     for number, program in enumerate(programs):
         code, error, ends = program.process.returncode, program.err, cell.ends(number)
@@ -217,7 +260,9 @@ def _judge_ends(cell: Cell, programs: list[Launched], folder: Path, notes: list[
             if code != -signal.SIGKILL:
                 yield f"exit code {code}"
             continue
-        if ends and cell.strategy not in RANK_0_STARTS:  # the only process of its program: what it says is what counts
+        if (
+            ends and cell.strategy not in RANK_0_STARTS
+        ):  # the only process of its program: what it says is what counts
             continue
         if (code == 0) != (cell.event == "success"):
             yield f"exit code {code}"
@@ -289,14 +334,20 @@ def _judge_folder(cell: Cell, run: Path, notes: list[str]) -> Iterator[str]:
 
 def _names(cell: Cell, text: str) -> bool:
     """True if a text says the cause: the user's own error, or the rank that ended."""
-    return OWN in text.replace("\\'", "'") if cell.event in ("sample", "step") else re.search(rf"\brank {cell.rank}\b", text) is not None
+    return (
+        OWN in text.replace("\\'", "'")
+        if cell.event in ("sample", "step")
+        else re.search(rf"\brank {cell.rank}\b", text) is not None
+    )
 
 
 def _first_error(printed: str) -> str:
     """The first line that names an error."""
     for line in printed.splitlines():
         line = re.sub(r"^\[rank\d+\]: ", "", line)
-        if re.match(r"[\w.]*(Error|Exception|Interrupt|Interrupted)\b|geartrain: |terminate called", line):
+        if re.match(
+            r"[\w.]*(Error|Exception|Interrupt|Interrupted)\b|geartrain: |terminate called", line
+        ):
             return line
     return ""
 
@@ -314,14 +365,18 @@ def _printed(programs: Iterable[Launched], folder: Path) -> Iterator[str]:
         for what in (program.out, program.err):
             if what:
                 yield what
-        for path in sorted({*program.temporary.rglob("rank-*.log"), *folder.glob("run/logs/rank-*.log")}):
+        for path in sorted(
+            {*program.temporary.rglob("rank-*.log"), *folder.glob("run/logs/rank-*.log")}
+        ):
             yield f"--- {path.name} ---\n{path.read_text(errors='replace')}"
 
 
 # --- many cells ----------------------------------------------------------------------------------------------------------
 
 
-def run_cells(cells: Sequence[Cell], jobs: int, spawn_method: str, folder: Path) -> Iterator[Result]:
+def run_cells(
+    cells: Sequence[Cell], jobs: int, spawn_method: str, folder: Path
+) -> Iterator[Result]:
     """Run cells, several at a time; results come as they are ready."""
 
     def run(number: int, cell: Cell) -> Result:
@@ -339,28 +394,53 @@ def run_cells(cells: Sequence[Cell], jobs: int, spawn_method: str, folder: Path)
 
 def summary(results: Sequence[Result]) -> str:
     """A table in Markdown: a line for each strategy."""
-    lines = ["| strategy | cells | ok | slowest end | not ok |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = [
+        "| strategy | cells | ok | slowest end | not ok |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
     for strategy in dict.fromkeys(result.cell.strategy for result in results):
         own = [result for result in results if result.cell.strategy == strategy]
-        seconds = max((result.seconds for result in own if result.seconds is not None), default=float("nan"))
-        failed = ", ".join(sorted({result.cell.id.partition(":")[2] for result in own if result.wrong}))
+        seconds = max(
+            (result.seconds for result in own if result.seconds is not None), default=float("nan")
+        )
+        failed = ", ".join(
+            sorted({result.cell.id.partition(":")[2] for result in own if result.wrong})
+        )
         ok = sum(not result.wrong for result in own)
         lines.append(f"| {strategy} | {len(own)} | {ok} | {seconds:.1f} s | {failed or '-'} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", default="ddp,ddp_spawn", help=f"some of {','.join(STRATEGIES)}")
-    parser.add_argument("--cell", action="append", type=Cell.parse, help="run this cell alone; may be given more than once")
-    parser.add_argument("--pairwise", action="store_true", help="run few cells that cover every pair of properties")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategies", default="ddp,ddp_spawn", help=f"some of {','.join(STRATEGIES)}"
+    )
+    parser.add_argument(
+        "--cell",
+        action="append",
+        type=Cell.parse,
+        help="run this cell alone; may be given more than once",
+    )
+    parser.add_argument(
+        "--pairwise", action="store_true", help="run few cells that cover every pair of properties"
+    )
     parser.add_argument("--sample", type=int, metavar="K", help="choose K cells at random")
     parser.add_argument("--seed", type=int, default=0, help="of the choice")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
-    parser.add_argument("--spawn-method", default="forkserver", choices=("forkserver", "spawn", "fork"), help="how ddp_spawn starts ranks")
+    parser.add_argument(
+        "--spawn-method",
+        default="forkserver",
+        choices=("forkserver", "spawn", "fork"),
+        help="how ddp_spawn starts ranks",
+    )
     parser.add_argument("--json", type=Path, help="write results to this file")
-    parser.add_argument("--show", action="store_true", help="print what a cell that is not ok printed")
+    parser.add_argument(
+        "--show", action="store_true", help="print what a cell that is not ok printed"
+    )
     options = parser.parse_args()
 
     cells = list(options.cell or ())
@@ -376,13 +456,23 @@ def main() -> None:
         for result in run_cells(cells, options.jobs, options.spawn_method, Path(folder)):
             results.append(result)
             seconds = "     -" if result.seconds is None else f"{result.seconds:4.1f} s"
-            print(f"{result.cell.id:28} {'output' if result.cell.output else '      '} {seconds}  {result.verdict}", flush=True)
+            print(
+                f"{result.cell.id:28} {'output' if result.cell.output else '      '} {seconds}  {result.verdict}",
+                flush=True,
+            )
             if options.show and result.wrong:
                 print(result.printed, flush=True)
     print(f"\n{summary(results)}")
     if options.json is not None:
         rows = [
-            {"cell": r.cell.id, "output": r.cell.output, "seconds": r.seconds, "codes": r.codes, "wrong": r.wrong, "notes": r.notes}
+            {
+                "cell": r.cell.id,
+                "output": r.cell.output,
+                "seconds": r.seconds,
+                "codes": r.codes,
+                "wrong": r.wrong,
+                "notes": r.notes,
+            }
             | ({"printed": r.printed} if r.wrong else {})
             for r in results
         ]

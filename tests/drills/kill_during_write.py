@@ -36,7 +36,14 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
     class Net(gt.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 300), nn.Dropout(0.2), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+            self.layers = nn.Sequential(
+                nn.Linear(8, 300),
+                nn.Dropout(0.2),
+                nn.ReLU(),
+                nn.Linear(300, 300),
+                nn.ReLU(),
+                nn.Linear(300, 1),
+            )
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return nn.functional.mse_loss(self.layers(batch[0]), batch[0].sum(dim=1, keepdim=True))
@@ -49,7 +56,9 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
 
     done = 0
 
-    def counted(action: Callable[..., Any], half: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def counted(
+        action: Callable[..., Any], half: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         def act(*args: Any, **options: Any) -> Any:
             nonlocal done
             done += 1
@@ -62,7 +71,9 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
         return act
 
     write = whole_files._File.write
-    whole_files._File.write = counted(write, lambda file, data: write(file, bytes(data)[: len(data) // 2]))  # type: ignore[method-assign]
+    whole_files._File.write = counted(
+        write, lambda file, data: write(file, bytes(data)[: len(data) // 2])
+    )  # type: ignore[method-assign]
     os.fsync, os.replace, os.unlink = counted(os.fsync), counted(os.replace), counted(os.unlink)
 
     class Says:
@@ -89,7 +100,12 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
         **options,
     )
     batch = 8 // len(range(options.get("devices", 1)))
-    trainer.fit(Net(), DataLoader(data, batch_size=batch, shuffle=True), DataLoader(data, batch_size=batch), ckpt_path="auto")
+    trainer.fit(
+        Net(),
+        DataLoader(data, batch_size=batch, shuffle=True),
+        DataLoader(data, batch_size=batch),
+        ckpt_path="auto",
+    )
 
 
 # --- the drill -----------------------------------------------------------------------------------------------------------
@@ -98,7 +114,9 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
 def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]:
     """Return the exit code, the output, and how many processes were left two seconds later."""
     command = [sys.executable, __file__, "program", strategy, str(folder), str(kill_at)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     lines = []
     assert process.stdout is not None
     try:
@@ -127,18 +145,27 @@ def tensors(state: Any, path: str = "") -> dict[str, Any]:
             for name, value in tensors(item, f"{path}.{key}").items()
         }
     if isinstance(state, list | tuple):
-        return {name: value for index, item in enumerate(state) for name, value in tensors(item, f"{path}.{index}").items()}
+        return {
+            name: value
+            for index, item in enumerate(state)
+            for name, value in tensors(item, f"{path}.{index}").items()
+        }
     return {path: state}
 
 
 def differences(whole: Path, other: Path) -> list[str]:
     found = []
-    names = [sorted(path.relative_to(one).as_posix() for path in one.rglob("*") if path.is_file()) for one in (whole, other)]
+    names = [
+        sorted(path.relative_to(one).as_posix() for path in one.rglob("*") if path.is_file())
+        for one in (whole, other)
+    ]
     if names[0] != names[1]:
         found.append(f"files: {sorted(set(names[0]) ^ set(names[1]))}")
     for name in (name for name in names[0] if name.endswith(".ckpt") and name in names[1]):
         a, b = (tensors(torch.load(one / name, weights_only=True)) for one in (whole, other))
-        odd = [key for key in {**a, **b} if key not in a or key not in b or not equal(a[key], b[key])]
+        odd = [
+            key for key in {**a, **b} if key not in a or key not in b or not equal(a[key], b[key])
+        ]
         if odd:
             found.append(f"{name}: {len(odd)} values, {odd[:3]}")
     return found
@@ -157,18 +184,29 @@ def main(kills: int, strategies: list[str]) -> None:
             whole = Path(folder, strategy)
             code, out, _ = start(strategy, whole)
             assert code == 0, out
-            moments = [int(line.split()[1]) for line in out.splitlines() if line.startswith("moments")]
+            moments = [
+                int(line.split()[1]) for line in out.splitlines() if line.startswith("moments")
+            ]
             for number in range(kills):
                 at, other = 1 + random.randrange(moments[-1]), Path(folder, f"{strategy}-{number}")
                 code, out, left = start(strategy, other, at)
                 assert code == -signal.SIGKILL, (code, out)
-                leftovers = sum(path.name.startswith(".") for path in other.rglob("*")) if other.exists() else 0
+                leftovers = (
+                    sum(path.name.startswith(".") for path in other.rglob("*"))
+                    if other.exists()
+                    else 0
+                )
                 code, out, more = start(strategy, other)
-                odd = differences(whole, other) if code == 0 else [f"exit code {code}: {out[-400:]}"]
+                odd = (
+                    differences(whole, other) if code == 0 else [f"exit code {code}: {out[-400:]}"]
+                )
                 odd += ["a process was left"] * (left + more)
                 failed |= bool(odd)
                 verdict = "equal, nothing left" if not odd else "; ".join(odd)
-                print(f"{strategy:<10}{f'{at} of {moments[-1]}':<14}{leftovers:<24}{verdict}", flush=True)
+                print(
+                    f"{strategy:<10}{f'{at} of {moments[-1]}':<14}{leftovers:<24}{verdict}",
+                    flush=True,
+                )
     sys.exit(failed)
 
 

@@ -25,7 +25,9 @@ import geartrain as gt
 class Net(gt.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return nn.functional.mse_loss(self.layers(batch[0]), batch[0].sum(dim=1, keepdim=True))
@@ -53,19 +55,30 @@ class Looks:
         tensors = dict(run.module.state_dict())
         for number, optimizer in enumerate(run.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer {number}.{index}.{name}": value for name, value in state.items()}
+                tensors |= {
+                    f"optimizer {number}.{index}.{name}": value for name, value in state.items()
+                }
         raise Loaded({name: value.clone() for name, value in tensors.items()})
 
 
 def trainer(epochs: int, output: Path | None = None) -> gt.Trainer:
     plugins = [] if output is not None else [Looks()]
-    return gt.Trainer(max_epochs=epochs, output=output, accelerator="cpu", enable_progress_bar=False, seed=1, plugins=plugins)
+    return gt.Trainer(
+        max_epochs=epochs,
+        output=output,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        seed=1,
+        plugins=plugins,
+    )
 
 
 WAYS: dict[str, Callable[[int, Path], Any]] = {
     "fit(ckpt_path=)": lambda width, path: trainer(9).fit(Net(width), DATA, ckpt_path=path),
     "fit(checkpoint=)": lambda width, path: trainer(9).fit(Net(width), DATA, checkpoint=path),
-    "validate(ckpt_path=)": lambda width, path: trainer(9).validate(Net(width), DATA, ckpt_path=path),
+    "validate(ckpt_path=)": lambda width, path: trainer(9).validate(
+        Net(width), DATA, ckpt_path=path
+    ),
 }
 
 
@@ -79,7 +92,9 @@ def mutations(data: bytes) -> Iterator[tuple[str, bytes]]:
     def swap(block: int) -> bytes:
         a, b = sorted((at(size // block) * block, at(size // block) * block))
         first, second = data[a : a + block], data[b : b + block]
-        return data[:a] + second + data[a + block : b] + first + data[b + block :] if a != b else data
+        return (
+            data[:a] + second + data[a + block : b] + first + data[b + block :] if a != b else data
+        )
 
     while True:
         begin = at(size)
@@ -87,7 +102,13 @@ def mutations(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield "several bit flips", bytes(bytearray_with_flips(data, 1 + at(20)))
         yield "byte run", put(at(size), random.randbytes(1 + at(4096)))
         yield "truncated", data[: at(size)]
-        yield "extended", data + random.choice([bytes(1 + at(4096)), random.randbytes(1 + at(4096)), data[-at(200) - 1 :]])
+        yield (
+            "extended",
+            data
+            + random.choice(
+                [bytes(1 + at(4096)), random.randbytes(1 + at(4096)), data[-at(200) - 1 :]]
+            ),
+        )
         yield "blocks swapped", swap(random.choice([64, 512, 4096]))
         yield "range zeroed", put(at(size), bytes(1 + at(65536)))
         yield "end damaged", put(max(0, size - 1 - at(300)), random.randbytes(1 + at(8)))
@@ -105,7 +126,9 @@ def outcome(load: Callable[[], Any], expected: dict[str, torch.Tensor], path: Pa
         load()
     except Loaded as loaded:
         found = loaded.args[0]
-        same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        same = found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in expected
+        )
         return "loaded the same values" if same else "LOADED OTHER VALUES"
     except gt.TrainingError as error:
         clear = str(path) in str(error) and "Fix:" in str(error) and "\n" not in str(error)
@@ -141,7 +164,9 @@ def main(number: int) -> None:
                 if seen == number // 2:
                     break
             for kind, counts in table.items():
-                print(f"{len(data) / 1e6:9.3f} MB {kind:<18} {', '.join(f'{found}: {count}' for found, count in counts.items())}")
+                print(
+                    f"{len(data) / 1e6:9.3f} MB {kind:<18} {', '.join(f'{found}: {count}' for found, count in counts.items())}"
+                )
                 total += counts
     print(f"{number} mutations, each loaded in {len(WAYS)} ways: {dict(total)}")
     sys.exit(bool(total.keys() - {"refused", "loaded the same values"}))

@@ -34,7 +34,10 @@ def results(request, tmp_path_factory):
     """Cell -> what it came to, of the cells that this session tests."""
     items = [item for item in request.session.items if item.path == request.path]
     cells = [Cell.parse(item.callspec.params["cell"]) for item in items]
-    return {result.cell.id: result for result in run_cells(cells, 2, "forkserver", tmp_path_factory.mktemp("cells"))}
+    return {
+        result.cell.id: result
+        for result in run_cells(cells, 2, "forkserver", tmp_path_factory.mktemp("cells"))
+    }
 
 
 @pytest.mark.parametrize("cell", CELLS)

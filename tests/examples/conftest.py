@@ -54,8 +54,22 @@ def example(python, tmp_path_factory):
     def run(name: str, *arguments: object, cli: bool = False, option: str = "--output") -> Ran:
         program = [str(Path(sys.executable).with_name("geartrain")), "fit"] if cli else []
         output = tmp_path_factory.mktemp(name) / "run"
-        command = [python, *program, f"examples/{name}.py", *map(str, arguments), option, str(output)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=220)
+        command = [
+            python,
+            *program,
+            f"examples/{name}.py",
+            *map(str, arguments),
+            option,
+            str(output),
+        ]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=220,
+        )
         return Ran(done.returncode, done.stdout, done.stderr, output)
 
     return run
@@ -66,7 +80,9 @@ def part():
     """``part("char_lm")`` is that example as a module."""
 
     def load(name: str):
-        spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"example_{name}", ROOT / "examples" / f"{name}.py"
+        )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

@@ -6,9 +6,24 @@ from collections import Counter
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+pytestmark = pytest.mark.timeout(
+    240
+)  # programs that train, on a machine that does other things as well
 
-SMALL = ["--model.width", 64, "--model.heads", 2, "--model.layers", 2, "--max-steps", 160, "--seed", 1, "--limit-val-batches", 4]
+SMALL = [
+    "--model.width",
+    64,
+    "--model.heads",
+    2,
+    "--model.layers",
+    2,
+    "--max-steps",
+    160,
+    "--seed",
+    1,
+    "--limit-val-batches",
+    4,
+]
 
 
 def entropy(data):
@@ -31,13 +46,30 @@ def data(chars):
 
 @pytest.mark.example
 def test_it_learns_what_looking_back_is_good_for(example, data):
-    ran = example("char_lm", *SMALL, "--plugin", "throughput", "--throughput.tokens", 64, "--log-every-n-steps", 40)
+    ran = example(
+        "char_lm",
+        *SMALL,
+        "--plugin",
+        "throughput",
+        "--throughput.tokens",
+        64,
+        "--log-every-n-steps",
+        40,
+    )
     metrics = ran.metrics()
     assert metrics["val_bits_per_char"] < 0.85 * entropy(data)
     assert metrics["val_bits_per_char"] == pytest.approx(metrics["val_loss"] / math.log(2))
     assert metrics["device/tokens_per_sec"] == pytest.approx(64 * metrics["device/samples_per_sec"])
 
-    said = example("char_lm", "predict", *SMALL[:6], "--checkpoint", ran.output / "last.ckpt", "--data.prompt", "An object")
+    said = example(
+        "char_lm",
+        "predict",
+        *SMALL[:6],
+        "--checkpoint",
+        ran.output / "last.ckpt",
+        "--data.prompt",
+        "An object",
+    )
     assert said.code == 0, said.errors
     [[text]] = torch.load(said.output / "predictions.pt", weights_only=True)
     assert text.startswith("An object")
@@ -48,7 +80,18 @@ def test_it_learns_what_looking_back_is_good_for(example, data):
 
 @pytest.mark.example
 def test_two_ranks_learn_too(example, data):
-    ran = example("char_lm", *SMALL, "--max-steps", 120, "--strategy", "ddp", "--devices", 2, "--log-every-n-steps", 20)
+    ran = example(
+        "char_lm",
+        *SMALL,
+        "--max-steps",
+        120,
+        "--strategy",
+        "ddp",
+        "--devices",
+        2,
+        "--log-every-n-steps",
+        20,
+    )
     assert ran.metrics()["val_bits_per_char"] < 0.85 * entropy(data)
     losses = ran.flushed("train_loss")
     assert losses[-1] < losses[0] - 0.4
@@ -78,7 +121,9 @@ def test_a_prediction_looks_back_on_the_whole_context(chars):
 
 def test_the_first_loss_is_that_of_a_guess(chars, data):
     torch.manual_seed(0)
-    inputs, following = (torch.stack(column) for column in zip(*(data.train[i] for i in range(64)), strict=True))
+    inputs, following = (
+        torch.stack(column) for column in zip(*(data.train[i] for i in range(64)), strict=True)
+    )
     assert chars.CharLM().loss((inputs, following)).item() == pytest.approx(math.log(96), abs=0.2)
 
 
@@ -90,7 +135,10 @@ def test_each_place_is_followed_by_the_next(chars, data):
 
 
 def test_nothing_is_validated_on_that_was_trained_on(chars, data):
-    train, val = (chars.decode(torch.cat([inputs for inputs, _ in part])).split("\n\n") for part in (data.train, data.val))
+    train, val = (
+        chars.decode(torch.cat([inputs for inputs, _ in part])).split("\n\n")
+        for part in (data.train, data.val)
+    )
     # The first and the last of each are cut; a short one may be alike with characters that the alphabet does not have.
     assert not {p for p in train[1:-1] if len(p) > 40} & {p for p in val[1:-1] if len(p) > 40}
     assert 0.05 < len(data.val) / (len(data.train) + len(data.val)) < 0.15

@@ -2,7 +2,10 @@
 
 import pytest
 
-pytestmark = [pytest.mark.example, pytest.mark.timeout(240)]  # programs that train, on a machine that does other things as well
+pytestmark = [
+    pytest.mark.example,
+    pytest.mark.timeout(240),
+]  # programs that train, on a machine that does other things as well
 
 SMALL = ["--max-epochs", "16", "--seed", "1", "--accelerator", "cpu"]
 

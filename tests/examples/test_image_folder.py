@@ -7,14 +7,20 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+pytestmark = pytest.mark.timeout(
+    240
+)  # programs that train, on a machine that does other things as well
 
 
 def draw(path, name, rng):
     """One image: a shape of some colour, size and turn on a dark ground."""
     width, height = (rng.randrange(48, 64) for _ in range(2))
     image = Image.new("RGB", (width, height), tuple(rng.randrange(100) for _ in range(3)))
-    pen, colour, r = ImageDraw.Draw(image), tuple(rng.randrange(150, 256) for _ in range(3)), rng.randrange(11, 17)
+    pen, colour, r = (
+        ImageDraw.Draw(image),
+        tuple(rng.randrange(150, 256) for _ in range(3)),
+        rng.randrange(11, 17),
+    )
     x, y = rng.randrange(r + 5, width - r - 5), rng.randrange(r + 5, height - r - 5)
     if name == "circle":
         pen.ellipse((x - r, y - r, x + r, y + r), fill=colour)
@@ -51,7 +57,11 @@ SMALL = ["--model.classes", 4, "--data.size", 32, "--seed", 1, "--data.num_worke
 @pytest.mark.example
 @pytest.mark.parametrize(
     "strategy",
-    [["--strategy", "single"], ["--strategy", "dp", "--devices", 2], ["--strategy", "ddp", "--devices", 2, "--data.batch_size", 16]],
+    [
+        ["--strategy", "single"],
+        ["--strategy", "dp", "--devices", 2],
+        ["--strategy", "ddp", "--devices", 2, "--data.batch_size", 16],
+    ],
     ids=lambda s: s[1],
 )
 def test_shapes_are_told_apart(example, shapes, strategy):
@@ -59,7 +69,15 @@ def test_shapes_are_told_apart(example, shapes, strategy):
     assert ran.metrics()["val_acc"] >= 0.7  # 0.25 is a guess
 
     if strategy[1] == "single":
-        said = example("image_folder", "predict", "--data.root", shapes, *SMALL, "--checkpoint", ran.output / "last.ckpt")
+        said = example(
+            "image_folder",
+            "predict",
+            "--data.root",
+            shapes,
+            *SMALL,
+            "--checkpoint",
+            ran.output / "last.ckpt",
+        )
         assert said.code == 0, said.errors
         chances = torch.cat(torch.load(said.output / "predictions.pt", weights_only=True))
         assert chances.shape == (80, 4)
@@ -77,11 +95,15 @@ def test_a_fifth_of_each_class_is_held_out_and_the_same_each_time(pictures, shap
     assert len(data.training) == 320
     assert data.held_out == again.held_out
     assert data.held_out != pictures.ImageFolder(str(shapes), split_seed=1).held_out
-    assert all(path.parent.name == data.classes[label] for path, label in data.training + data.held_out)
+    assert all(
+        path.parent.name == data.classes[label] for path, label in data.training + data.held_out
+    )
 
 
 def test_without_variation_the_middle_is_read_as_it_is(pictures, tmp_path):
-    image = Image.new("RGB", (12, 8), (255, 0, 0))  # red, and its middle 8 × 8 green on the left half and blue on the right
+    image = Image.new(
+        "RGB", (12, 8), (255, 0, 0)
+    )  # red, and its middle 8 × 8 green on the left half and blue on the right
     image.paste((0, 255, 0), (2, 0, 6, 8))
     image.paste((0, 0, 255), (6, 0, 10, 8))
     image.save(tmp_path / "a.png")
@@ -132,7 +154,9 @@ def folder(root, **classes):
 
 
 def refused(example, root, *arguments):
-    ran = example("image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, *arguments)
+    ran = example(
+        "image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, *arguments
+    )
     assert ran.code == 2
     assert "Traceback" not in ran.errors
     return ran.errors
@@ -174,6 +198,16 @@ def test_an_image_that_is_cut_off(example, tmp_path, workers):
     Image.effect_noise((64, 64), 90).save(root / "b" / "whole.jpg")
     data = (root / "b" / "whole.jpg").read_bytes()
     (root / "b" / "whole.jpg").write_bytes(data[: len(data) // 2])
-    ran = example("image_folder", "--data.root", root, "--model.classes", 2, "--max-epochs", 1, "--data.num_workers", workers)
+    ran = example(
+        "image_folder",
+        "--data.root",
+        root,
+        "--model.classes",
+        2,
+        "--max-epochs",
+        1,
+        "--data.num_workers",
+        workers,
+    )
     assert ran.code == 1
     assert f"{root / 'b' / 'whole.jpg'} cannot be read: image file is truncated" in ran.errors

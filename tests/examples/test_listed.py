@@ -23,5 +23,7 @@ def test_no_list_has_more_than_there_are(page):
 
 
 def test_no_test_is_left_of_an_example_that_is_gone():
-    tests = {path.name.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} - {"listed.py"}
+    tests = {
+        path.name.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")
+    } - {"listed.py"}
     assert tests == {path.name for path in EXAMPLES}

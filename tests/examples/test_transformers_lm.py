@@ -10,13 +10,19 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 
-pytest.importorskip("transformers", reason="it is large: only the tox environment examples installs it")
+pytest.importorskip(
+    "transformers", reason="it is large: only the tox environment examples installs it"
+)
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel
 
-pytestmark = pytest.mark.timeout(240)  # programs that train, on a machine that does other things as well
+pytestmark = pytest.mark.timeout(
+    240
+)  # programs that train, on a machine that does other things as well
 
 STRATEGIES = pytest.mark.parametrize(
-    "strategy", [["--strategy", "single"], ["--strategy", "ddp", "--devices", 2]], ids=lambda strategy: strategy[1]
+    "strategy",
+    [["--strategy", "single"], ["--strategy", "ddp", "--devices", 2]],
+    ids=lambda strategy: strategy[1],
 )
 
 
@@ -35,7 +41,18 @@ def bound(gpt2):
 @pytest.mark.example
 @STRATEGIES
 def test_a_module_around_it_learns_and_is_saved(example, gpt2, bound, strategy):
-    small = ["--model.width", 64, "--model.lr", 3e-3, "--max-steps", 60, "--num-sanity-val-steps", 0, "--seed", 1]
+    small = [
+        "--model.width",
+        64,
+        "--model.lr",
+        3e-3,
+        "--max-steps",
+        60,
+        "--num-sanity-val-steps",
+        0,
+        "--seed",
+        1,
+    ]
     ran = example("transformers_lm", *small, *strategy, cli=True)
     assert ran.metrics()["val_loss"] < 0.9 * bound
     assert (ran.output / "model" / "model.safetensors").is_file()
@@ -70,7 +87,10 @@ def test_a_fresh_model_is_no_better_than_a_guess(gpt2):
 
 def test_bytes_are_the_text_and_none_is_in_both_parts(gpt2):
     data = gpt2.HelpTopics()
-    train, val = (bytes(part.pieces.flatten().tolist()).decode(errors="replace").split("\n\n") for part in (data.train, data.val))
+    train, val = (
+        bytes(part.pieces.flatten().tolist()).decode(errors="replace").split("\n\n")
+        for part in (data.train, data.val)
+    )
     assert any("statement" in paragraph for paragraph in train)
     assert not set(train[1:-1]) & set(val[1:-1])
 
@@ -79,15 +99,29 @@ def test_any_other_model_with_a_loss_of_its_own_goes_the_same_way(tmp_path):
     """BERT decides whether a sentence begins with a token of the upper half."""
     torch.manual_seed(0)
     tokens = torch.randint(32, (256, 8))
-    samples = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": (row[0] >= 16).long()} for row in tokens]
-    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    samples = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": (row[0] >= 16).long()}
+        for row in tokens
+    ]
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     config = BertConfig(vocab_size=32, max_position_embeddings=8, num_labels=2, **size)
     model = BertForSequenceClassification(config)
     trainer = gt.Trainer(accelerator="cpu", max_epochs=8, seed=1, enable_progress_bar=False)
-    trainer.fit(model, DataLoader(samples, batch_size=16, shuffle=True), optimizer=partial(torch.optim.AdamW, lr=3e-3))
+    trainer.fit(
+        model,
+        DataLoader(samples, batch_size=16, shuffle=True),
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+    )
     assert trainer.callback_metrics["train_loss"] < 0.3 * math.log(2)
 
     model.save_pretrained(tmp_path)
     again = BertForSequenceClassification.from_pretrained(tmp_path)
-    [outputs] = trainer.predict(model, DataLoader([{"input_ids": row} for row in tokens], batch_size=256))
+    [outputs] = trainer.predict(
+        model, DataLoader([{"input_ids": row} for row in tokens], batch_size=256)
+    )
     assert torch.equal(again.eval()(input_ids=tokens).logits, outputs.logits)

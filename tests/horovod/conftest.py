@@ -17,7 +17,11 @@ def pytest_collection_modifyitems(items):
     """Tests marked ``horovod`` need the real one."""
     for item in items:
         if not HAS and item.get_closest_marker("horovod"):
-            item.add_marker(pytest.mark.skip(reason="Horovod is not installed; it is built in an environment of its own"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="Horovod is not installed; it is built in an environment of its own"
+                )
+            )
 
 
 @pytest.fixture(scope="session", autouse=True)

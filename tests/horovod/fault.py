@@ -51,6 +51,12 @@ MARKS.mkdir(exist_ok=True)
 data = DataLoader(TensorDataset(torch.randn(64, 4)), 4)
 options = {"stall_timeout": float(os.environ["STALL"])} if "STALL" in os.environ else None
 trainer = gt.Trainer(
-    accelerator="cpu", strategy="horovod", devices=2, max_epochs=1, enable_progress_bar=False, plugins=[Watch()], strategy_options=options
+    accelerator="cpu",
+    strategy="horovod",
+    devices=2,
+    max_epochs=1,
+    enable_progress_bar=False,
+    plugins=[Watch()],
+    strategy_options=options,
 )
 trainer.fit(Model(), data)

@@ -19,7 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import geartrain as gt
 from geartrain import hookimpl
 
-FOLDER, HOLD, FAIL = Path(sys.argv[1]), int(os.environ.get("HOLD", "-1")), int(os.environ.get("FAIL", "-1"))
+FOLDER, HOLD, FAIL = (
+    Path(sys.argv[1]),
+    int(os.environ.get("HOLD", "-1")),
+    int(os.environ.get("FAIL", "-1")),
+)
 EPOCHS, SAMPLES, BATCH = 4, 32, 4
 
 
@@ -51,7 +55,14 @@ class Diary:
     @hookimpl
     def on_step_end(self, run):
         rate = run.optimizers[0].param_groups[0]["lr"]
-        told = {"rank": run.world.rank, "size": run.world.size, "step": run.step, "epoch": run.epoch, "batch": run.batch_idx, "lr": rate}
+        told = {
+            "rank": run.world.rank,
+            "size": run.world.size,
+            "step": run.step,
+            "epoch": run.epoch,
+            "batch": run.batch_idx,
+            "lr": rate,
+        }
         self.file.write(json.dumps(told) + "\n")
         self.file.flush()
         if run.step == HOLD and not (FOLDER / "go").exists():
@@ -92,6 +103,11 @@ trainer = gt.Trainer(
 model = Net()
 trainer.fit(model, loader)
 world = trainer.run.world
-counts = {"step": trainer.global_step, "epoch": trainer.current_epoch, "size": world.size, "resumes": trainer.run.plan.resumes}
+counts = {
+    "step": trainer.global_step,
+    "epoch": trainer.current_epoch,
+    "size": world.size,
+    "resumes": trainer.run.plan.resumes,
+}
 end = {"weights": model.state_dict(), **counts}
 torch.save(end, FOLDER / f"end-{world.rank}.pt")

@@ -59,7 +59,9 @@ def refuse(*_, **__):
 
 
 def fit(strategy):
-    trainer = gt.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False)
+    trainer = gt.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, enable_progress_bar=False
+    )
     trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(4, 3)), 4))
     return trainer.global_step
 
@@ -72,7 +74,10 @@ def halfway(strategy):
     except gt.TrainingError as caught:
         error = f"{type(caught).__name__}: {caught}"
     ours = ("horovod-", "geartrain-horovod")
-    left = {"initialised": hvd.is_initialized(), "threads": [t.name for t in threading.enumerate() if t.name.startswith(ours)]}
+    left = {
+        "initialised": hvd.is_initialized(),
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith(ours)],
+    }
     return {"error": error, **left}
 
 
@@ -141,7 +146,9 @@ def main(folder):
         kept[name]["steps"] = fit("horovod")
     kept["silence"] = [initialised_with(), initialised_with(HOROVOD_GLOO_TIMEOUT_SECONDS="45")]
     kept["hvd.init()"] = user_calls_init()
-    kept["mpirun"] = fails_under_mpirun()  # the last: this process cannot train with Horovod any more
+    kept["mpirun"] = (
+        fails_under_mpirun()
+    )  # the last: this process cannot train with Horovod any more
     torch.save(kept, f"{folder}/halfway.pt")
 
 

@@ -27,7 +27,12 @@ class Overflows(Net):
 
 
 def options(**more):
-    return {"strategy": "horovod", "accelerator": "cpu", "devices": 2, "strategy_options": {"scale_lr": False, **more}}
+    return {
+        "strategy": "horovod",
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy_options": {"scale_lr": False, **more},
+    }
 
 
 def trainer(own=None, **more):
@@ -37,7 +42,11 @@ def trainer(own=None, **more):
 def fit(module, own=None, **more):
     one = trainer(own, **more)
     one.fit(module, DataLoader(samples(), 4))
-    return {"step": one.global_step, "metrics": dict(one.run.metrics), **{k: v.clone() for k, v in module.state_dict().items()}}
+    return {
+        "step": one.global_step,
+        "metrics": dict(one.run.metrics),
+        **{k: v.clone() for k, v in module.state_dict().items()},
+    }
 
 
 def session(name, **own):
@@ -59,17 +68,33 @@ def two_models(**own):
                 one.backward(mse_loss(model(x), y))
             for _, optimizer in now:
                 optimizer.step()
-        return {f"{i}.{k}": v.clone() for i, (model, _) in enumerate(pairs) for k, v in model.module.state_dict().items()}
+        return {
+            f"{i}.{k}": v.clone()
+            for i, (model, _) in enumerate(pairs)
+            for k, v in model.module.state_dict().items()
+        }
 
 
 def main(folder):
     kept = {("manual", how): on_ranks(how, trainer(), samples()) for how in STEPS}
     kept |= {("session", name): session(name) for name in CASES}
-    kept |= {("session", f"{name}, {OWN}"): session(name, distributed_optimizer=True) for name in CASES}
-    kept |= {("manual", f"{how}, {OWN}"): on_ranks(how, trainer({"distributed_optimizer": True}), samples()) for how in STEPS}
+    kept |= {
+        ("session", f"{name}, {OWN}"): session(name, distributed_optimizer=True) for name in CASES
+    }
+    kept |= {
+        ("manual", f"{how}, {OWN}"): on_ranks(
+            how, trainer({"distributed_optimizer": True}), samples()
+        )
+        for how in STEPS
+    }
     kept["session", "two models"] = two_models()
     kept["session", f"two models, {OWN}"] = two_models(distributed_optimizer=True)
-    for name, make in (("lbfgs", lambda: Net("lbfgs")), ("two", lambda: Net("two")), ("gentle", Net), ("overflow", Overflows)):
+    for name, make in (
+        ("lbfgs", lambda: Net("lbfgs")),
+        ("two", lambda: Net("two")),
+        ("gentle", Net),
+        ("overflow", Overflows),
+    ):
         more = {"precision": "16-mixed"} if name in ("gentle", "overflow") else {}
         kept["fit", name] = fit(make(), **more)
         kept["fit", f"{name}, {OWN}"] = fit(make(), {"distributed_optimizer": True}, **more)

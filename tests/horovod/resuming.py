@@ -28,10 +28,14 @@ class Net(gt.Module):
         super().__init__()
         torch.manual_seed(0)
         self.optimizers_ = optimizers
-        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        )
 
     def loss(self, batch):
-        loss = mse_loss(self.layers(batch[0]), batch[1]) * 0.1  # of which no gradient overflows float16
+        loss = (
+            mse_loss(self.layers(batch[0]), batch[1]) * 0.1
+        )  # of which no gradient overflows float16
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -42,11 +46,21 @@ class Net(gt.Module):
         parameters = list(self.parameters())
         parts = [parameters] if self.optimizers_ == 1 else [parameters[:2], parameters[2:]]
         made = [torch.optim.AdamW(part, lr=RATE) for part in parts]
-        return [{"optimizer": one, "lr_scheduler": {"scheduler": schedule(one), "interval": "step"}} for one in made]
+        return [
+            {"optimizer": one, "lr_scheduler": {"scheduler": schedule(one), "interval": "step"}}
+            for one in made
+        ]
 
 
 def schedule(optimizer):
-    return lr.SequentialLR(optimizer, [lr.LinearLR(optimizer, 0.2, total_iters=3), lr.CosineAnnealingLR(optimizer, 9, eta_min=0.002)], [3])
+    return lr.SequentialLR(
+        optimizer,
+        [
+            lr.LinearLR(optimizer, 0.2, total_iters=3),
+            lr.CosineAnnealingLR(optimizer, 9, eta_min=0.002),
+        ],
+        [3],
+    )
 
 
 class Manual(Net):
@@ -69,7 +83,9 @@ class Rates:
 
     @hookimpl
     def on_step_end(self, run):
-        self.seen.append([group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups])
+        self.seen.append(
+            [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+        )
 
 
 def data():
@@ -79,7 +95,15 @@ def data():
 
 def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="horovod", **options):
     """One fit; where it came to."""
-    rates, every = Rates(), ModelCheckpoint(dirpath=FOLDER / folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    rates, every = (
+        Rates(),
+        ModelCheckpoint(
+            dirpath=FOLDER / folder / "steps",
+            filename="{step}",
+            every_n_train_steps=2,
+            save_top_k=-1,
+        ),
+    )
     trainer = gt.Trainer(
         strategy=strategy,
         strategy_options=own,
@@ -96,7 +120,11 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, data(), ckpt_path=path)
-    told = [str(one.message) for one in caught if "checkpoint" in str(one.message) or ".ckpt" in str(one.message)]
+    told = [
+        str(one.message)
+        for one in caught
+        if "checkpoint" in str(one.message) or ".ckpt" in str(one.message)
+    ]
     return trainer, {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.run.optimizers],
@@ -130,7 +158,9 @@ def trained(folder, epochs, path=None, **case):
 def both(name, case):
     """A run of two epochs, one that goes on within the first, and in one case one that was stopped between them."""
     _, whole = trained(f"{name} whole", 2, **case)
-    _, within = trained(f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case)
+    _, within = trained(
+        f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case
+    )
     if name != "plain":
         return {"whole": whole, "within": within}
     trained("plain rest", 1)
@@ -147,7 +177,9 @@ def main():
         _, kept["was ddp's"] = fit("ddp", 2, "last")
         trainer, kept["process set"] = fit("set", 2, own={"process_set": [1, 0]})
     else:
-        trainer, kept["two became one"] = fit("shrunk", 2, FOLDER / "plain whole" / "steps" / "step=6.ckpt")
+        trainer, kept["two became one"] = fit(
+            "shrunk", 2, FOLDER / "plain whole" / "steps" / "step=6.ckpt"
+        )
     torch.save(kept, FOLDER / f"kept-{RANKS}-{trainer.global_rank}.pt")
 
 

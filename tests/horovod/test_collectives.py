@@ -9,7 +9,19 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
 @pytest.mark.parametrize(
     "what",
     [
-        *("bool", "bfloat16", "float16", "complex", "conjugate", "scalar", "int8", "uneven", "uneven bool", "empty", "columns"),
+        *(
+            "bool",
+            "bfloat16",
+            "float16",
+            "complex",
+            "conjugate",
+            "scalar",
+            "int8",
+            "uneven",
+            "uneven bool",
+            "empty",
+            "columns",
+        ),
         "channels last",
     ],
 )
@@ -52,7 +64,10 @@ def test_every_operation_has_a_name_that_is_the_same_on_every_rank(three_ranks):
     for case, first in three_ranks[0].items():
         if "sent" not in first:
             continue
-        operations = [sorted(str(name) for what, name in kept[case]["sent"] if what != "backward") for kept in three_ranks]
+        operations = [
+            sorted(str(name) for what, name in kept[case]["sent"] if what != "backward")
+            for kept in three_ranks
+        ]
         assert operations[0], case
         if case.startswith("distributed"):
             continue  # Horovod's own optimizer gives the names that it was given
@@ -65,7 +80,10 @@ def test_every_operation_has_a_name_that_is_the_same_on_every_rank(three_ranks):
 
 def test_runs_of_one_program_have_names_of_their_own(three_ranks):
     sent = [kept["sent"] for kept in three_ranks[0].values() if "sent" in kept]
-    prefixes = [{name.split(".")[1] for _, name in names if name and name.startswith("geartrain.")} for names in sent]
+    prefixes = [
+        {name.split(".")[1] for _, name in names if name and name.startswith("geartrain.")}
+        for names in sent
+    ]
     assert all(len(found) == 1 for found in prefixes)
     assert len({next(iter(found)) for found in prefixes}) == len(prefixes)
 

@@ -31,13 +31,22 @@ def test_how_it_was_built():
     assert facts["gloo"] is True
     # What the library itself links or calls.
     (library,) = (Path(find_spec("horovod").origin).parent / "torch").glob("mpi_lib_v2*")
-    calls = {"mpi": b"MPI_Init_thread", "nccl": b"ncclAllReduce", "cuda": b"cudaStreamCreateWithPriority"}
-    assert {name: facts[name] for name in calls} == {name: function in library.read_bytes() for name, function in calls.items()}
+    calls = {
+        "mpi": b"MPI_Init_thread",
+        "nccl": b"ncclAllReduce",
+        "cuda": b"cudaStreamCreateWithPriority",
+    }
+    assert {name: facts[name] for name in calls} == {
+        name: function in library.read_bytes() for name, function in calls.items()
+    }
     assert [finding.what for finding in section.findings if "horovod" in finding.what] == []
 
 
 @needs_horovod
-@pytest.mark.parametrize(("nccl", "told"), [(False, ["there is a GPU", "built without NCCL", "refused on cuda", "--nccl"]), (True, [])])
+@pytest.mark.parametrize(
+    ("nccl", "told"),
+    [(False, ["there is a GPU", "built without NCCL", "refused on cuda", "--nccl"]), (True, [])],
+)
 def test_a_gpu_needs_nccl_as_the_strategy_says(monkeypatch, nccl, told):
     """A build with CUDA and without NCCL is refused by the strategy, too."""
     import horovod.torch as hvd
@@ -48,8 +57,18 @@ def test_a_gpu_needs_nccl_as_the_strategy_says(monkeypatch, nccl, told):
     problems = installed.diagnose()["problems"]
     assert len(problems) == bool(told)
     assert all(word in problems[0] for word in told)
-    plan = SimpleNamespace(accelerator=SimpleNamespace(name="cuda"), processes=2, strategy=SimpleNamespace(label="LABEL"))
-    with pytest.raises(UsageError, match="LABEL: this Horovod was built without NCCL, which GPUs need") if told else nullcontext():
+    plan = SimpleNamespace(
+        accelerator=SimpleNamespace(name="cuda"),
+        processes=2,
+        strategy=SimpleNamespace(label="LABEL"),
+    )
+    with (
+        pytest.raises(
+            UsageError, match="LABEL: this Horovod was built without NCCL, which GPUs need"
+        )
+        if told
+        else nullcontext()
+    ):
         checks.check_here(plan, "average", None)
 
 
@@ -60,8 +79,14 @@ def test_what_is_missing_is_shown_with_the_command_that_helps(tmp_path):
     (folder / "mpi_lib_v2.so").touch()
     (folder.parent / "metadata.json").write_text(json.dumps({"pytorch": "1.13.1"}))
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "300"}
-    command = [sys.executable, "-c", "import sys; from geartrain.commands import main; sys.exit(main(['doctor']))"]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from geartrain.commands import main; sys.exit(main(['doctor']))",
+    ]
+    done = subprocess.run(
+        command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     ending = done.stdout.partition("what may matter")[2]
     assert f"was built for torch 1.13.1, and torch {torch_version()} is installed" in ending
     assert "Fix: python -m geartrain_horovod.install (" in ending

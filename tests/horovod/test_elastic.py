@@ -19,7 +19,9 @@ from geartrain_testing.launching import Launched, until
 
 pytestmark = [
     pytest.mark.horovod,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc"),
+    pytest.mark.skipif(
+        not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
+    ),
     pytest.mark.timeout(400),
 ]
 HERE = Path(__file__).parent
@@ -38,10 +40,32 @@ class Job:
         script = folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
-        workers = ("-np", str(len(hosts.split())), "--min-np", "1", "--max-np", "2", "--network-interfaces", "lo")
-        command = [str(Path(sysconfig.get_path("scripts"), "horovodrun")), *workers, "--host-discovery-script", str(script)]
+        workers = (
+            "-np",
+            str(len(hosts.split())),
+            "--min-np",
+            "1",
+            "--max-np",
+            "2",
+            "--network-interfaces",
+            "lo",
+        )
+        command = [
+            str(Path(sysconfig.get_path("scripts"), "horovodrun")),
+            *workers,
+            "--host-discovery-script",
+            str(script),
+        ]
         # Survivors wait for a new worker, which on a busy machine takes its time to import torch.
-        command += ["--gloo-timeout-seconds", "90", "--elastic-timeout", "90", sys.executable, str(HERE / "growing.py"), str(folder)]
+        command += [
+            "--gloo-timeout-seconds",
+            "90",
+            "--elastic-timeout",
+            "90",
+            sys.executable,
+            str(HERE / "growing.py"),
+            str(folder),
+        ]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self.program = Launched(command, folder, {"PATH": path, **environment})
 
@@ -63,7 +87,10 @@ class Job:
 
     def diaries(self):
         """What each process noted, by its first rank."""
-        found = [[json.loads(line) for line in path.read_text().splitlines()] for path in self.folder.glob("diary-*")]
+        found = [
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in self.folder.glob("diary-*")
+        ]
         return {notes[0]["rank"]: notes for notes in found}
 
     def end(self, rank):
@@ -94,7 +121,9 @@ def by_hand(*stretches):
     for size, epoch, first, batches in stretches:
         optimizer.param_groups[0]["lr"] = 0.01 * size * 0.5**epoch
         for step in range(first, first + batches):
-            these = slice(step * BATCH * size, (step + 1) * BATCH * size)  # ranks take samples in turn
+            these = slice(
+                step * BATCH * size, (step + 1) * BATCH * size
+            )  # ranks take samples in turn
             optimizer.zero_grad()
             mse_loss(layer(x[these]), y[these]).backward()
             optimizer.step()
@@ -144,11 +173,23 @@ def test_rank_0_is_killed(job):
     # The commit of step 6, two batches of two ranks into the epoch: the one that is left goes on after four, with rank 0's metrics.
     assert [note["step"] for note in notes if "step" in note] == [*range(1, 8), *range(7, 27)]
     assert [note["error"] for note in notes if "error" in note] == ["WorldChanged"]
-    assert (notes[8]["rank"], notes[8]["size"], notes[8]["epoch"], notes[8]["batch"]) == (0, 1, 1, 5)
-    assert all(note["lr"] == pytest.approx(0.01 * note["size"] * 0.5 ** note["epoch"]) for note in notes if "lr" in note)
+    assert (notes[8]["rank"], notes[8]["size"], notes[8]["epoch"], notes[8]["batch"]) == (
+        0,
+        1,
+        1,
+        5,
+    )
+    assert all(
+        note["lr"] == pytest.approx(0.01 * note["size"] * 0.5 ** note["epoch"])
+        for note in notes
+        if "lr" in note
+    )
     end = job.end(0)
     assert (end["step"], end["epoch"], end["size"]) == (26, 4, 1)
-    assert same(end["weights"], by_hand((2, 0, 0, 4), (2, 1, 0, 2), (1, 1, 4, 4), (1, 2, 0, 8), (1, 3, 0, 8)))
+    assert same(
+        end["weights"],
+        by_hand((2, 0, 0, 4), (2, 1, 0, 2), (1, 1, 4, 4), (1, 2, 0, 8), (1, 3, 0, 8)),
+    )
     assert "a peer has gone" in job.program.err + job.program.out
     assert json.loads((job.folder / "run" / "summary.json").read_text())["status"] == "done"
 
@@ -161,10 +202,16 @@ def test_an_error_of_the_user_s_code_is_no_reset(job):
     said = job.program.err + job.program.out
     assert 'KeyError: "an error of the user\'s code"' in said
     notes = job.diaries()
-    assert [note["error"] for note in notes[1] if "error" in note] == ["KeyError"]  # its worker has ended with it
+    assert [note["error"] for note in notes[1] if "error" in note] == [
+        "KeyError"
+    ]  # its worker has ended with it
     assert [note["error"] for note in notes[0] if "error" in note] == ["WorldChanged"]
-    assert job.end(0)["size"] == 1  # horovodrun goes on with the others, as with those of a worker that died
-    assert same(job.end(0)["weights"], by_hand((2, 0, 0, 4), (1, 1, 0, 8), (1, 2, 0, 8), (1, 3, 0, 8)))
+    assert (
+        job.end(0)["size"] == 1
+    )  # horovodrun goes on with the others, as with those of a worker that died
+    assert same(
+        job.end(0)["weights"], by_hand((2, 0, 0, 4), (1, 1, 0, 8), (1, 2, 0, 8), (1, 3, 0, 8))
+    )
 
 
 def test_an_epoch_that_is_taken_up_in_its_middle_is_not_committed_as_one_that_begins():

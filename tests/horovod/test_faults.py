@@ -14,7 +14,9 @@ from geartrain_testing.launching import Launched, until
 pytestmark = [
     pytest.mark.horovod,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc"),
+    pytest.mark.skipif(
+        not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
+    ),
 ]
 HERE = Path(__file__).parent
 #: Seconds from a fault to the end of the run; what stalls gets those of its timeout too.
@@ -26,7 +28,12 @@ STALL = 12.0
 
 class Ended:
     def __init__(self, run, folder, seconds):
-        self.code, self.seconds, self.printed, self.folder = run.process.returncode, seconds, run.out + run.err, folder
+        self.code, self.seconds, self.printed, self.folder = (
+            run.process.returncode,
+            seconds,
+            run.out + run.err,
+            folder,
+        )
 
     def error(self, rank):
         return (self.folder / "marks" / f"error-{rank}").read_text()
@@ -36,10 +43,18 @@ def run(folder, kind, launcher=(), stall=60.0):
     """Run the program until nothing is left of it; without ``stall`` as the strategy is by itself."""
     command = [*launcher, sys.executable, str(HERE / "fault.py"), kind]
     # The stall is to be seen, not the patience with a stopped rank.
-    program = Launched(command, folder, {} if stall is None else {"STALL": str(stall), "GEARTRAIN_PATIENCE": "stopped=600"})
+    program = Launched(
+        command,
+        folder,
+        {} if stall is None else {"STALL": str(stall), "GEARTRAIN_PATIENCE": "stopped=600"},
+    )
     try:
         marks = folder / "marks"
-        until(lambda: (marks / "fault-1").exists() or program.process.poll() is not None, STARTED, "the fault")
+        until(
+            lambda: (marks / "fault-1").exists() or program.process.poll() is not None,
+            STARTED,
+            "the fault",
+        )
         began = time.monotonic()
         program.wait(PROMPT + (stall if stall is not None and stall < PROMPT else 0))
         assert (marks / "fault-1").exists(), program.out + program.err
@@ -50,7 +65,15 @@ def run(folder, kind, launcher=(), stall=60.0):
 
 
 def horovodrun(*options):
-    return [str(Path(sysconfig.get_path("scripts"), "horovodrun")), "-np", "2", "--gloo", "--network-interfaces", "lo", *options]
+    return [
+        str(Path(sysconfig.get_path("scripts"), "horovodrun")),
+        "-np",
+        "2",
+        "--gloo",
+        "--network-interfaces",
+        "lo",
+        *options,
+    ]
 
 
 def test_a_rank_that_skips_a_collective(tmp_path):
@@ -60,8 +83,13 @@ def test_a_rank_that_skips_a_collective(tmp_path):
     errors = [ended.error(rank) for rank in (0, 1)]
     first = 0 if "has waited" in errors[0] else 1
     # Of log_sync, because sizes are gathered before tensors.
-    here, there = [("log_sync 'geartrain.1.log_sync.", "all-reduce"), ("all-reduce", "log_sync 'geartrain.1.log_sync.")][first]
-    assert re.search(rf"rank {first} has waited \d+ s for the others in {re.escape(here)}", errors[first])
+    here, there = [
+        ("log_sync 'geartrain.1.log_sync.", "all-reduce"),
+        ("all-reduce", "log_sync 'geartrain.1.log_sync."),
+    ][first]
+    assert re.search(
+        rf"rank {first} has waited \d+ s for the others in {re.escape(here)}", errors[first]
+    )
     assert f"; rank {1 - first} has not joined it: it is in {there}" in errors[first]
     assert f"--- rank {1 - first} is at ---" in ended.printed
     assert "self.all_gather(torch.ones(1))" in ended.printed.partition("--- rank 0 is at ---")[2]
@@ -70,7 +98,9 @@ def test_a_rank_that_skips_a_collective(tmp_path):
 def test_a_stopped_rank_of_horovodrun(tmp_path):
     ended = run(tmp_path, "SIGSTOP", horovodrun(), stall=STALL)
     assert ended.code != 0
-    assert "rank 1 has not joined it and has said nothing for" in ended.error(0) or "no answer from rank 1" in ended.error(0)
+    assert "rank 1 has not joined it and has said nothing for" in ended.error(
+        0
+    ) or "no answer from rank 1" in ended.error(0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +109,10 @@ def test_a_stopped_rank_of_horovodrun(tmp_path):
         ("SIGKILL", r"rank 1 was ended by SIGKILL"),
         ("exception", r"rank 1 failed: KeyError: 'my own error'"),
         # Whoever notices first: the supervisor of ranks, or Gloo's background thread of rank 0.
-        ("SIGSTOP", r"rank 1 failed: it has been stopped|no answer from rank 1|rank 1 .*has said nothing"),
+        (
+            "SIGSTOP",
+            r"rank 1 failed: it has been stopped|no answer from rank 1|rank 1 .*has said nothing",
+        ),
     ],
 )
 def test_it_ends_within_30_seconds_by_default(tmp_path, kind, cause):

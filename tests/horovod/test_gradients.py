@@ -30,7 +30,9 @@ def reduced(three_ranks, case, ranks=(0, 1, 2), total=torch.mean, **tolerance):
                 if not have:
                     assert found is None, f"{name}: no rank has used it"
                     continue
-                whole = torch.stack([torch.zeros_like(have[0]) if grads[r] is None else grads[r] for r in ranks])
+                whole = torch.stack(
+                    [torch.zeros_like(have[0]) if grads[r] is None else grads[r] for r in ranks]
+                )
                 expected = total(whole.to(torch.promote_types(whole.dtype, torch.float32)), dim=0)
                 torch.testing.assert_close(found, expected.to(found.dtype), **tolerance)
                 assert torch.equal(found, after[name][ranks[0]]), f"{name} differs between ranks"
@@ -40,7 +42,18 @@ def reduced(three_ranks, case, ranks=(0, 1, 2), total=torch.mean, **tolerance):
 
 @pytest.mark.parametrize(
     "case",
-    ["average", "groups", "one rank only", "channels last", "complex", "float64", "sparse", "unfrozen", "accumulated", "told the passes"],
+    [
+        "average",
+        "groups",
+        "one rank only",
+        "channels last",
+        "complex",
+        "float64",
+        "sparse",
+        "unfrozen",
+        "accumulated",
+        "told the passes",
+    ],
 )
 def test_gradients_become_their_mean(three_ranks, case):
     assert reduced(three_ranks, case) > 12
@@ -59,8 +72,13 @@ def test_gradients_that_travel_in_float16_or_divided_first(three_ranks, case):
         return
     name, plain = {"fp16": ("last.weight", "average"), "complex fp16": ("turn", "complex")}[case]
     compressed = ours(three_ranks, case, 0)[name]
-    assert not any(map(torch.equal, compressed, ours(three_ranks, plain, 0)[name])), "nothing was compressed"
-    assert all(found.dtype == (torch.complex64 if name == "turn" else torch.float32) for found in compressed)
+    assert not any(map(torch.equal, compressed, ours(three_ranks, plain, 0)[name])), (
+        "nothing was compressed"
+    )
+    assert all(
+        found.dtype == (torch.complex64 if name == "turn" else torch.float32)
+        for found in compressed
+    )
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "bfloat16 in groups"])
@@ -72,8 +90,13 @@ def test_gradients_in_bfloat16_which_horovod_does_not_know(three_ranks, case):
 def test_only_ranks_of_a_process_set_reduce(three_ranks):
     assert reduced(three_ranks, "process set", ranks=(0, 2)) > 12
     for step in range(3):
-        before, after = ours(three_ranks, "process set", step, "before"), ours(three_ranks, "process set", step)
-        assert all(torch.equal(before[name][1], after[name][1]) for name in before), "rank 1 is outside"
+        before, after = (
+            ours(three_ranks, "process set", step, "before"),
+            ours(three_ranks, "process set", step),
+        )
+        assert all(torch.equal(before[name][1], after[name][1]) for name in before), (
+            "rank 1 is outside"
+        )
     ends = [kept["process set"]["ended"]["last.weight"] for kept in three_ranks]
     assert torch.equal(ends[0], ends[2])
     assert not torch.equal(ends[0], ends[1])
@@ -82,13 +105,22 @@ def test_only_ranks_of_a_process_set_reduce(three_ranks):
 def test_a_closure_in_a_process_set_is_refused(tmp_path):
     with launched(str(HERE / "trainings.py"), str(tmp_path), "closure", folder=tmp_path) as run:
         assert run.wait(120) != 0
-        assert "LBFGS evaluates its closure as often as it likes, and ranks outside of process_set=[0, 2]" in run.err
+        assert (
+            "LBFGS evaluates its closure as often as it likes, and ranks outside of process_set=[0, 2]"
+            in run.err
+        )
         assert "Fix: another optimizer, or no process_set" in run.err
 
 
 def test_a_checkpoint_has_no_weights_of_ranks_outside(three_ranks):
     told = [kept["resumed in a set"]["told"] for kept in three_ranks]
-    assert told == [["ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"], [], []]
+    assert told == [
+        [
+            "ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"
+        ],
+        [],
+        [],
+    ]
 
 
 def test_a_parameter_of_one_rank_alone(three_ranks):
@@ -101,14 +133,19 @@ def test_a_parameter_of_one_rank_alone(three_ranks):
         for step in (0, 2):
             assert all(found is None for found in ours(three_ranks, case, step)["extra.weight"])
         for kept in three_ranks:
-            assert torch.equal(kept[case]["started"]["unused.weight"], kept[case]["ended"]["unused.weight"])
+            assert torch.equal(
+                kept[case]["started"]["unused.weight"], kept[case]["ended"]["unused.weight"]
+            )
 
 
 def test_sparse_gradients_stay_sparse(three_ranks):
     """SparseAdam refuses a dense one; rank 2 has none at all in the second step."""
     before = ours(three_ranks, "sparse", 1, "before")["table.weight"]
     assert before[2] is None
-    assert torch.equal(three_ranks[2]["sparse"]["ended"]["table.weight"], three_ranks[0]["sparse"]["ended"]["table.weight"])
+    assert torch.equal(
+        three_ranks[2]["sparse"]["ended"]["table.weight"],
+        three_ranks[0]["sparse"]["ended"]["table.weight"],
+    )
 
 
 def test_parameters_that_are_unfrozen_later(three_ranks):
@@ -123,27 +160,45 @@ def test_parameters_that_are_unfrozen_later(three_ranks):
 def test_gradients_that_change_after_they_were_sent(three_ranks, case):
     """A reentrant checkpoint adds to a gradient again; a callback multiplies one on rank 1 alone: the last state counts."""
     assert reduced(three_ranks, case) > 12
-    sent = [name for _, name in three_ranks[0][case]["sent"] if name and name.endswith("second.weight.again")]
+    sent = [
+        name
+        for _, name in three_ranks[0][case]["sent"]
+        if name and name.endswith("second.weight.again")
+    ]
     assert len(sent) == 3, "once in each step"
 
 
 def test_gradients_are_on_their_way_while_backward_computes(three_ranks):
     for kept in three_ranks:
-        seen = [(what, name) for what, name in kept["average"]["sent"] if what in ("allreduce_async_", "backward")]
+        seen = [
+            (what, name)
+            for what, name in kept["average"]["sent"]
+            if what in ("allreduce_async_", "backward")
+        ]
         step = seen[: seen.index(("backward", "first.weight")) + 1]
-        early = [name.rpartition("gradient.")[2] for what, name in step if what == "allreduce_async_"]
+        early = [
+            name.rpartition("gradient.")[2] for what, name in step if what == "allreduce_async_"
+        ]
         assert {"last.weight", "last.bias", "second.weight", "second.bias"} <= set(early)
         assert "first.weight" not in early
 
 
 def test_with_accumulation_each_gradient_is_sent_once_a_step(three_ranks):
     for case in ("accumulated", "told the passes"):
-        names = [name for what, name in three_ranks[0][case]["sent"] if what == "allreduce_async_" and "gradient.last.weight" in name]
+        names = [
+            name
+            for what, name in three_ranks[0][case]["sent"]
+            if what == "allreduce_async_" and "gradient.last.weight" in name
+        ]
         assert len(names) == 2, "three batches in windows of two, and nothing again"
 
 
 def test_groups_travel_together(three_ranks):
-    sent = [name for what, name in three_ranks[0]["groups"]["sent"] if what == "grouped_allreduce_async_"]
+    sent = [
+        name
+        for what, name in three_ranks[0]["groups"]["sent"]
+        if what == "grouped_allreduce_async_"
+    ]
     assert len(set(sent)) == 2, "three groups, and no rank uses a parameter of the last"
     assert len(sent) == 6, "in three steps"
 
@@ -154,10 +209,14 @@ def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
     for kept in three_ranks:
         for name, expected in kept[plain]["ended"].items():
             torch.testing.assert_close(kept[case]["ended"][name], expected)
-        assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])
+        assert torch.equal(
+            kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"]
+        )
 
 
-@pytest.mark.parametrize("case", ["sum", "fp16", "predivided", "process set", "one rank only", "groups"])
+@pytest.mark.parametrize(
+    "case", ["sum", "fp16", "predivided", "process set", "one rank only", "groups"]
+)
 def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case):
     tolerance = {"rtol": 5e-3, "atol": 1e-4} if case == "fp16" else {}
     for kept in three_ranks:
@@ -180,7 +239,9 @@ def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case
     ],
 )
 def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, case, told):
-    with launched(str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path, RANKS="2") as run:
+    with launched(
+        str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path, RANKS="2"
+    ) as run:
         assert run.wait(120) != 0
         assert told in run.err
         assert "Fix: distributed_optimizer=False" in run.err
@@ -188,11 +249,19 @@ def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, 
 
 def test_a_peer_that_has_gone_before_horovods_own_hooks_send_is_said(tmp_path):
     """They raise within backward, where nobody waits yet."""
-    with launched(str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path, RANKS="2") as run:
+    with launched(
+        str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path, RANKS="2"
+    ) as run:
         assert run.wait(120) != 0
     said = (tmp_path / "error-0").read_text()
-    assert said.startswith("TrainingError: rank 0: start of all-reduce of hvd.DistributedOptimizer: a peer has gone")
+    assert said.startswith(
+        "TrainingError: rank 0: start of all-reduce of hvd.DistributedOptimizer: a peer has gone"
+    )
 
 
 def test_the_users_optimizer_stays_what_it_is_and_pickles(three_ranks):
-    assert all(kept[case]["pickled"][0] > 0 for kept in three_ranks for case in ("average", "distributed optimizer"))
+    assert all(
+        kept[case]["pickled"][0] > 0
+        for kept in three_ranks
+        for case in ("average", "distributed optimizer")
+    )

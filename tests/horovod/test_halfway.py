@@ -25,8 +25,18 @@ def kept(tmp_path_factory):
     [
         ("agree", ("WorldChanged: rank 0: agreement on a commit: a peer has gone",)),
         ("init", ("rank 0: Horovod could not connect to its peers: as Horovod says it",)),
-        ("size", ("geartrain started 1 processes, and Horovod made a world of 7", "each would train alone", "Fix: ")),
-        ("timeline", ("timeline.json'", "writes none (as Horovod says it)", "Fix: leave out hvd.init()")),
+        (
+            "size",
+            (
+                "geartrain started 1 processes, and Horovod made a world of 7",
+                "each would train alone",
+                "Fix: ",
+            ),
+        ),
+        (
+            "timeline",
+            ("timeline.json'", "writes none (as Horovod says it)", "Fix: leave out hvd.init()"),
+        ),
     ],
 )
 def test_what_was_set_up_is_undone(kept, case, words):
@@ -44,11 +54,18 @@ def test_how_long_silence_is_borne_is_the_users_to_say(kept):
 def test_a_program_that_calls_init_itself_is_refused(kept):
     alone, refused, after = kept["hvd.init()"]
     assert alone is after is None, "a world of one is what one process wants"
-    for word in ("Horovod is initialised already, as a world of 1", "the program has called hvd.init()", "Fix: leave out hvd.init()"):
+    for word in (
+        "Horovod is initialised already, as a world of 1",
+        "the program has called hvd.init()",
+        "Fix: leave out hvd.init()",
+    ):
         assert word in refused
 
 
 def test_no_second_run_after_mpi_was_left(kept):
     before, after = kept["mpirun"]
     assert before is None
-    assert "this program's last run has failed and left MPI, which a process joins once. Fix: start the program anew" in after
+    assert (
+        "this program's last run has failed and left MPI, which a process joins once. Fix: start the program anew"
+        in after
+    )

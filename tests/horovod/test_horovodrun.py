@@ -22,7 +22,9 @@ BLOCK = r"^### 001:{line}\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P
 
 def block(line):
     """Expected words and text of a block."""
-    found = re.search(BLOCK.format(line=line), (SEEDS / "blocks.md").read_text(encoding="utf-8"), re.M | re.S)
+    found = re.search(
+        BLOCK.format(line=line), (SEEDS / "blocks.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     text = "\n".join(each[1:] for each in found["lines"].splitlines() if each[:1] != "-")
     return found["kind"], found["expected"].split(" | "), text
 
@@ -65,8 +67,12 @@ def run(folder, command, **environment):
 
 def check(printed, ranks):
     for rank in range(ranks):
-        assert re.search(rf", rank {rank} of {ranks}\b", printed)  # mpirun may put its own words before the end of a line
-    assert len(set(re.findall(r"weights ([-+.e\d]+)", printed))) == 1  # every rank has trained the same
+        assert re.search(
+            rf", rank {rank} of {ranks}\b", printed
+        )  # mpirun may put its own words before the end of a line
+    assert (
+        len(set(re.findall(r"weights ([-+.e\d]+)", printed))) == 1
+    )  # every rank has trained the same
     assert len(re.findall(r"weights ([-+.e\d]+)", printed)) == ranks
 
 
@@ -81,7 +87,10 @@ def test_printed_commands(folder):
     # Two names of this machine stand for two machines: each is a node of its own to Horovod. (To Open MPI, which horovodrun takes where
     # Horovod was built with it, they are one.)
     assert "-np 8 -H hostname1:4,hostname2:4" in on_two
-    on_two = on_two.replace("-np 8 -H hostname1:4,hostname2:4", "--gloo --network-interfaces lo -np 4 -H localhost:2,127.0.0.1:2")
+    on_two = on_two.replace(
+        "-np 8 -H hostname1:4,hostname2:4",
+        "--gloo --network-interfaces lo -np 4 -H localhost:2,127.0.0.1:2",
+    )
     printed = run(folder, on_two)
     check(printed, 4)
     for node in range(2):
@@ -90,9 +99,16 @@ def test_printed_commands(folder):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)")
-@pytest.mark.skipif(missing() is not None or not facts()["mpi"], reason="Horovod was built without MPI (geartrain_horovod.install --mpi)")
-@pytest.mark.parametrize("command", ["mpirun --allow-run-as-root --oversubscribe -np 2", "horovodrun -np 2 --mpi"])
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)"
+)
+@pytest.mark.skipif(
+    missing() is not None or not facts()["mpi"],
+    reason="Horovod was built without MPI (geartrain_horovod.install --mpi)",
+)
+@pytest.mark.parametrize(
+    "command", ["mpirun --allow-run-as-root --oversubscribe -np 2", "horovodrun -np 2 --mpi"]
+)
 def test_mpi(folder, command):
     more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     check(run(folder, f"{command} {sys.executable} train.py", **more), 2)
@@ -102,12 +118,21 @@ def test_mpirun_with_a_horovod_without_mpi_is_served_by_geartrain_s_own_rendezvo
     """Open MPI's variables say who is who; Gloo connects."""
     if facts()["mpi"]:
         pytest.skip("this Horovod was built with MPI")
-    common = {"PATH": os.environ["PATH"], "OMPI_MCA_ess_base_jobid": "17", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    common = {
+        "PATH": os.environ["PATH"],
+        "OMPI_MCA_ess_base_jobid": "17",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "train.py"],
             cwd=folder,
-            env={**common, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)},
+            env={
+                **common,
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

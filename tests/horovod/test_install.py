@@ -61,16 +61,35 @@ def command(site, tmp_path):
     site.builds.unlink(missing_ok=True)
 
     def run(*arguments, cache=tmp_path / "cache", **env):
-        variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(site.folder), "PATH": str(site.tools), "TEST_BUILDS": str(site.builds)}
-        variables |= {"PIP_CACHE_DIR": str(tmp_path / "pip"), "PIP_CONSTRAINT": "", "TEST_TORCH": installed.torch_version(), **env}
-        arguments = ("-m", "geartrain_horovod.install", *arguments, *(() if cache is None else ("--cache", str(cache))))
+        variables = {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(site.folder),
+            "PATH": str(site.tools),
+            "TEST_BUILDS": str(site.builds),
+        }
+        variables |= {
+            "PIP_CACHE_DIR": str(tmp_path / "pip"),
+            "PIP_CONSTRAINT": "",
+            "TEST_TORCH": installed.torch_version(),
+            **env,
+        }
+        arguments = (
+            "-m",
+            "geartrain_horovod.install",
+            *arguments,
+            *(() if cache is None else ("--cache", str(cache))),
+        )
         return site.run(site.python, *arguments, cwd=tmp_path, seconds=100, **variables)
 
     return run
 
 
 def builds(site):
-    return [json.loads(line) for line in site.builds.read_text().splitlines() if "bdist_wheel" in line] if site.builds.exists() else []
+    return (
+        [json.loads(line) for line in site.builds.read_text().splitlines() if "bdist_wheel" in line]
+        if site.builds.exists()
+        else []
+    )
 
 
 def wheels(folder):
@@ -83,16 +102,25 @@ def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
     assert first.returncode == 0, first.stdout + first.stderr
     assert f"is installed for torch {installed.torch_version()}" in first.stdout
     (built,) = builds(site)
-    assert built["HOROVOD_WITH_PYTORCH"] == built["HOROVOD_WITH_GLOO"] == built["HOROVOD_WITHOUT_MPI"] == "1"
+    assert (
+        built["HOROVOD_WITH_PYTORCH"]
+        == built["HOROVOD_WITH_GLOO"]
+        == built["HOROVOD_WITHOUT_MPI"]
+        == "1"
+    )
     assert built["HOROVOD_WITHOUT_TENSORFLOW"] == built["HOROVOD_WITHOUT_MXNET"] == "1"
     assert built["HOROVOD_CPU_OPERATIONS"] == "GLOO"
     assert built["MAKEFLAGS"].startswith("-j")
     assert "HOROVOD_GPU_OPERATIONS" not in built
     # As CMake calls it: the launcher, the compiler, its arguments.
     launcher = built["CMAKE_CXX_COMPILER_LAUNCHER"].split(";")
-    told = subprocess.run([*launcher, "echo", "-std=gnu++14", "file.cc"], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [*launcher, "echo", "-std=gnu++14", "file.cc"], capture_output=True, text=True, check=True
+    ).stdout
     assert told.split() == ["-std=gnu++14", "file.cc", "-std=c++17"]
-    python = site.run(site.python, "-c", "import horovod.torch; print(horovod.torch.__file__)", cwd=tmp_path)
+    python = site.run(
+        site.python, "-c", "import horovod.torch; print(horovod.torch.__file__)", cwd=tmp_path
+    )
     assert str(site.folder) in python.stdout, python.stderr
 
     again = command(TEST_FAIL="1")
@@ -113,7 +141,12 @@ def test_printed_steps_install_it_too(site, command, tmp_path):
     assert shown.returncode == 0, shown.stderr
     assert builds(site) == []
     script = shown.stdout.replace("python -m pip", f"{site.python} -m pip")
-    variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(site.folder), "TEST_BUILDS": str(site.builds), "PIP_CONSTRAINT": ""}
+    variables = {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(site.folder),
+        "TEST_BUILDS": str(site.builds),
+        "PIP_CONSTRAINT": "",
+    }
     variables |= {"TEST_TORCH": installed.torch_version(), "PATH": os.environ["PATH"]}
     done = site.run("sh", "-e", "-c", script, cwd=tmp_path, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,13 +173,19 @@ def test_failed_build_shows_its_end_and_its_log(site, command, tmp_path):
 def test_what_is_built_for_another_torch_is_refused(command):
     done = command(TEST_TORCH="1.13.0")
     assert done.returncode == 1
-    assert f"was built for torch 1.13.0, and torch {installed.torch_version()} is installed" in done.stderr
+    assert (
+        f"was built for torch 1.13.0, and torch {installed.torch_version()} is installed"
+        in done.stderr
+    )
 
 
 @pytest.mark.build
 @pytest.mark.parametrize(
     ("tool", "told"),
-    [("cmake", "there is no cmake. Fix: pip install cmake"), ("c++", "there is no C++ compiler (c++, g++ or clang++). Fix: ")],
+    [
+        ("cmake", "there is no cmake. Fix: pip install cmake"),
+        ("c++", "there is no C++ compiler (c++, g++ or clang++). Fix: "),
+    ],
 )
 def test_missing_tool_is_named_before_anything_is_built(site, command, tmp_path, tool, told):
     tools = tmp_path / "tools"
@@ -182,7 +221,9 @@ def test_ccache_and_old_cmake_get_a_wrapper(recipe, tmp_path):
         script.write_text(made.wrapper)
         script.chmod(0o755)
         variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-        told = subprocess.run([script, "-c", "a file.cc"], capture_output=True, text=True, check=True, env=variables).stdout
+        told = subprocess.run(
+            [script, "-c", "a file.cc"], capture_output=True, text=True, check=True, env=variables
+        ).stdout
         assert told.split()[1:] == ["-c", "a", "file.cc", "-std=c++17"]
         assert "export CXX=" in made.script()
         (tmp_path / "ccache").unlink(missing_ok=True)
@@ -203,7 +244,9 @@ def test_mpi_and_nccl(recipe):
 
 def test_what_mpi_and_nccl_need(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("geartrain_horovod.install._CUDA", str(tmp_path / "cuda"))
-    with pytest.raises(InstallError, match=r"no mpicxx\. Fix: apt-get install openmpi-bin libopenmpi-dev"):
+    with pytest.raises(
+        InstallError, match=r"no mpicxx\. Fix: apt-get install openmpi-bin libopenmpi-dev"
+    ):
         recipe(mpi=True)
     with pytest.raises(InstallError, match=r"no nvcc\. Fix: "):
         recipe(nccl=True)
@@ -243,7 +286,9 @@ def test_a_cuda_build_of_torch_without_the_toolkit_is_refused_before_the_build(r
 
 
 def test_a_build_of_torch_for_the_cpu_needs_no_toolkit(tmp_path, monkeypatch):
-    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n")
+    (tmp_path / "version.py").write_text(
+        "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+    )
     monkeypatch.setattr(installed, "_folder", lambda name: tmp_path)
     assert installed.torch_version() == "2.13.0+cpu"
     assert installed.torch_cuda() is None
@@ -256,8 +301,16 @@ def test_what_is_set_already_stands(recipe):
 
 
 def test_wheel_is_kept_by_all_that_it_depends_on(recipe, monkeypatch):
-    keys = [recipe().key, recipe(mpi=True, tools=["mpicxx"]).key, recipe(nccl=True, tools=["nvcc"]).key]
-    keys += [recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx").key, recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx2").key, recipe(CXXFLAGS="-O1").key]
+    keys = [
+        recipe().key,
+        recipe(mpi=True, tools=["mpicxx"]).key,
+        recipe(nccl=True, tools=["nvcc"]).key,
+    ]
+    keys += [
+        recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx").key,
+        recipe(HOROVOD_BUILD_ARCH_FLAGS="-mavx2").key,
+        recipe(CXXFLAGS="-O1").key,
+    ]
     monkeypatch.setattr("geartrain_horovod.install.torch_version", lambda: "2.99.0+cu140")
     keys.append(recipe().key)
     assert len(set(keys)) == len(keys)
@@ -285,10 +338,22 @@ MISSING = {
         "",
         "cannot be loaded: ImportError: undefined symbol: _ZN5torch",
     ),
-    "neither Gloo nor MPI": ({**_OF, "part": TORCH_PART.replace("True", "False")}, "", "was built with neither Gloo nor MPI"),
+    "neither Gloo nor MPI": (
+        {**_OF, "part": TORCH_PART.replace("True", "False")},
+        "",
+        "was built with neither Gloo nor MPI",
+    ),
     # Nothing of it is imported where its files are wrong.
-    "wrong files": ({**_OF, "built": "1.13.1", "part": "raise SystemExit('imported')"}, "", "was built for torch 1.13.1"),
-    "none": (None, _BLOCK.format("horovod"), "Horovod is not installed. Fix: python -m geartrain_horovod.install ("),
+    "wrong files": (
+        {**_OF, "built": "1.13.1", "part": "raise SystemExit('imported')"},
+        "",
+        "was built for torch 1.13.1",
+    ),
+    "none": (
+        None,
+        _BLOCK.format("horovod"),
+        "Horovod is not installed. Fix: python -m geartrain_horovod.install (",
+    ),
     "no numpy": (_OF, _BLOCK.format("numpy"), "not installed. Fix: pip install numpy"),
 }
 #: Each case is asked in a process of its own, forked from one that has imported torch, which takes seconds.
@@ -325,9 +390,13 @@ def answers(tmp_path_factory):
             (package / "mpi_lib_v2.so").touch()
         if made["built"] is not None:
             (package.parent / "metadata.json").write_text(json.dumps({"pytorch": made["built"]}))
-    done = subprocess.run([sys.executable, "-c", _ASK, json.dumps(cases)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK, json.dumps(cases)], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
-    return dict(zip(MISSING, ((Path(folder) / "answer").read_text() for folder, _ in cases), strict=True))
+    return dict(
+        zip(MISSING, ((Path(folder) / "answer").read_text() for folder, _ in cases), strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", MISSING)

@@ -70,7 +70,16 @@ def trained(text, ranks, fits=1):
 
 
 def horovodrun(folder, *arguments, ranks=2, **environment):
-    command = [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--gloo", "--network-interfaces", "lo", sys.executable, *arguments]
+    command = [
+        str(SCRIPTS / "horovodrun"),
+        "-np",
+        str(ranks),
+        "--gloo",
+        "--network-interfaces",
+        "lo",
+        sys.executable,
+        *arguments,
+    ]
     return Launched(command, folder, {"PATH": f"{SCRIPTS}:{os.environ['PATH']}", **environment})
 
 
@@ -87,9 +96,24 @@ def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
 @pytest.mark.example
 def test_digits_on_two_ranks(tmp_path):
     """The real handwritten digits, with the example as it is."""
-    pytest.importorskip("sklearn", reason="scikit-learn, whose wheel has the digits, is not installed")
+    pytest.importorskip(
+        "sklearn", reason="scikit-learn, whose wheel has the digits, is not installed"
+    )
     digits = str(HERE.parents[1] / "examples" / "digits.py")
-    words = ["fit", digits, "--strategy", "horovod", "--accelerator", "cpu", "--devices", "2", "--max-epochs", "10", "--seed", "1"]
+    words = [
+        "fit",
+        digits,
+        "--strategy",
+        "horovod",
+        "--accelerator",
+        "cpu",
+        "--devices",
+        "2",
+        "--max-epochs",
+        "10",
+        "--seed",
+        "1",
+    ]
     run = Launched([str(SCRIPTS / "geartrain"), *words, "--output", "out"], tmp_path)
     try:
         run.succeed(200)
@@ -125,7 +149,17 @@ def test_a_rank_that_raises_under_horovodrun_ends_all(folder):
 
 def test_under_torchrun(folder):
     port = str(free_port())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "train.py", "once"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        port,
+        "train.py",
+        "once",
+    ]
     run = Launched(command, folder)
     try:
         run.succeed(120)
@@ -135,7 +169,12 @@ def test_under_torchrun(folder):
 
 
 def test_two_nodes_started_by_hand(folder):
-    where = {"NODES": "2", "DEVICES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where = {
+        "NODES": "2",
+        "DEVICES": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with (
         launched("train.py", "once", folder=folder, name="one", NODE_RANK="1", **where) as other,
         launched("train.py", "once", folder=folder, name="zero", NODE_RANK="0", **where) as first,
@@ -147,8 +186,17 @@ def test_two_nodes_started_by_hand(folder):
 
 def test_missing_horovod_is_said_before_anything_starts(folder):
     """Where the package is there and Horovod is not."""
-    (folder / "horovod_is_away.py").write_text("import sys\nsys.modules['horovod'] = None\nimport runpy\nrunpy.run_path('train.py')\n")
-    run = subprocess.run([sys.executable, "horovod_is_away.py"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    (folder / "horovod_is_away.py").write_text(
+        "import sys\nsys.modules['horovod'] = None\nimport runpy\nrunpy.run_path('train.py')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "horovod_is_away.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert run.returncode != 0
     assert "geartrain-horovod[horovod]" in run.stderr
     assert "Fix:" in run.stderr

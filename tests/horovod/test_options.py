@@ -34,7 +34,9 @@ class Manual(Net):
 
 
 def planned(module=Net, devices=2, options=None, **more):
-    return gt.Trainer(strategy="horovod", accelerator="cpu", devices=devices, strategy_options=options, **more).check(module)
+    return gt.Trainer(
+        strategy="horovod", accelerator="cpu", devices=devices, strategy_options=options, **more
+    ).check(module)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +49,18 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"stall_timeout": -1}, ("stall_timeout=-1", "above 0", "0: never")),
         ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
         ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
-        ({"gradient_predivide_factor": 2.0, "op": "sum"}, ("gradient_predivide_factor=2.0", "op='average'", "op='sum'")),
+        (
+            {"gradient_predivide_factor": 2.0, "op": "sum"},
+            ("gradient_predivide_factor=2.0", "op='average'", "op='sum'"),
+        ),
         (
             {"gradient_predivide_factor": 2.0, "groups": 3, "distributed_optimizer": True},
-            ("distributed_optimizer=True", "groups=3", "gradient_predivide_factor=2.0", "leave one out"),
+            (
+                "distributed_optimizer=True",
+                "groups=3",
+                "gradient_predivide_factor=2.0",
+                "leave one out",
+            ),
         ),
         ({"process_set": [0]}, ("process_set=[0]", "at least two")),
         ({"process_set": [1, 2]}, ("process_set=[1, 2]", "train alone", "rank 0")),
@@ -58,8 +68,14 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"process_set": [0, -1]}, ("process_set=[0, -1]",)),
         ({"op": "adasum", "process_set": [0, 1]}, ("adasum", "process_set=[0, 1]")),
         ({"op": "adasum", "distributed_optimizer": True}, ("adasum", "distributed_optimizer=True")),
-        ({"elastic": True}, ("elastic=True needs", "horovodrun -np 2 --min-np 1", "--host-discovery-script")),
-        ({"elastic": True, "process_set": [0, 1]}, ("elastic=True", "process_set=[0, 1]", "come and go")),
+        (
+            {"elastic": True},
+            ("elastic=True needs", "horovodrun -np 2 --min-np 1", "--host-discovery-script"),
+        ),
+        (
+            {"elastic": True, "process_set": [0, 1]},
+            ("elastic=True", "process_set=[0, 1]", "come and go"),
+        ),
         ({"elastic": True, "op": "adasum"}, ("elastic=True", "op='adasum'")),
         ({"elastic": True, "timeline": "t.json"}, ("elastic=True", "timeline")),
         ({"commit_every_n_steps": 5}, ("commit_every_n_steps=5", "elastic=True")),
@@ -83,7 +99,11 @@ def test_options_that_cannot_be(options, words):
         ({"options": {"process_set": [0, 2]}}, ("process_set=[0, 2]", "rank 2", "2 ranks")),
         (
             {"options": {"backward_passes_per_step": 3}},
-            ("backward_passes_per_step=3", "accumulate_grad_batches=1", "--accumulate-grad-batches 3"),
+            (
+                "backward_passes_per_step=3",
+                "accumulate_grad_batches=1",
+                "--accumulate-grad-batches 3",
+            ),
         ),
         ({"options": {"timeline": "/nowhere/there/is/timeline.json"}}, ("timeline", "/nowhere")),
     ],
@@ -99,7 +119,10 @@ def test_plans_that_cannot_be(more, words):
 #: A process that a launcher has started, as rank 0 of two.
 PLACE = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
-HOROVODRUN = {f"HOROVOD_{name}": value for name, value in {**PLACE, "CROSS_RANK": "0", "CROSS_SIZE": "1"}.items()}
+HOROVODRUN = {
+    f"HOROVOD_{name}": value
+    for name, value in {**PLACE, "CROSS_RANK": "0", "CROSS_SIZE": "1"}.items()
+}
 
 
 @real
@@ -122,11 +145,18 @@ def test_adasum_needs_mpi_built_and_used(monkeypatch, accelerator, built, launch
     monkeypatch.setattr(hvd, "nccl_built", lambda: True)
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    plan = SimpleNamespace(accelerator=SimpleNamespace(name=accelerator), processes=2, strategy=SimpleNamespace(label="LABEL"))
+    plan = SimpleNamespace(
+        accelerator=SimpleNamespace(name=accelerator),
+        processes=2,
+        strategy=SimpleNamespace(label="LABEL"),
+    )
     if why is None:
         checks.check_here(plan, "adasum", None)
         return
-    with pytest.raises(gt.UsageError, match=rf"LABEL: op='adasum' needs MPI, and {why}\. Fix: .* under mpirun or horovodrun --mpi"):
+    with pytest.raises(
+        gt.UsageError,
+        match=rf"LABEL: op='adasum' needs MPI, and {why}\. Fix: .* under mpirun or horovodrun --mpi",
+    ):
         checks.check_here(plan, "adasum", None)
 
 
@@ -145,13 +175,18 @@ def test_only_rank_0_needs_a_place_for_the_timeline(monkeypatch):
 def test_a_timeline_that_the_environment_has_begun(monkeypatch):
     """Horovod would refuse to begin another, in the middle of set-up."""
     monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
-    with pytest.raises(gt.UsageError, match=r"timeline='t.json': HOROVOD_TIMELINE='other.json', .*Fix: leave one out"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"timeline='t.json': HOROVOD_TIMELINE='other.json', .*Fix: leave one out",
+    ):
         planned(options={"timeline": "t.json"})
 
 
 @real
 def test_passes_that_fit():
-    assert planned(options={"backward_passes_per_step": 3}, accumulate_grad_batches=3).processes == 2
+    assert (
+        planned(options={"backward_passes_per_step": 3}, accumulate_grad_batches=3).processes == 2
+    )
     assert planned(Manual, options={"backward_passes_per_step": 3}).processes == 2
 
 
@@ -181,7 +216,10 @@ def test_the_plan_says_what_becomes_of_learning_rates(options, told):
 
 @real
 def test_the_plan_says_who_trains_alone():
-    assert planned(devices=3, options={"process_set": [0, 2]}).notes["process set"] == "ranks [1] train alone, at rates as configured"
+    assert (
+        planned(devices=3, options={"process_set": [0, 2]}).notes["process set"]
+        == "ranks [1] train alone, at rates as configured"
+    )
 
 
 @real
@@ -190,19 +228,46 @@ def test_explain_prints_it(tmp_path):
         "import geartrain as gt, torch\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): ...\n"
         "    def configure_optimizers(self): ...\n"
     )
-    command = [sys.executable, "-c", "from geartrain.commands import main; raise SystemExit(main())"]
-    words = ["explain", "train.py", "--strategy", "horovod", "--devices", "4", "--accelerator", "cpu"]
-    run = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    command = [
+        sys.executable,
+        "-c",
+        "from geartrain.commands import main; raise SystemExit(main())",
+    ]
+    words = [
+        "explain",
+        "train.py",
+        "--strategy",
+        "horovod",
+        "--devices",
+        "4",
+        "--accelerator",
+        "cpu",
+    ]
+    run = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert run.returncode == 0, run.stderr
     (line,) = (line for line in run.stdout.splitlines() if "learning rates" in line)
     assert "× 4" in line
-    run = subprocess.run([*command, *words, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [*command, *words, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert json.loads(run.stdout)["notes"] == {"learning rates": "× 4 (scale_lr, 4 worker(s))"}
 
 
 def test_without_horovod_it_is_refused_with_the_way_to_get_it(monkeypatch):
-    monkeypatch.setattr("geartrain_horovod.checks.missing", lambda: "Horovod is not installed. Fix: build it")
-    with pytest.raises(gt.UsageError, match=r"geartrain-horovod\[horovod\]: Horovod is not installed\. Fix: build it"):
+    monkeypatch.setattr(
+        "geartrain_horovod.checks.missing", lambda: "Horovod is not installed. Fix: build it"
+    )
+    with pytest.raises(
+        gt.UsageError,
+        match=r"geartrain-horovod\[horovod\]: Horovod is not installed\. Fix: build it",
+    ):
         planned()
 
 

@@ -21,7 +21,9 @@ HERE = Path(__file__).parent
 def two_ranks(tmp_path_factory):
     """(kind, case) -> weights, for each rank."""
     folder = tmp_path_factory.mktemp("own-loops")
-    with launched(str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(HERE.parents[1])) as run:
+    with launched(
+        str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(HERE.parents[1])
+    ) as run:
         run.succeed(300)
     return [torch.load(folder / f"own-{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -42,7 +44,11 @@ WHOSE = pytest.mark.parametrize("whose", ["", ", horovod's own"], ids=["ours", "
 def test_manual_optimisation(two_ranks, how, whose):
     expected = manual.by_hand(how, cases.samples())
     if whose:  # which gives zeros to what no loss uses: weight decay moves it
-        expected = {name: value for name, value in expected.items() if not name.startswith(("unused", "extra"))}
+        expected = {
+            name: value
+            for name, value in expected.items()
+            if not name.startswith(("unused", "extra"))
+        }
     assert_as(two_ranks, "manual", how + whose, expected)
 
 
@@ -61,7 +67,11 @@ def test_two_models_of_a_session_with_parameters_of_the_same_names(two_ranks, wh
             optimizer.zero_grad()
             mse_loss(net(x), y).backward()
             optimizer.step()
-    expected = {f"{i}.{name}": value for i, net in enumerate(nets) for name, value in net.state_dict().items()}
+    expected = {
+        f"{i}.{name}": value
+        for i, net in enumerate(nets)
+        for name, value in net.state_dict().items()
+    }
     assert_as(two_ranks, "session", f"two models{whose}", expected)
 
 
@@ -69,7 +79,12 @@ def test_two_models_of_a_session_with_parameters_of_the_same_names(two_ranks, wh
 @pytest.mark.parametrize("name", ["lbfgs", "two", "gentle"])
 def test_as_one_process(two_ranks, name, whose):
     module = cases.Net() if name == "gentle" else cases.Net(name)
-    one = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, precision="16-mixed" if name == "gentle" else "32-true")
+    one = gt.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        enable_progress_bar=False,
+        precision="16-mixed" if name == "gentle" else "32-true",
+    )
     one.fit(module, DataLoader(cases.samples(), 8))
     name += whose
     if name.startswith("gentle"):  # autocast computes in float16 on other batches
@@ -84,4 +99,6 @@ def test_as_one_process(two_ranks, name, whose):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks, whose):
     first, second = (kept["fit", f"overflow{whose}"] for kept in two_ranks)
     assert first["metrics"]["skipped_steps"] == second["metrics"]["skipped_steps"] == 1
-    assert all(torch.equal(first[name], second[name]) for name in first if name not in ("metrics", "step"))
+    assert all(
+        torch.equal(first[name], second[name]) for name in first if name not in ("metrics", "step")
+    )

@@ -22,12 +22,26 @@ SCHEDULERS = {
     "CosineAnnealingWarmRestarts": lambda o: [lr.CosineAnnealingWarmRestarts(o, 4, eta_min=0.004)],
     "LinearLR": lambda o: [lr.LinearLR(o, 0.2, total_iters=5)],
     "PolynomialLR": lambda o: [lr.PolynomialLR(o, 8)],
-    "OneCycleLR": lambda o: [lr.OneCycleLR(o, max_lr=[0.3, 0.2], total_steps=STEPS + 1, cycle_momentum=False)],
-    "CyclicLR": lambda o: [lr.CyclicLR(o, base_lr=0.01, max_lr=[0.3, 0.2], step_size_up=3, cycle_momentum=False)],
-    "SequentialLR": lambda o: [lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 6, eta_min=0.002)], [3])],
-    "ChainedScheduler": lambda o: [lr.ChainedScheduler([lr.ConstantLR(o, 0.5, 4), lr.ExponentialLR(o, 0.9)], optimizer=o)],
+    "OneCycleLR": lambda o: [
+        lr.OneCycleLR(o, max_lr=[0.3, 0.2], total_steps=STEPS + 1, cycle_momentum=False)
+    ],
+    "CyclicLR": lambda o: [
+        lr.CyclicLR(o, base_lr=0.01, max_lr=[0.3, 0.2], step_size_up=3, cycle_momentum=False)
+    ],
+    "SequentialLR": lambda o: [
+        lr.SequentialLR(
+            o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 6, eta_min=0.002)], [3]
+        )
+    ],
+    "ChainedScheduler": lambda o: [
+        lr.ChainedScheduler([lr.ConstantLR(o, 0.5, 4), lr.ExponentialLR(o, 0.9)], optimizer=o)
+    ],
     "nested twice": lambda o: [
-        lr.SequentialLR(o, [lr.ChainedScheduler([lr.ConstantLR(o, 0.5), lr.PolynomialLR(o, 5)]), lr.StepLR(o, 2)], [4])
+        lr.SequentialLR(
+            o,
+            [lr.ChainedScheduler([lr.ConstantLR(o, 0.5), lr.PolynomialLR(o, 5)]), lr.StepLR(o, 2)],
+            [4],
+        )
     ],
     "SWALR": lambda o: [torch.optim.swa_utils.SWALR(o, swa_lr=[0.05, 0.02], anneal_epochs=4)],
     "two of them": lambda o: [lr.StepLR(o, 3), lr.ExponentialLR(o, 0.9)],
@@ -77,7 +91,9 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
 def test_a_tensor_that_groups_share_is_scaled_once():
     """Groups that are given no rate of their own have the very tensor that the optimizer was given, and so have its defaults."""
     rate = torch.tensor(0.5)
-    one = torch.optim.Adam([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate, foreach=False)
+    one = torch.optim.Adam(
+        [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate, foreach=False
+    )
     assert all(group["lr"] is rate for group in one.param_groups)
     rates.scale(one, [], 4)
     assert all(group["lr"] is rate for group in one.param_groups)
@@ -143,7 +159,13 @@ def test_schedulers_of_another_optimizer_are_left_alone():
 @pytest.mark.horovod
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("case", "factors"), [("average", [1] * 3), ("scaled", [3] * 3), ("scaled in a process set", [2, 1, 2]), ("scaled sum", [1] * 3)]
+    ("case", "factors"),
+    [
+        ("average", [1] * 3),
+        ("scaled", [3] * 3),
+        ("scaled in a process set", [2, 1, 2]),
+        ("scaled sum", [1] * 3),
+    ],
 )
 def test_by_the_number_of_workers(three_ranks, case, factors):
     """Of which a rank outside of the process set has none but itself."""
@@ -162,7 +184,9 @@ def test_every_rank_starts_with_rank_0s_optimizer(three_ranks, case):
         for state in states:
             assert float(state["step"]) == 7.0
             assert bool((state["exp_avg"] == 0.25).all())
-        assert torch.equal(kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"])
+        assert torch.equal(
+            kept[case]["ended"]["last.weight"], three_ranks[0][case]["ended"]["last.weight"]
+        )
 
 
 @pytest.mark.horovod
@@ -181,4 +205,6 @@ def test_an_empty_state_stays_empty_and_no_step_is_taken(three_ranks):
     started = three_ranks[0]["average"]["started"]
     for kept in three_ranks:
         assert kept["fresh"]["state"] == [[]]
-        assert all(torch.equal(kept["fresh"]["started"][name], value) for name, value in started.items())
+        assert all(
+            torch.equal(kept["fresh"]["started"][name], value) for name, value in started.items()
+        )

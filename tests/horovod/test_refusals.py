@@ -29,7 +29,9 @@ class NeedsMore(torch.optim.SGD):
 MODULES = {
     "layer.weight is torch.bfloat16": lambda: nn.Linear(2, 2).to(torch.bfloat16),
     "layer.weight is torch.complex64": lambda: nn.Linear(2, 2, dtype=torch.complex64),
-    "layer.weight is not contiguous": lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+    "layer.weight is not contiguous": lambda: nn.Conv2d(3, 4, 2).to(
+        memory_format=torch.channels_last
+    ),
 }
 
 
@@ -44,19 +46,29 @@ def add(layer, make):
 @pytest.mark.parametrize("why", MODULES)
 def test_parameters_that_horovods_own_optimizer_does_not_take(why):
     with pytest.raises(
-        gt.UsageError, match=rf"distributed_optimizer=True: {why}, which Horovod refuses\. Fix: distributed_optimizer=False"
+        gt.UsageError,
+        match=rf"distributed_optimizer=True: {why}, which Horovod refuses\. Fix: distributed_optimizer=False",
     ):
         add(MODULES[why](), lambda parameters: torch.optim.SGD(parameters, 0.1))
 
 
 def test_an_optimizer_that_horovod_cannot_make_anew():
-    with pytest.raises(gt.UsageError, match=r"Horovod makes NeedsMore anew .*'more'.*Fix: distributed_optimizer=False"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"Horovod makes NeedsMore anew .*'more'.*Fix: distributed_optimizer=False",
+    ):
         add(nn.Linear(2, 2), lambda parameters: NeedsMore(parameters, 0.1, more=1))
 
 
 def test_an_accelerator_that_horovod_does_not_know():
-    plan = SimpleNamespace(accelerator=SimpleNamespace(name="mps"), processes=2, strategy=SimpleNamespace(label="LABEL"))
-    with pytest.raises(gt.UsageError, match=r"LABEL: Horovod knows nothing of mps\. Fix: --accelerator cpu or cuda"):
+    plan = SimpleNamespace(
+        accelerator=SimpleNamespace(name="mps"),
+        processes=2,
+        strategy=SimpleNamespace(label="LABEL"),
+    )
+    with pytest.raises(
+        gt.UsageError, match=r"LABEL: Horovod knows nothing of mps\. Fix: --accelerator cpu or cuda"
+    ):
         checks.check_combination(plan, gt.Module(), "average", None, 1)
 
 
@@ -68,7 +80,8 @@ def test_a_process_set_that_horovod_was_initialised_without(monkeypatch):
     meeting = object.__new__(launching.Meeting)
     meeting.hvd, meeting._stays = hvd, True
     with pytest.raises(
-        gt.TrainingError, match=r"process_set=\[0, 2\]: Horovod was initialised before.*Fix: the same process_set in every run"
+        gt.TrainingError,
+        match=r"process_set=\[0, 2\]: Horovod was initialised before.*Fix: the same process_set in every run",
     ):
         meeting._kept([0, 2])
 

@@ -32,7 +32,9 @@ def board():
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     yield lambda: Board("127.0.0.1", server.server_address[1], "geartrain.1")
     server.shutdown()
@@ -85,7 +87,10 @@ def test_a_wait_that_lasts_too_long(capfd):
     began = time.monotonic()
     told = wait_for_ever(Watchdog(TIMEOUT, 3, 4))
     assert TIMEOUT < time.monotonic() - began < 20
-    assert re.match(r"rank 3 has waited \d+ s for the others in all-reduce 'net\.weight' \(stall_timeout=1\)", told)
+    assert re.match(
+        r"rank 3 has waited \d+ s for the others in all-reduce 'net\.weight' \(stall_timeout=1\)",
+        told,
+    )
     assert "which rank did not come cannot be told under this launcher" in told
     shown = capfd.readouterr().err
     assert told in shown
@@ -107,7 +112,9 @@ def test_a_rank_that_does_something_else(board, capfd):
 def test_a_rank_that_does_nothing(board):
     with another(board(), 1, last=("log_sync", "before")):
         told = wait_for_ever(Watchdog(TIMEOUT, 0, 2, board()))
-    assert told.endswith("; rank 1 has not joined it: it is in no operation of Horovod; its last was log_sync 'before'")
+    assert told.endswith(
+        "; rank 1 has not joined it: it is in no operation of Horovod; its last was log_sync 'before'"
+    )
 
 
 @needs_horovod
@@ -118,7 +125,8 @@ def test_a_rank_that_says_nothing_any_more(board):
     with another(board(), 2, ("all-reduce", "net.weight"), size=3):
         told = wait_for_ever(Watchdog(3.0, 0, 3, board()))
     assert re.search(
-        r"; rank 1 has not joined it and has said nothing for \d s \(it is stopped, or its machine or network has gone\)", told
+        r"; rank 1 has not joined it and has said nothing for \d s \(it is stopped, or its machine or network has gone\)",
+        told,
     )
     assert told.endswith("it was in no operation of Horovod; its last was all-reduce 'net.bias'")
     assert "rank 2" not in told
@@ -144,7 +152,10 @@ def test_a_server_that_does_not_answer():
         listener.listen(64)
         port = listener.getsockname()[1]
         dog = Watchdog(5.0, 1, 3, Board("127.0.0.1", port, "geartrain.1"))
-        dog._heard = {0: ({"beat": 1, "in": "all-reduce 'net.weight'"}, time.monotonic() - 100), 2: ({"beat": 1}, time.monotonic() - 100)}
+        dog._heard = {
+            0: ({"beat": 1, "in": "all-reduce 'net.weight'"}, time.monotonic() - 100),
+            2: ({"beat": 1}, time.monotonic() - 100),
+        }
         began = time.monotonic()
         told = wait_for_ever(dog)
     assert f"it hears nothing of the others: 127.0.0.1:{port} does not answer" in told
@@ -226,13 +237,25 @@ sleep = ctypes.CDLL(None).sleep  # as a wait in C++: Python hears nothing there
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("with dog.watching('shutdown', ''): sleep(600)", "rank 1 does not come out of shutdown: its process is ended"),
+        (
+            "with dog.watching('shutdown', ''): sleep(600)",
+            "rank 1 does not come out of shutdown: its process is ended",
+        ),
         # An error has ended the run; Horovod shuts down at the end of the program too, and hangs there.
-        ("dog.leave(lambda: sleep(600), True); sleep(600)", "rank 1 cannot leave Horovod, whose other ranks hang: its process is ended"),
+        (
+            "dog.leave(lambda: sleep(600), True); sleep(600)",
+            "rank 1 cannot leave Horovod, whose other ranks hang: its process is ended",
+        ),
     ],
 )
 def test_what_hangs_in_c_ends_with_its_process(code, told):
     patience = {"GEARTRAIN_PATIENCE": "unwind=0.5,grace=0.5"}
-    done = subprocess.run([sys.executable, "-c", STUCK + code], capture_output=True, text=True, timeout=110, env=os.environ | patience)
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK + code],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | patience,
+    )
     assert done.returncode == 1
     assert told in done.stderr

@@ -77,7 +77,9 @@ class Images(Net):
         self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        images = x.reshape(-1, 3, 2, 1).expand(-1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        images = (
+            x.reshape(-1, 3, 2, 1).expand(-1, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        )
         return self.conv(images).mean(dim=(1, 2, 3), keepdim=False)[:, None]
 
     def configure_optimizers(self):
@@ -109,7 +111,10 @@ class Words(Net):
 
     def configure_optimizers(self):
         dense = [parameter for name, parameter in self.named_parameters() if name != "table.weight"]
-        return [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(self.table.parameters(), lr=0.1)]
+        return [
+            torch.optim.SGD(dense, lr=0.1),
+            torch.optim.SparseAdam(self.table.parameters(), lr=0.1),
+        ]
 
 
 class Closes(Net):
@@ -159,7 +164,11 @@ class Leaves(Net):
             before = threads()
             Path(f"ready-{self.rank}").touch()
             if self.rank == 1:
-                until(lambda: all(Path(f"ready-{rank}").exists() for rank in range(RANKS)), 60, "all are here")
+                until(
+                    lambda: all(Path(f"ready-{rank}").exists() for rank in range(RANKS)),
+                    60,
+                    "all are here",
+                )
                 hvd.shutdown()
             until(lambda: threads() < before, 60, "Horovod has ended")
         return super().training_step(batch, batch_idx)
@@ -167,7 +176,10 @@ class Leaves(Net):
 
 def threads():
     """Return how many threads are not Python's."""
-    return len({int(path.name) for path in Path("/proc/self/task").iterdir()} - {one.native_id for one in threading.enumerate()})
+    return len(
+        {int(path.name) for path in Path("/proc/self/task").iterdir()}
+        - {one.native_id for one in threading.enumerate()}
+    )
 
 
 class Meddles(Net):
@@ -202,7 +214,10 @@ class Fresh(Net):
 def gradients(run):
     """Each parameter's gradient, dense."""
     named = {name: parameter.grad for name, parameter in run.module.named_parameters()}
-    return {name: None if grad is None else grad.detach().to_dense().clone() for name, grad in named.items()}
+    return {
+        name: None if grad is None else grad.detach().to_dense().clone()
+        for name, grad in named.items()
+    }
 
 
 class Watches:
@@ -214,7 +229,10 @@ class Watches:
     @hookimpl
     def on_run_start(self, run):
         self.lr = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
-        self.state = [[{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()] for optimizer in run.optimizers]
+        self.state = [
+            [{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()]
+            for optimizer in run.optimizers
+        ]
         state = {**run.module.state_dict(), **dict(run.module.named_buffers())}
         self.started = {name: value.clone() for name, value in state.items()}
 
@@ -237,7 +255,13 @@ class Watches:
 class Sends:
     """Notes every operation that Horovod is given, by its name, and when backward came to the first layer."""
 
-    FUNCTIONS = ("allreduce_async_", "grouped_allreduce_async_", "allgather_async", "broadcast_async_", "sparse_allreduce_async")
+    FUNCTIONS = (
+        "allreduce_async_",
+        "grouped_allreduce_async_",
+        "allgather_async",
+        "broadcast_async_",
+        "sparse_allreduce_async",
+    )
 
     def __init__(self):
         self.seen = []
@@ -251,7 +275,9 @@ class Sends:
             def noted(*arguments, function=function, own=own, **options):
                 self.seen.append((function, options.get("name")))
                 if ".gradient." in (options.get("name") or ""):
-                    self.scales.append((options.get("prescale_factor"), options.get("postscale_factor")))
+                    self.scales.append(
+                        (options.get("prescale_factor"), options.get("postscale_factor"))
+                    )
                 return own(*arguments, **options)
 
             setattr(hvd, function, noted)
@@ -265,7 +291,9 @@ class Sends:
 def train(make=Net, precision="32-true", accumulate=1, **options):
     module, watch, sends = make(), Watches(), Sends()
     if make is Net:
-        module.first.weight.register_hook(lambda grad: sends.seen.append(("backward", "first.weight")))
+        module.first.weight.register_hook(
+            lambda grad: sends.seen.append(("backward", "first.weight"))
+        )
     trainer = gt.Trainer(
         strategy="horovod",
         strategy_options={"scale_lr": False, **options},
@@ -279,8 +307,16 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
     )
     with sends:
         trainer.fit(module, DataLoader(samples(), BATCH))
-    left = [name for name in os.environ if name.startswith("HOROVOD_") and name != "HOROVOD_CYCLE_TIME"]  # which the tests set
-    return {**vars(watch), "sent": sends.seen, "scales": sends.scales, "rank": trainer.global_rank, "left": left}
+    left = [
+        name for name in os.environ if name.startswith("HOROVOD_") and name != "HOROVOD_CYCLE_TIME"
+    ]  # which the tests set
+    return {
+        **vars(watch),
+        "sent": sends.seen,
+        "scales": sends.scales,
+        "rank": trainer.global_rank,
+        "left": left,
+    }
 
 
 def waits():
@@ -294,10 +330,15 @@ def waits():
                 time.sleep(1.5)
             began, busy = time.monotonic(), time.thread_time()
             run.hooks.barrier(run=run)
-            self.waited, self.share = time.monotonic() - began, (time.thread_time() - busy) / (time.monotonic() - began)
+            self.waited, self.share = (
+                time.monotonic() - began,
+                (time.thread_time() - busy) / (time.monotonic() - began),
+            )
 
     module = Late()
-    trainer = gt.Trainer(strategy="horovod", accelerator="cpu", devices=RANKS, enable_progress_bar=False)
+    trainer = gt.Trainer(
+        strategy="horovod", accelerator="cpu", devices=RANKS, enable_progress_bar=False
+    )
     trainer.validate(module, DataLoader(torch.zeros(RANKS, 1), 1))
     return {"waited": module.waited, "share": module.share}
 
@@ -319,13 +360,22 @@ class Gathers(gt.Module):
             "uneven bool": torch.ones(rank + 1, 3, dtype=torch.bool),
             "empty": torch.zeros(0, 3),
             "columns": (torch.arange(6).reshape(2, 3) + rank).T,
-            "channels last": (torch.arange(16.0) + rank).reshape(1, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+            "channels last": (torch.arange(16.0) + rank)
+            .reshape(1, 4, 2, 2)
+            .contiguous(memory_format=torch.channels_last),
         }
         self.given = given
-        self.gathered = {what: run.hooks.all_gather(run=run, tensor=tensor) for what, tensor in given.items()}
-        self.broadcast = [run.hooks.broadcast(run=run, obj={"from": rank, "t": torch.arange(rank)}, src=src) for src in range(RANKS)]
+        self.gathered = {
+            what: run.hooks.all_gather(run=run, tensor=tensor) for what, tensor in given.items()
+        }
+        self.broadcast = [
+            run.hooks.broadcast(run=run, obj={"from": rank, "t": torch.arange(rank)}, src=src)
+            for src in range(RANKS)
+        ]
         self.nothing = run.hooks.log_sync(run=run, values=torch.zeros(0, dtype=torch.float64))
-        self.values = run.hooks.log_sync(run=run, values=torch.tensor([rank + 0.1, 1e300], dtype=torch.float64))
+        self.values = run.hooks.log_sync(
+            run=run, values=torch.tensor([rank + 0.1, 1e300], dtype=torch.float64)
+        )
         self.errors = []
         for odd in (
             torch.zeros(2, 1 + rank),
@@ -340,7 +390,9 @@ class Gathers(gt.Module):
 
 def gather():
     module, sends = Gathers(), Sends()
-    trainer = gt.Trainer(strategy="horovod", accelerator="cpu", devices=RANKS, enable_progress_bar=False)
+    trainer = gt.Trainer(
+        strategy="horovod", accelerator="cpu", devices=RANKS, enable_progress_bar=False
+    )
     with sends:
         trainer.validate(module, DataLoader(torch.zeros(RANKS, 1), 1))
     names = ("given", "gathered", "broadcast", "nothing", "values", "errors")
@@ -349,7 +401,12 @@ def gather():
 
 def goes_on_in_a_set():
     """What is told of a checkpoint that has rank 0's weights, where rank 1 has others."""
-    made = {"strategy": "horovod", "accelerator": "cpu", "devices": RANKS, "enable_progress_bar": False}
+    made = {
+        "strategy": "horovod",
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "enable_progress_bar": False,
+    }
     made |= {"strategy_options": {"process_set": [0, 2]}, "output": f"{sys.argv[1]}/set"}
     gt.Trainer(max_epochs=1, **made).fit(Net(), DataLoader(samples(), BATCH))
     with warnings.catch_warnings(record=True) as caught:
@@ -391,9 +448,13 @@ CASES = {
     "accumulated": lambda: train(accumulate=2),
     "told the passes": lambda: train(accumulate=2, backward_passes_per_step=2),
     "distributed optimizer": lambda: train(distributed_optimizer=True),
-    "distributed optimizer, accumulated": lambda: train(accumulate=2, distributed_optimizer=True, backward_passes_per_step=2),
+    "distributed optimizer, accumulated": lambda: train(
+        accumulate=2, distributed_optimizer=True, backward_passes_per_step=2
+    ),
     **{
-        f"distributed optimizer, {name}": lambda make=make, options=options: train(make, **{"distributed_optimizer": True, **options})
+        f"distributed optimizer, {name}": lambda make=make, options=options: train(
+            make, **{"distributed_optimizer": True, **options}
+        )
         for name, (make, options) in OF_ITS_OWN.items()
     },
     "buffers": lambda: train(Buffers),

@@ -15,8 +15,14 @@ def wheels(tmp_path_factory):
     """Wheels of core, geartrain-cli, geartrain-parallel and each of tests/packages/*, built by the ``hatchling`` that is installed here."""
     folder = tmp_path_factory.mktemp("wheels")
     # geartrain-wrong is the conformance kit's: forty strategies that nobody here asks for.
-    sources = [path.parent for path in sorted(PACKAGES.glob("*/pyproject.toml")) if path.parent.name != "geartrain-wrong"]
-    return build(folder, [ROOT / "core", ROOT / "plugins" / "cli", ROOT / "plugins" / "parallel", *sources])
+    sources = [
+        path.parent
+        for path in sorted(PACKAGES.glob("*/pyproject.toml"))
+        if path.parent.name != "geartrain-wrong"
+    ]
+    return build(
+        folder, [ROOT / "core", ROOT / "plugins" / "cli", ROOT / "plugins" / "parallel", *sources]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,15 @@ def trained(site, tmp_path):
 
     def run(accelerator, *arguments, **env):
         folder = tmp_path / f"on {accelerator}"
-        options = ("--accelerator", accelerator, "--max-epochs", "4", "--output", folder, *arguments)
+        options = (
+            "--accelerator",
+            accelerator,
+            "--max-epochs",
+            "4",
+            "--output",
+            folder,
+            *arguments,
+        )
         done = site.run(site.warm_python, TARGET, *options, cwd=tmp_path, **NO_GPU, **env)
         assert done.returncode == 0, done.stderr
         return folder, done.stdout
@@ -51,11 +59,19 @@ def weights(folder):
 
 
 def test_listed_without_being_asked(geartrain):
-    expected = {"name": "toy", "kind": "accelerator", "state": "available", "reason": "", "distribution": "toy-accelerator"}
+    expected = {
+        "name": "toy",
+        "kind": "accelerator",
+        "state": "available",
+        "reason": "",
+        "distribution": "toy-accelerator",
+    }
     assert row(geartrain("plugins", "--json")) == expected | {"version": "0.1.0"}
 
 
-@pytest.mark.parametrize(("env", "state", "reason"), [({}, "unavailable", REASON), (LOADED, "available", "")])
+@pytest.mark.parametrize(
+    ("env", "state", "reason"), [({}, "unavailable", REASON), (LOADED, "available", "")]
+)
 def test_probe_asks_it(geartrain, env, state, reason):
     found = row(geartrain("plugins", "--probe", "--json", **env))
     assert (found["state"], found["reason"]) == (state, reason)
@@ -107,10 +123,20 @@ def test_loss_falls_and_the_checkpoint_loads_where_there_is_no_toy(trained, gear
     accuracies = {}
     for accelerator in ("cpu", "toy"):
         done = geartrain(
-            "validate", TARGET, "--accelerator", accelerator, "--checkpoint", folder / "last.ckpt", "--output", accelerator, **LOADED
+            "validate",
+            TARGET,
+            "--accelerator",
+            accelerator,
+            "--checkpoint",
+            folder / "last.ckpt",
+            "--output",
+            accelerator,
+            **LOADED,
         )
         assert done.returncode == 0, done.stderr
-        accuracies[accelerator] = json.loads((folder.parent / accelerator / "summary.json").read_text())["metrics"]["accuracy"]
+        accuracies[accelerator] = json.loads(
+            (folder.parent / accelerator / "summary.json").read_text()
+        )["metrics"]["accuracy"]
     assert accuracies["cpu"] == accuracies["toy"] > 0.9
 
 
@@ -125,9 +151,15 @@ def test_auto_without_its_driver_takes_the_cpu_and_says_why(trained):
 def test_explain_shows_who_was_chosen_and_why(geartrain):
     facts = json.loads(geartrain("explain", TARGET, "--json", **NO_GPU, **LOADED).stdout)
     assert facts["accelerator"]["name"] == "toy"
-    assert facts["passed_over"]["geartrain[cpu]"] == "available, but its priority 0 is not above toy's 50"
+    assert (
+        facts["passed_over"]["geartrain[cpu]"]
+        == "available, but its priority 0 is not above toy's 50"
+    )
     assert facts["hooks"]["setup_device"] == ["toy"]
-    assert facts["hooks"]["device_batches"] == ["progress", "defaults"]  # the bar counts what is evaluated
+    assert facts["hooks"]["device_batches"] == [
+        "progress",
+        "defaults",
+    ]  # the bar counts what is evaluated
     table = geartrain("explain", TARGET, **NO_GPU).stdout
     line = next(line for line in table.splitlines() if "the toy driver is not loaded" in line)
     assert "toy-accelerator[toy]" in line

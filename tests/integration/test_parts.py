@@ -23,14 +23,20 @@ def on_stall(epochs):
 
 
 @pytest.mark.parametrize(
-    "strategy", [[], ["--strategy", "ddp_spawn", "--accelerator", "cpu", "--devices", "2"]], ids=["single", "ddp_spawn"]
+    "strategy",
+    [[], ["--strategy", "ddp_spawn", "--accelerator", "cpu", "--devices", "2"]],
+    ids=["single", "ddp_spawn"],
 )
 def test_a_precision_does_its_work_in_every_rank(fit, strategy):
     """Gradients of (3, 4) are rounded to (4, 4); two ranks take two steps each."""
     run = fit("--precision", "even", *strategy)
     assert run.weights == ([4.0, 4.0] if strategy else [8.0, 8.0])
     precision = run.plan["precision"]
-    assert (precision["name"], precision["distribution"], precision["version"]) == ("even", "even-precision", "0.1.0")
+    assert (precision["name"], precision["distribution"], precision["version"]) == (
+        "even",
+        "even-precision",
+        "0.1.0",
+    )
 
 
 def test_explain_shows_whose_a_precision_is(geartrain):
@@ -47,9 +53,16 @@ def test_a_wrong_name_of_a_precision_lists_it(refused):
 
 
 def test_a_command_is_listed_with_the_summary_of_its_distribution(geartrain):
-    (row,) = (row for row in json.loads(geartrain("plugins", "--json").stdout) if row["name"] == "last-words")
+    (row,) = (
+        row
+        for row in json.loads(geartrain("plugins", "--json").stdout)
+        if row["name"] == "last-words"
+    )
     assert (row["kind"], row["distribution"]) == ("command", "last-words")
-    assert "last-words  The command geartrain last-words: the status that a run ended with" in geartrain("--help").stdout
+    assert (
+        "last-words  The command geartrain last-words: the status that a run ended with"
+        in geartrain("--help").stdout
+    )
 
 
 def test_a_command_runs(fit, geartrain):
@@ -68,4 +81,7 @@ def test_a_package_of_hookspecs_lets_a_plugin_implement_them(fit, tmp_path):
 
 def test_a_plugin_whose_hook_is_brought_by_another_is_told_by_which(refused, tmp_path):
     (tmp_path / "stalled.py").write_text(STALLED)
-    assert "select stall-hooks[stall_hooks] (--plugin stall_hooks), which brings this hook" in refused("--plugin", "stalled.py")
+    assert (
+        "select stall-hooks[stall_hooks] (--plugin stall_hooks), which brings this hook"
+        in refused("--plugin", "stalled.py")
+    )

@@ -16,7 +16,10 @@ PLUGINS = {
     ("plugin", "unknown_hook"): "unknown-hook",
     ("plugin", "unknown_argument"): "unknown-argument",
 }
-MODULES = {distribution.replace("-", "_") for distribution in PLUGINS.values()} | {"twin_a", "twin_b"}
+MODULES = {distribution.replace("-", "_") for distribution in PLUGINS.values()} | {
+    "twin_a",
+    "twin_b",
+}
 
 
 def listed(done):
@@ -31,7 +34,14 @@ def listed(done):
 def test_every_installed_plugin_is_listed_with_its_distribution(geartrain):
     rows = listed(geartrain("plugins", "--json"))
     for (kind, name), distribution in PLUGINS.items():
-        expected = {"name": name, "kind": kind, "state": "available", "reason": "", "distribution": distribution, "version": "0.1.0"}
+        expected = {
+            "name": name,
+            "kind": kind,
+            "state": "available",
+            "reason": "",
+            "distribution": distribution,
+            "version": "0.1.0",
+        }
         assert rows[distribution, name] == expected
     assert rows["geartrain", "single"]["kind"] == "strategy"
     assert rows["geartrain", "cpu"]["kind"] == "accelerator"
@@ -49,7 +59,9 @@ def test_table_has_a_line_for_each(geartrain):
     done = geartrain("plugins")
     assert done.returncode == 0
     for (_, name), distribution in PLUGINS.items():
-        assert any(name in line and distribution in line for line in done.stdout.splitlines()), done.stdout
+        assert any(name in line and distribution in line for line in done.stdout.splitlines()), (
+            done.stdout
+        )
 
 
 def test_probe_finds_out_what_cannot_be_imported_and_goes_on(geartrain):
@@ -65,16 +77,22 @@ def test_probe_finds_out_what_cannot_be_imported_and_goes_on(geartrain):
 
 
 def test_listing_imports_neither_torch_nor_any_plugin(site, tmp_path):
-    done = site.run(site.python, "-X", "importtime", site.bin / "geartrain", "plugins", "--json", cwd=tmp_path)
+    done = site.run(
+        site.python, "-X", "importtime", site.bin / "geartrain", "plugins", "--json", cwd=tmp_path
+    )
     listed(done)
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()
+    }
     assert "geartrain" in imported
     assert not imported & {"torch", "numpy", *MODULES}
 
 
 def test_listing_works_where_there_is_no_torch(site, tmp_path):
     no_torch = "import sys; sys.modules['torch'] = None; from geartrain.commands import main; sys.exit(main(['plugins', '--json']))"
-    assert ("polite-strategy", "polite") in listed(site.run(site.python, "-c", no_torch, cwd=tmp_path))
+    assert ("polite-strategy", "polite") in listed(
+        site.run(site.python, "-c", no_torch, cwd=tmp_path)
+    )
 
 
 # --- chosen --------------------------------------------------------------------------------------------------------------
@@ -92,7 +110,16 @@ def test_strategy_does_its_work(fit):
 
 def test_strategy_and_observer_with_options_work_together(fit):
     """The observer sees the gradients that the strategy made: 0.25 · (|3| + |4|)."""
-    run = fit("--strategy", "polite", "--strategy.scale", "0.25", "--plugin", "gradient_norm", "--gradient_norm.norm-type", "1")
+    run = fit(
+        "--strategy",
+        "polite",
+        "--strategy.scale",
+        "0.25",
+        "--plugin",
+        "gradient_norm",
+        "--gradient_norm.norm-type",
+        "1",
+    )
     assert run.weights == [1.5, 2.0]
     assert run.metrics["grad_norm"] == 1.75
     assert [plugin["name"] for plugin in run.plan["plugins"]] == ["gradient_norm", "progress"]
@@ -137,7 +164,13 @@ for strategy in ("polite", PoliteStrategy(scale=0.25)):
 def test_help_shows_the_options_of_what_is_chosen_and_only_those(geartrain):
     chosen = geartrain("fit", TARGET, "--strategy", "polite", "--plugin", "gradient_norm", "--help")
     assert chosen.returncode == 0
-    for words in ("--strategy.scale", "the part of each gradient to keep", "default: 0.5", "--gradient_norm.norm_type", "--model.lr"):
+    for words in (
+        "--strategy.scale",
+        "the part of each gradient to keep",
+        "default: 0.5",
+        "--gradient_norm.norm_type",
+        "--model.lr",
+    ):
         assert words in chosen.stdout
     plain = geartrain("fit", TARGET, "--help")
     assert plain.returncode == 0
@@ -175,14 +208,32 @@ def reduce_gradients():
 
 #: What is chosen -> words of its error.
 WRONG = [
-    (["--plugin", "forgetful"], ["forgetful-observer[forgetful]", "geartrain[defaults]", "replaces"]),
-    (["--plugin", "forgetful", "--strategy", "polite"], ["forgetful-observer[forgetful]", "polite-strategy[polite]", "replaces"]),
-    (["--strategy", "broken_import"], ["broken-import[broken_import]", "RuntimeError", "undefined symbol"]),
-    (["--accelerator", "missing_dependency"], ["missing-dependency[missing_dependency]", "geartrain_test_absent_runtime", "pip install"]),
+    (
+        ["--plugin", "forgetful"],
+        ["forgetful-observer[forgetful]", "geartrain[defaults]", "replaces"],
+    ),
+    (
+        ["--plugin", "forgetful", "--strategy", "polite"],
+        ["forgetful-observer[forgetful]", "polite-strategy[polite]", "replaces"],
+    ),
+    (
+        ["--strategy", "broken_import"],
+        ["broken-import[broken_import]", "RuntimeError", "undefined symbol"],
+    ),
+    (
+        ["--accelerator", "missing_dependency"],
+        ["missing-dependency[missing_dependency]", "geartrain_test_absent_runtime", "pip install"],
+    ),
     (["--plugin", "unknown_hook"], ["unknown-hook[unknown_hook]", "on_step_ends", "on_step_end'"]),
-    (["--plugin", "unknown_argument"], ["unknown-argument[unknown_argument]", "'batch'", "on_step_end(run)"]),
+    (
+        ["--plugin", "unknown_argument"],
+        ["unknown-argument[unknown_argument]", "'batch'", "on_step_end(run)"],
+    ),
     (["--plugin", "twin"], ["twin-a[twin]", "twin-b[twin]", "uninstall"]),
-    (["--strategy", "polite", "--block", "polite"], ["polite-strategy[polite]", "blocked", "--block"]),
+    (
+        ["--strategy", "polite", "--block", "polite"],
+        ["polite-strategy[polite]", "blocked", "--block"],
+    ),
     (["--strategy", "polite", "--strategy.scal", "2"], ["--strategy.scal", "strategy.scale"]),
     (["--strategy", "polit"], ["'polit'", "'polite'"]),
     (["--plugin", "polite"], ["'polite'", "--strategy polite"]),
@@ -206,11 +257,15 @@ def test_forgotten_wrapper_is_shown_how_to_write_it(refused):
 
 
 def test_names_blocked_by_the_environment_are_refused_too(refused):
-    assert "GEARTRAIN_BLOCK" in refused("--plugin", "gradient_norm", GEARTRAIN_BLOCK="polite,gradient_norm")
+    assert "GEARTRAIN_BLOCK" in refused(
+        "--plugin", "gradient_norm", GEARTRAIN_BLOCK="polite,gradient_norm"
+    )
 
 
 def test_strategy_of_one_process_does_not_train_alone_on_several_devices(geartrain):
-    done = geartrain("fit", TARGET, "--accelerator", "cpu", "--devices", "2", "--strategy", "polite")
+    done = geartrain(
+        "fit", TARGET, "--accelerator", "cpu", "--devices", "2", "--strategy", "polite"
+    )
     assert done.returncode == 2
     assert "polite-strategy[polite] plans 2 processes but has no setup_process_group" in done.stderr
     assert "Traceback" not in done.stderr
@@ -224,9 +279,15 @@ def test_what_is_not_chosen_changes_nothing(fit):
     accelerator, and says why it was passed over."""
     run = fit()
     assert run.weights == [6.0, 8.0]
-    assert (run.plan["strategy"]["name"], [plugin["name"] for plugin in run.plan["plugins"]]) == ("single", ["progress"])
+    assert (run.plan["strategy"]["name"], [plugin["name"] for plugin in run.plan["plugins"]]) == (
+        "single",
+        ["progress"],
+    )
     assert set(run.metrics) == {"step", "epoch", "stage", "train_loss"}
-    assert "geartrain_test_absent_runtime" in run.plan["passed_over"]["missing-dependency[missing_dependency]"]
+    assert (
+        "geartrain_test_absent_runtime"
+        in run.plan["passed_over"]["missing-dependency[missing_dependency]"]
+    )
     assert "polite" not in run.printed
     assert "twin" not in run.printed
 
@@ -241,9 +302,13 @@ def on_run_end():
     print("imported:", *sys.modules)
 """)
     run = fit("--accelerator", "cpu", "--strategy", "polite", "--plugin", "spy.py")
-    imported = next(line for line in run.printed.splitlines() if line.startswith("imported:")).split()
+    imported = next(
+        line for line in run.printed.splitlines() if line.startswith("imported:")
+    ).split()
     assert MODULES & set(imported) == {"polite_strategy"}
-    assert "broken_import is imported" not in run.printed  # a failed import leaves nothing in sys.modules
+    assert (
+        "broken_import is imported" not in run.printed
+    )  # a failed import leaves nothing in sys.modules
 
 
 def test_the_environment_is_the_wheels_and_not_the_checkout(site, tmp_path):
@@ -251,4 +316,7 @@ def test_the_environment_is_the_wheels_and_not_the_checkout(site, tmp_path):
     places = "import geartrain, polite_strategy; print(geartrain.__file__); print(polite_strategy.__file__)"
     found = site.run(site.python, "-c", places, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
-    assert [place.startswith(str(site.bin.parent)) for place in found.stdout.splitlines()] == [True, True]
+    assert [place.startswith(str(site.bin.parent)) for place in found.stdout.splitlines()] == [
+        True,
+        True,
+    ]

@@ -44,7 +44,13 @@ def loader():
 
 
 def trainer(*plugins, **options):
-    given = {"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 2}
+    given = {
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 2,
+    }
     return gt.Trainer(plugins=list(plugins), **{**given, **options})
 
 

@@ -43,7 +43,11 @@ def logs(**values):
 
 def open_files():
     folder = Path("/proc/self/fd")
-    return {os.readlink(path) for path in folder.iterdir() if path.exists()} if folder.exists() else set()
+    return (
+        {os.readlink(path) for path in folder.iterdir() if path.exists()}
+        if folder.exists()
+        else set()
+    )
 
 
 # --- what is in it -------------------------------------------------------------------------------------------------------
@@ -61,8 +65,12 @@ def test_columns_that_come_later_stand_last_and_are_empty_before(tmp_path):
         ("12", "1", "train"),
         ("12", "1", "validate"),
     ]
-    assert [bool(line["val_loss"]) for line in lines] == [line["stage"] == "validate" for line in lines]
-    assert {float(line["loss"]) for line in lines if line["loss"]} == {1 / 3}  # as exact as they were
+    assert [bool(line["val_loss"]) for line in lines] == [
+        line["stage"] == "validate" for line in lines
+    ]
+    assert {float(line["loss"]) for line in lines if line["loss"]} == {
+        1 / 3
+    }  # as exact as they were
     assert [path.name for path in tmp_path.glob("*csv*")] == ["metrics.csv"]
     assert not any("metrics.csv" in name for name in open_files())
 
@@ -78,7 +86,12 @@ def test_names_of_any_kind(tmp_path):
     names = ["a,b", 'say "loss"', "grün/µ", "step", "stage"]
     fit(logs(**dict.fromkeys(names, 2.0)), val=loader(), output=tmp_path, plugins="csv")
     (line,) = read(tmp_path / "metrics.csv")
-    assert line == {"step": "6", "epoch": "0", "stage": "train", **dict.fromkeys([*names[:3], "metric_step", "metric_stage"], "2.0")}
+    assert line == {
+        "step": "6",
+        "epoch": "0",
+        "stage": "train",
+        **dict.fromkeys([*names[:3], "metric_step", "metric_stage"], "2.0"),
+    }
 
 
 def test_a_header_of_several_lines_is_replaced_whole(tmp_path):
@@ -86,7 +99,11 @@ def test_a_header_of_several_lines_is_replaced_whole(tmp_path):
     for row in ({"two\nlines": 1.0}, {"x": 2.0}, {"three\n\nlines": 3.0}):
         table.add({"step": 1, "epoch": 0, "stage": "train", **row})
     table.close()
-    assert [list(line.values())[3:] for line in read(tmp_path / "t.csv")] == [["1.0", "", ""], ["", "2.0", ""], ["", "", "3.0"]]
+    assert [list(line.values())[3:] for line in read(tmp_path / "t.csv")] == [
+        ["1.0", "", ""],
+        ["", "2.0", ""],
+        ["", "", "3.0"],
+    ]
 
 
 def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
@@ -94,10 +111,18 @@ def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
         found = ()
 
         def on_train_epoch_start(self):
-            self.found = (*self.found, len(read(tmp_path / "deep" / "m.csv")) if self.current_epoch else 0)
+            self.found = (
+                *self.found,
+                len(read(tmp_path / "deep" / "m.csv")) if self.current_epoch else 0,
+            )
 
     net = Looks()
-    fit(net, plugins=[CSVLogger(str(tmp_path / "deep" / "m.csv"))], max_epochs=3, log_every_n_steps=6)
+    fit(
+        net,
+        plugins=[CSVLogger(str(tmp_path / "deep" / "m.csv"))],
+        max_epochs=3,
+        log_every_n_steps=6,
+    )
     assert net.found == (0, 1, 2)
 
 
@@ -116,8 +141,13 @@ def test_a_second_fit_and_a_test_go_on_in_it(tmp_path):
 
 def test_what_is_there_is_never_overwritten(tmp_path):
     (tmp_path / "metrics.csv").write_text("mine")
-    for options in ({"output": tmp_path, "plugins": "csv"}, {"plugins": CSVLogger(str(tmp_path / "metrics.csv"))}):
-        with pytest.raises(UsageError, match=r"geartrain-csv\[csv\].*metrics\.csv.*nothing is overwritten"):
+    for options in (
+        {"output": tmp_path, "plugins": "csv"},
+        {"plugins": CSVLogger(str(tmp_path / "metrics.csv"))},
+    ):
+        with pytest.raises(
+            UsageError, match=r"geartrain-csv\[csv\].*metrics\.csv.*nothing is overwritten"
+        ):
             fit(**options)
     assert (tmp_path / "metrics.csv").read_text() == "mine"
 
@@ -145,7 +175,9 @@ def test_a_trial_writes_nothing(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path):
-    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    strategy = type(
+        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
+    )
     fit(Logs(), strategy=strategy(), devices=2, plugins=[CSVLogger(str(tmp_path / "m.csv"))])
     assert list(tmp_path.iterdir()) == []
 
@@ -203,7 +235,10 @@ def test_no_row_is_lost_when_a_column_cannot_be_added(tmp_path, monkeypatch):
     assert path.read_bytes() == before
     table.add({"step": 3, "epoch": 0, "stage": "train", "b": 0.5})
     table.close()
-    assert [(line["step"], line["a"], line["b"]) for line in read(path)] == [("1", "0.5", ""), ("3", "", "0.5")]
+    assert [(line["step"], line["a"], line["b"]) for line in read(path)] == [
+        ("1", "0.5", ""),
+        ("3", "", "0.5"),
+    ]
 
 
 # --- when it cannot be written -------------------------------------------------------------------------------------------
@@ -236,7 +271,9 @@ FULL = f"""
 def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
     """A real limit on the size of files, in a process of its own; ``late``: it is met when the table is written anew."""
     (tmp_path / "train.py").write_text(textwrap.dedent(FULL).replace("LATE", str(late)))
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     (warning,) = done.stdout.splitlines()
     assert "geartrain-csv[csv]: log_metrics raised TrainingError: disk full" in warning
@@ -249,7 +286,9 @@ def test_a_full_disk_leaves_a_right_table_and_one_warning(tmp_path, late):
 def test_a_file_in_the_folder_s_place_is_one_warning(tmp_path):
     (tmp_path / "folder").write_text("mine")
     with pytest.warns(UserWarning, match=r"geartrain-csv\[csv\]: on_run_start raised") as caught:
-        one = fit(Logs(), plugins=[CSVLogger(str(tmp_path / "folder" / "m.csv"))], log_every_n_steps=1)
+        one = fit(
+            Logs(), plugins=[CSVLogger(str(tmp_path / "folder" / "m.csv"))], log_every_n_steps=1
+        )
     assert one.global_step == 6
     assert sum("csv" in str(warning.message) for warning in caught) == 1
     assert (tmp_path / "folder").read_text() == "mine"

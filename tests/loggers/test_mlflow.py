@@ -25,7 +25,9 @@ from .cases import Net, fit, loader, open_files, trainer
 def empty(tmp_path_factory):
     """A database with MLflow's tables, which take seconds to make."""
     path = tmp_path_factory.mktemp("empty") / "test.db"
-    with contextlib.chdir(path.parent):  # where the database is made, its default experiment keeps artifacts
+    with contextlib.chdir(
+        path.parent
+    ):  # where the database is made, its default experiment keeps artifacts
         close(MlflowClient(f"sqlite:///{path}"))
     return path
 
@@ -33,7 +35,12 @@ def empty(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def uri(tmp_path, monkeypatch, empty):
     """A database of the test's own; at the end nothing is open."""
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_ALLOW_FILE_STORE"):
+    for name in (
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_EXPERIMENT_NAME",
+        "MLFLOW_EXPERIMENT_ID",
+        "MLFLOW_ALLOW_FILE_STORE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)
@@ -60,7 +67,10 @@ def runs(uri, experiment="Default"):
 def history(uri, run, name):
     client = MlflowClient(uri)
     try:
-        return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
+        return sorted(
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(run.info.run_id, name)
+        )
     finally:
         close(client)
 
@@ -83,7 +93,10 @@ def test_a_run_has_params_metrics_with_their_steps_tags_and_its_status(uri, tmp_
         "bias": "true",
         "note": "a",
     }
-    assert {name: params[f"plan.{name}"] for name in ("accelerator", "strategy", "precision", "processes", "max_epochs")} == {
+    assert {
+        name: params[f"plan.{name}"]
+        for name in ("accelerator", "strategy", "precision", "processes", "max_epochs")
+    } == {
         "accelerator": "cpu",
         "strategy": "single",
         "precision": "32-true",
@@ -113,7 +126,10 @@ def test_without_a_uri_it_is_mlflows_database_in_the_working_folder(tmp_path):
 
 def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
     uri = (tmp_path / "store").as_uri()
-    with pytest.raises(UsageError, match=r"geartrain-mlflow\[mlflow\]: tracking_uri='file:.*is a folder.*sqlite:///mlflow\.db"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain-mlflow\[mlflow\]: tracking_uri='file:.*is a folder.*sqlite:///mlflow\.db",
+    ):
         fit(MLflow(tracking_uri=uri))
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     fit(MLflow(tracking_uri=uri), max_epochs=1)
@@ -124,13 +140,20 @@ def test_a_folder_is_written_where_mlflow_allows_it(tmp_path, monkeypatch):
 def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch):
     log_batch, sizes = MlflowClient.log_batch, []
 
-    def count(*args, metrics=(), **options):  # a database takes any number, and one metric twice; a server does not
+    def count(
+        *args, metrics=(), **options
+    ):  # a database takes any number, and one metric twice; a server does not
         sizes.append(len(metrics))
         log_batch(*args, metrics=metrics, **options)
 
     monkeypatch.setattr(MlflowClient, "log_batch", count)
     values = {f"metric {i}": float(i) for i in range(2100)}
-    fit(MLflow(tracking_uri=uri), values={**values, "nan": math.nan, "inf": math.inf}, max_epochs=1, log_every_n_steps=6)
+    fit(
+        MLflow(tracking_uri=uri),
+        values={**values, "nan": math.nan, "inf": math.inf},
+        max_epochs=1,
+        log_every_n_steps=6,
+    )
     (run,) = runs(uri)
     found = run.data.metrics
     assert {name: found[name] for name in values} == values
@@ -140,10 +163,23 @@ def test_more_metrics_than_one_call_takes_and_what_is_no_number(uri, monkeypatch
 
 
 def test_names_that_mlflow_refuses_are_mapped(uri):
-    names = {"acc@1": 1.0, "acc%1": 2.0, "acc_1": 3.0, "a//b/../c/": 4.0, "x" * 300: 5.0, "x" * 299: 6.0, "grün (µ): ok": 7.0, "..": 8.0}
+    names = {
+        "acc@1": 1.0,
+        "acc%1": 2.0,
+        "acc_1": 3.0,
+        "a//b/../c/": 4.0,
+        "x" * 300: 5.0,
+        "x" * 299: 6.0,
+        "grün (µ): ok": 7.0,
+        "..": 8.0,
+    }
     fit(MLflow(tracking_uri=uri), values=names, max_epochs=1)
     (run,) = runs(uri)
-    found = {value: name for name, value in run.data.metrics.items() if value < 9 and name not in ("loss", "val_loss")}
+    found = {
+        value: name
+        for name, value in run.data.metrics.items()
+        if value < 9 and name not in ("loss", "val_loss")
+    }
     assert found == {
         1.0: "acc_1",
         2.0: "acc_1_2",
@@ -158,7 +194,13 @@ def test_names_that_mlflow_refuses_are_mapped(uri):
 
 def test_a_name_is_always_called_the_same():
     names = Names()
-    assert [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")] == ["a_b", "a b", "a_b_2", "a_b", "a_b_2"]
+    assert [names[name] for name in ("a:b", "a b", "a?b", "a:b", "a?b")] == [
+        "a_b",
+        "a b",
+        "a_b_2",
+        "a_b",
+        "a_b_2",
+    ]
 
 
 def test_values_that_are_too_long_are_cut(uri):
@@ -171,14 +213,24 @@ def test_checkpoints_are_artifacts_on_request(uri, tmp_path):
     for name, wanted in (("with", True), ("without", False)):
         fit(MLflow(tracking_uri=uri, experiment=name, checkpoints=wanted), output=tmp_path / name)
     client = MlflowClient(uri)
-    found = {name: client.list_artifacts(runs(uri, name)[0].info.run_id, "checkpoints") for name in ("with", "without")}
-    sent = Path(client.download_artifacts(runs(uri, "with")[0].info.run_id, "checkpoints/last.ckpt"))
+    found = {
+        name: client.list_artifacts(runs(uri, name)[0].info.run_id, "checkpoints")
+        for name in ("with", "without")
+    }
+    sent = Path(
+        client.download_artifacts(runs(uri, "with")[0].info.run_id, "checkpoints/last.ckpt")
+    )
     close(client)
-    assert ([file.path for file in found["with"]], found["without"]) == (["checkpoints/last.ckpt"], [])
+    assert ([file.path for file in found["with"]], found["without"]) == (
+        ["checkpoints/last.ckpt"],
+        [],
+    )
     assert sent.read_bytes() == (tmp_path / "with" / "last.ckpt").read_bytes()
 
 
-def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(uri, tmp_path, monkeypatch, recwarn):
+def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(
+    uri, tmp_path, monkeypatch, recwarn
+):
     sent = MlflowClient.log_artifact
 
     def late(self, run_id, file, *arguments):
@@ -203,7 +255,10 @@ def test_a_checkpoint_that_was_deleted_before_it_was_sent_is_left_out(uri, tmp_p
     assert not [one for one in recwarn if "mlflow" in str(one.message)]
 
 
-@pytest.mark.parametrize(("error", "status"), [(ValueError("oh"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(143), "KILLED")])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("oh"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(143), "KILLED")],
+)
 def test_a_run_that_ends_early_keeps_what_it_logged_and_says_how(uri, error, status):
     with pytest.raises(type(error)):
         fit(MLflow(tracking_uri=uri), error=error)
@@ -250,7 +305,15 @@ def test_two_ranks_write_once(uri, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [{"experiment": ""}, {"run_name": " "}, {"tracking_uri": ""}, {"patience": 0}, {"patience": float("nan")}, {"patience": True}]
+    "option",
+    [
+        {"experiment": ""},
+        {"run_name": " "},
+        {"tracking_uri": ""},
+        {"patience": 0},
+        {"patience": float("nan")},
+        {"patience": True},
+    ],
 )
 def test_options_that_cannot_be_are_refused(option):
     with pytest.raises(UsageError, match=rf"geartrain-mlflow\[mlflow\]: {next(iter(option))}="):
@@ -258,7 +321,11 @@ def test_options_that_cannot_be_are_refused(option):
 
 
 def ours(caught):
-    return [str(warning.message) for warning in caught if "geartrain-mlflow[mlflow]" in str(warning.message)]
+    return [
+        str(warning.message)
+        for warning in caught
+        if "geartrain-mlflow[mlflow]" in str(warning.message)
+    ]
 
 
 def test_a_server_that_refuses_is_one_warning(monkeypatch):
@@ -281,7 +348,9 @@ def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_patience(mo
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.warns(UserWarning, match=r"geartrain-mlflow\[mlflow\]") as caught:
-            one = fit(MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5))
+            one = fit(
+                MLflow(tracking_uri=f"http://127.0.0.1:{silent.getsockname()[1]}", patience=0.5)
+            )
         (left,) = [thread for thread in threading.enumerate() if thread.name == "mlflow"]
     # The listening socket is closed: the connection that waited in it is reset, and the thread that was left behind ends.
     left.join(60)

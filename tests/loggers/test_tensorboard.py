@@ -8,7 +8,11 @@ import pytest
 import torch
 from several_ranks import results
 from tensorboard import context
-from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
+from tensorboard.backend.event_processing import (
+    data_provider,
+    event_accumulator,
+    plugin_event_multiplexer,
+)
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
@@ -26,17 +30,24 @@ except ImportError:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open(tmp_path):
     yield
-    assert not [thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"]
+    assert not [
+        thread for thread in threading.enumerate() if type(thread).__name__ == "_AsyncWriterThread"
+    ]
     assert not any("tfevents" in path for path in open_files())
 
 
 def read(folder):
-    return event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return event_accumulator.EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "tensors": 0}
+    ).Reload()
 
 
 def scalars(folder):
     events = read(folder)
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def sessions(folder):
@@ -44,16 +55,29 @@ def sessions(folder):
     runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(folder))
     runs.Reload()
     provider = data_provider.MultiplexerDataProvider(runs, str(folder))
-    backend = backend_context.Context(base_plugin.TBContext(logdir=str(folder), data_provider=provider, multiplexer=runs))
-    request, wanted = context.RequestContext(), api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99)
+    backend = backend_context.Context(
+        base_plugin.TBContext(logdir=str(folder), data_provider=provider, multiplexer=runs)
+    )
+    request, wanted = (
+        context.RequestContext(),
+        api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=99),
+    )
     wanted.allowed_statuses.extend(api_pb2.Status.values())
-    records, given = backend.hparams_metadata(request, ""), backend.hparams_from_data_provider(request, "", 99)
+    records, given = (
+        backend.hparams_metadata(request, ""),
+        backend.hparams_from_data_provider(request, "", 99),
+    )
     experiment = backend.experiment_from_metadata(request, "", True, records, given)
-    wanted.col_params.extend(api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos)
+    wanted.col_params.extend(
+        api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos
+    )
     groups = list_session_groups.Handler(request, backend, "", wanted).run().session_groups
     return {
         session.name: (
-            {name: getattr(value, value.WhichOneof("kind")) for name, value in group.hparams.items()},
+            {
+                name: getattr(value, value.WhichOneof("kind"))
+                for name, value in group.hparams.items()
+            },
             {value.name.tag: value.value for value in session.metric_values},
             api_pb2.Status.Name(session.status),
         )
@@ -76,7 +100,12 @@ def test_scalars_have_their_steps_and_evaluations_that_at_which_they_were_taken(
 
 
 def test_what_is_no_number_is_kept(tmp_path):
-    fit("tensorboard", output=tmp_path, values={"nan": float("nan"), "inf": float("inf")}, max_epochs=1)
+    fit(
+        "tensorboard",
+        output=tmp_path,
+        values={"nan": float("nan"), "inf": float("inf")},
+        max_epochs=1,
+    )
     found = scalars(tmp_path / "tensorboard")
     assert found["inf"][0] == (2, float("inf"))
     assert found["nan"][0][1] != found["nan"][0][1]
@@ -90,7 +119,12 @@ def test_hyperparameters_are_in_tensorboards_table_with_the_newest_metrics(tmp_p
     assert hyperparameters == {"lr": 0.1, "widths": "[3, 1]", "bias": "true", "note": "a"}
     assert metrics == {"loss": 12.0, "val_loss": 112.0}
     assert status == "STATUS_SUCCESS"
-    assert found["b/tensorboard"][0] == {"lr": 0.01, "widths": "[3, 1]", "bias": "false", "note": "a"}
+    assert found["b/tensorboard"][0] == {
+        "lr": 0.01,
+        "widths": "[3, 1]",
+        "bias": "false",
+        "note": "a",
+    }
     assert set(found) == {"a/tensorboard", "b/tensorboard"}  # no folder of its own for them
 
 
@@ -99,10 +133,15 @@ def test_the_plan_is_a_text(tmp_path):
     (event,) = read(tmp_path / "tensorboard").Tensors("plan/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert text.startswith("```json\n")
-    assert json.loads(text.removeprefix("```json").removesuffix("```")) == json.loads(json.dumps(one.plan.as_dict()))
+    assert json.loads(text.removeprefix("```json").removesuffix("```")) == json.loads(
+        json.dumps(one.plan.as_dict())
+    )
 
 
-@pytest.mark.parametrize(("error", "status"), [(ValueError("oh"), "STATUS_FAILURE"), (KeyboardInterrupt(), "STATUS_FAILURE")])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("oh"), "STATUS_FAILURE"), (KeyboardInterrupt(), "STATUS_FAILURE")],
+)
 def test_a_run_that_fails_is_shown_as_failed_with_what_it_logged(tmp_path, error, status):
     with pytest.raises(type(error)):
         fit("tensorboard", output=tmp_path / "a", error=error)
@@ -131,7 +170,9 @@ def test_graph_is_written_on_request_and_changes_nothing(tmp_path):
     assert not read(tmp_path / "plain" / "tensorboard").Tags()["graph"]
     graph = read(tmp_path / "graph" / "tensorboard").Graph()
     assert any("Linear" in node.name for node in graph.node)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True))  # the random numbers too
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), with_graph.parameters(), strict=True)
+    )  # the random numbers too
 
 
 class Untraceable(Net):
@@ -141,11 +182,16 @@ class Untraceable(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("net", "why"), [(Net(), "no example_input_array"), (Untraceable(), "not on zeros")])
+@pytest.mark.parametrize(
+    ("net", "why"), [(Net(), "no example_input_array"), (Untraceable(), "not on zeros")]
+)
 def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, why, capsys):
     if isinstance(net, Untraceable):
         net.example_input_array = torch.zeros(1, 3)
-    with pytest.warns(UserWarning, match=rf"geartrain-tensorboard\[tensorboard\]: there is no graph of {type(net).__name__}: .*{why}"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"geartrain-tensorboard\[tensorboard\]: there is no graph of {type(net).__name__}: .*{why}",
+    ):
         fit(TensorBoard(graph=True), output=tmp_path, net=net)
     assert scalars(tmp_path / "tensorboard")["val_loss"] == [(6, 106.0), (12, 112.0)]
     assert capsys.readouterr().out == ""
@@ -161,13 +207,18 @@ def test_a_second_fit_of_the_same_object_has_a_folder_of_its_own(tmp_path):
         one.fit(net, loader())
     one.test(net, loader())
     assert scalars(folder / "fit-2") == {"loss": [(2, 2.0), (4, 4.0), (6, 6.0)]}
-    assert scalars(folder / "fit-3") == {"loss": [(2, 2.0), (4, 4.0), (6, 6.0)], "tested": [(6, 7.0)]}
+    assert scalars(folder / "fit-3") == {
+        "loss": [(2, 2.0), (4, 4.0), (6, 6.0)],
+        "tested": [(6, 7.0)],
+    }
     assert set(sessions(tmp_path)) == {"tb", "tb/fit-2", "tb/fit-3"}
     assert len(list(folder.glob("events*"))) == 1
 
 
 def test_no_place_to_write_is_refused():
-    with pytest.raises(UsageError, match=r"geartrain-tensorboard\[tensorboard\] has no place.*--output DIR"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-tensorboard\[tensorboard\] has no place.*--output DIR"
+    ):
         fit("tensorboard")
 
 
@@ -214,7 +265,9 @@ def train_on_a_full_disk():
     assert one.global_step == 180
     left = threads()
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return left, *(str(warning.message) for warning in caught if "tensorboard[" in str(warning.message))
+    return left, *(
+        str(warning.message) for warning in caught if "tensorboard[" in str(warning.message)
+    )
 
 
 @pytest.mark.skipif(resource is None, reason="Windows has no limit of a file's size")
@@ -227,7 +280,9 @@ def test_a_full_disk_is_one_warning(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.warns(UserWarning, match=r"geartrain-tensorboard\[tensorboard\]: on_run_start raised") as caught:
+    with pytest.warns(
+        UserWarning, match=r"geartrain-tensorboard\[tensorboard\]: on_run_start raised"
+    ) as caught:
         one = fit(TensorBoard(str(tmp_path / "file" / "tb")))
     assert one.global_step == 12
     assert sum("tensorboard" in str(warning.message) for warning in caught) == 1

@@ -26,7 +26,10 @@ class Two(gt.Module):
         return (self.train_by or each_in_turn)(self, batch, batch_idx)
 
     def configure_optimizers(self):
-        optimizers = [torch.optim.SGD(self.a.parameters(), lr=5.0, momentum=0.9), torch.optim.Adam(self.b.parameters(), lr=0.01)]
+        optimizers = [
+            torch.optim.SGD(self.a.parameters(), lr=5.0, momentum=0.9),
+            torch.optim.Adam(self.b.parameters(), lr=0.01),
+        ]
         return optimizers, self.schedulers
 
 

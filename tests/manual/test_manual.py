@@ -7,7 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import Loggers, Net, Noting, Recorder, assert_equal, differ, fit, loader, trainer, weights
+from small_models import (
+    Loggers,
+    Net,
+    Noting,
+    Recorder,
+    assert_equal,
+    differ,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 from torch import nn
 
 from geartrain import TrainingError, UsageError, hookimpl
@@ -42,7 +53,9 @@ def test_it_trains_as_the_loop_written_by_hand(kind):
     assert one.global_step == 12
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)]
+)
 def test_true_precisions(precision, dtype):
     module = Two()
     fit(module, precision=precision, max_epochs=2)
@@ -50,7 +63,9 @@ def test_true_precisions(precision, dtype):
     torch.manual_seed(0)
     expected = Two().to(dtype)
     data = [tuple(t.to(dtype) for t in batch) for batch in loader()]
-    torch.testing.assert_close(module.a.weight, by_hand(expected, data, in_turn_by_hand, epochs=2).a.weight)
+    torch.testing.assert_close(
+        module.a.weight, by_hand(expected, data, in_turn_by_hand, epochs=2).a.weight
+    )
 
 
 def test_accumulation_over_two_backwards_and_over_batches():
@@ -97,7 +112,11 @@ def test_clip_gradients_clips_this_optimizers_alone(algorithm, clip):
     expected = by_hand(module, loader(), partial(in_turn_by_hand, clip=clip))
     fit(module)
     assert_equal(module, expected)
-    assert all(norm is None for norm in norms) if algorithm == "value" else all(norm > 1e-3 for norm in norms)
+    assert (
+        all(norm is None for norm in norms)
+        if algorithm == "value"
+        else all(norm > 1e-3 for norm in norms)
+    )
 
 
 def test_options_of_backward():
@@ -107,7 +126,9 @@ def test_options_of_backward():
         module.manual_backward(loss)
         both = [p.grad.clone() for p in module.parameters()]
         module.zero_grad()
-        module.manual_backward(torch.stack([loss.detach() * 0 + module.loss(batch)] * 2), gradient=torch.ones(2))
+        module.manual_backward(
+            torch.stack([loss.detach() * 0 + module.loss(batch)] * 2), gradient=torch.ones(2)
+        )
         for p, expected in zip(module.parameters(), both, strict=True):
             torch.testing.assert_close(p.grad, expected)
         with pytest.raises(RuntimeError, match="second time"):
@@ -120,7 +141,10 @@ def test_options_of_backward():
 def test_a_closure():
     class Quasi(Two):
         def configure_optimizers(self):
-            return [torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)], []
+            return [
+                torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3),
+                torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
+            ], []
 
     returned = []
 
@@ -237,7 +261,10 @@ def test_schedulers_are_stepped_by_the_module_alone():
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             scheduler = Noting(optimizer, notes.append)
-            return [optimizer], [scheduler, {"scheduler": Noting(optimizer, notes.append), "interval": "step"}]
+            return [optimizer], [
+                scheduler,
+                {"scheduler": Noting(optimizer, notes.append), "interval": "step"},
+            ]
 
     def train(module, batch, batch_idx):
         optimizer = module.optimizers()
@@ -292,7 +319,14 @@ def test_the_order_of_hooks():
     class Notes(Two):
         pass
 
-    for name in ("train_batch_start", "before_backward", "after_backward", "before_optimizer_step", "before_zero_grad", "train_batch_end"):
+    for name in (
+        "train_batch_start",
+        "before_backward",
+        "after_backward",
+        "before_optimizer_step",
+        "before_zero_grad",
+        "train_batch_end",
+    ):
         setattr(Notes, f"on_{name}", lambda self, *arguments, name=name: recorder.note("own", name))
     fit(Notes(once), plugins=[recorder], limit_train_batches=1)
     assert recorder.calls == [
@@ -362,12 +396,22 @@ def test_norms_are_of_the_stepped_optimizers_gradients_unscaled_and_before_clipp
         a, _ = module.optimizers()
         module.manual_backward(module.loss(batch))
         scale = 65536 if precision == "16-mixed" else 1
-        expected.append(torch.stack([p.grad.norm() / scale for p in module.a.parameters()]).norm().item())
+        expected.append(
+            torch.stack([p.grad.norm() / scale for p in module.a.parameters()]).norm().item()
+        )
         module.clip_gradients(a, 1e-6)
         a.step()  # b's gradients are scaled still
 
-    fit(Two(train), plugins=[Norms(every=1), logged], log_every_n_steps=1, precision=precision, limit_train_batches=1)
-    assert [metrics["grad_norm"] for _, metrics in logged.lines if "grad_norm" in metrics] == pytest.approx(expected)
+    fit(
+        Two(train),
+        plugins=[Norms(every=1), logged],
+        log_every_n_steps=1,
+        precision=precision,
+        limit_train_batches=1,
+    )
+    assert [
+        metrics["grad_norm"] for _, metrics in logged.lines if "grad_norm" in metrics
+    ] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("check", ["loss", "gradients"])
@@ -469,7 +513,11 @@ def test_toggling_that_does_not_balance():
     def strange(module, batch, batch_idx):
         module.toggle_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
 
-    for train, words in ((twice, "toggled already"), (another, "another optimizer is toggled"), (never, "no optimizer is toggled")):
+    for train, words in (
+        (twice, "toggled already"),
+        (another, "another optimizer is toggled"),
+        (never, "no optimizer is toggled"),
+    ):
         with pytest.raises(TrainingError, match=words):
             fit(Two(train))
     with pytest.raises(TrainingError, match="none of this module's optimizers"):
@@ -501,7 +549,10 @@ def test_the_context_manager_puts_back_after_an_error():
             {"accumulate_grad_batches": 4},
             r"Two\.automatic_optimization is False, so accumulate_grad_batches=4.*Fix: zero_grad\(\) and step\(\) once in 4",
         ),
-        ({"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5.*self\.clip_gradients\(optimizer, 0\.5\)"),
+        (
+            {"gradient_clip_val": 0.5},
+            r"gradient_clip_val=0\.5.*self\.clip_gradients\(optimizer, 0\.5\)",
+        ),
     ],
 )
 def test_options_that_the_loop_would_not_follow(options, words):
@@ -510,7 +561,10 @@ def test_options_that_the_loop_would_not_follow(options, words):
 
 
 def test_it_is_not_selected_by_name():
-    with pytest.raises(UsageError, match=r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out"):
+    with pytest.raises(
+        UsageError,
+        match=r"manual_optimisation\] is added to a run for a module with .* Fix: leave it out",
+    ):
         trainer(plugins=["manual_optimisation"])
 
 
@@ -536,7 +590,9 @@ def test_automatic_optimisation_has_none_of_it(call):
             call(self, self.optimizers())
             return self.loss(batch)
 
-    with pytest.raises(TrainingError, match=r"Automatic calls self\..*automatic_optimization is True.*Fix"):
+    with pytest.raises(
+        TrainingError, match=r"Automatic calls self\..*automatic_optimization is True.*Fix"
+    ):
         fit(Automatic())
     with pytest.raises(TrainingError, match="automatic_optimization is True"):
         call(Net(), None)
@@ -552,7 +608,9 @@ def test_it_cannot_change_once_fit_has_begun(value):
         def setup(self, stage):
             self.automatic_optimization = not value
 
-    with pytest.raises(UsageError, match=rf"automatic_optimization became {not value} after fit had begun"):
+    with pytest.raises(
+        UsageError, match=rf"automatic_optimization became {not value} after fit had begun"
+    ):
         fit(Changes())
 
 
@@ -578,14 +636,31 @@ def test_options_of_backward_that_a_plugins_backward_would_lose():
             loss.backward()
 
     fit(Two(), plugins=[Replaces()])
-    with pytest.raises(TrainingError, match=r"Replaces owns the hook 'backward', which takes no retain_graph"):
-        fit(Two(lambda module, batch, _: module.manual_backward(module.loss(batch), retain_graph=True)), plugins=[Replaces()])
+    with pytest.raises(
+        TrainingError, match=r"Replaces owns the hook 'backward', which takes no retain_graph"
+    ):
+        fit(
+            Two(
+                lambda module, batch, _: module.manual_backward(
+                    module.loss(batch), retain_graph=True
+                )
+            ),
+            plugins=[Replaces()],
+        )
 
 
-@pytest.mark.parametrize(("limit", "algorithm"), [(0, "norm"), (True, "norm"), ("1", "norm"), (1.0, "max")])
+@pytest.mark.parametrize(
+    ("limit", "algorithm"), [(0, "norm"), (True, "norm"), ("1", "norm"), (1.0, "max")]
+)
 def test_wrong_clipping(limit, algorithm):
     with pytest.raises(TrainingError, match="a number above 0, and 'norm' or 'value'"):
-        fit(Two(lambda module, batch, _: module.clip_gradients(module.optimizers()[0], limit, algorithm)))
+        fit(
+            Two(
+                lambda module, batch, _: module.clip_gradients(
+                    module.optimizers()[0], limit, algorithm
+                )
+            )
+        )
 
 
 def test_a_step_takes_a_closure_alone():

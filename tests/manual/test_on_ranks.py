@@ -25,7 +25,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
             a, _ = self.optimizers()
             loss = self.loss(batch, self.global_rank) * 0.01
             a.zero_grad()
-            self.manual_backward(loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss)
+            self.manual_backward(
+                loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
+            )
             a.step()
 
     trainer, strategy = on_threads(precision="16-mixed")

@@ -27,10 +27,14 @@ def by_hand_16(module, batches, epochs=1, overflow=None):
                 scaler.scale(loss * (float("inf") if batch_idx == overflow else 1.0)).backward()
                 scaled.append(module.a.weight.grad.clone())
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1e-3)
+                nn.utils.clip_grad_norm_(
+                    [p for group in optimizer.param_groups for p in group["params"]], 1e-3
+                )
                 before = [p.detach().clone() for p in module.parameters()]
                 scaler.step(optimizer)
-                skipped += all(torch.equal(was, p) for was, p in zip(before, module.parameters(), strict=True))
+                skipped += all(
+                    torch.equal(was, p) for was, p in zip(before, module.parameters(), strict=True)
+                )
             scaler.update()
     return module, skipped, scaled
 
@@ -47,11 +51,15 @@ def test_a_forward_after_a_step_uses_the_new_weights_and_not_autocasts_copies_of
 
 
 @pytest.mark.parametrize("overflow", [None, 1])
-def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflow_are_skipped(overflow):
+def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflow_are_skipped(
+    overflow,
+):
     def train(module, batch, batch_idx):
         for optimizer in module.optimizers():
             module.zero_grad()
-            module.manual_backward(module.loss(batch) * (float("inf") if batch_idx == overflow else 1.0))
+            module.manual_backward(
+                module.loss(batch) * (float("inf") if batch_idx == overflow else 1.0)
+            )
             seen.append(module.a.weight.grad.clone())
             module.clip_gradients(optimizer, 1e-3)
             optimizer.step()
@@ -61,7 +69,9 @@ def test_scaled_gradients_are_scaled_down_before_clipping_and_steps_that_overflo
     one = fit(module, precision="16-mixed")
     assert_equal(module, expected)
     assert one.callback_metrics["skipped_steps"] == skipped == (0 if overflow is None else 2)
-    for found, same in zip(seen, scaled, strict=True):  # once halved, whatever overflowed in that batch
+    for found, same in zip(
+        seen, scaled, strict=True
+    ):  # once halved, whatever overflowed in that batch
         torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
 
 
@@ -80,7 +90,9 @@ def test_one_optimizer_may_step_several_times_a_batch_and_others_wait_for_a_late
         for _ in range(2):
             with module.toggled_optimizer(a):
                 a.zero_grad()
-                module.manual_backward(module.loss(batch) * (float("inf") if batch_idx == 0 else 1.0))
+                module.manual_backward(
+                    module.loss(batch) * (float("inf") if batch_idx == 0 else 1.0)
+                )
                 a.step()
         if batch_idx == 1:
             b.step()
@@ -93,7 +105,9 @@ def test_one_optimizer_may_step_several_times_a_batch_and_others_wait_for_a_late
     assert len(seen) == 5
     expected = copy.deepcopy(before)
     with torch.autocast("cpu", torch.float16):
-        loss = expected.loss(data[0])  # a was not stepped in the first batch, and twice in the second after b's backward
+        loss = expected.loss(
+            data[0]
+        )  # a was not stepped in the first batch, and twice in the second after b's backward
         loss = loss + expected.loss(data[1])
     loss.backward()
     for found, p in zip(seen[-1], expected.b.parameters(), strict=True):
@@ -122,7 +136,9 @@ def test_scaled_gradients_on_top_of_unscaled_ones_are_an_error_only_where_they_a
 def test_cleared_gradients_are_forgotten(clear):
     def train(module, batch, batch_idx):
         optimizer = module.optimizers()[0]
-        module.zero_grad() if clear == "by the module" else optimizer.zero_grad(set_to_none=clear == "set to none")
+        module.zero_grad() if clear == "by the module" else optimizer.zero_grad(
+            set_to_none=clear == "set to none"
+        )
         module.manual_backward(module.loss(batch))
         optimizer.step()
 
@@ -135,5 +151,7 @@ def test_a_closure_cannot_be_skipped():
     def train(module, batch, batch_idx):
         module.optimizers()[0].step(lambda: module.loss(batch))
 
-    with pytest.raises(TrainingError, match=r"geartrain\[16-mixed\] cannot skip steps that have a closure"):
+    with pytest.raises(
+        TrainingError, match=r"geartrain\[16-mixed\] cannot skip steps that have a closure"
+    ):
         fit(Two(train), precision="16-mixed")

@@ -56,7 +56,9 @@ def metal(monkeypatch):
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300 * MIB)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 200 * MIB)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10922 * MIB)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *given, **named: made.to(tensor, *given, **named))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, *given, **named: made.to(tensor, *given, **named)
+    )
     return made
 
 
@@ -65,6 +67,8 @@ def trainer(tmp_path):
     """``trainer(max_epochs=2)``: on mps, quiet."""
 
     def make(**options):
-        return gt.Trainer(**{"accelerator": "mps", "max_epochs": 1, "enable_progress_bar": False, **options})
+        return gt.Trainer(
+            **{"accelerator": "mps", "max_epochs": 1, "enable_progress_bar": False, **options}
+        )
 
     return make

@@ -18,7 +18,9 @@ def test_this_machine_has_none_and_says_why():
     assert torch.__version__ in reason
     assert "built without MPS" in reason
     assert MPSAccelerator.device_count() == 0
-    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\] cannot be used here: .*built without MPS"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-mps\[mps\] cannot be used here: .*built without MPS"
+    ):
         gt.Trainer(accelerator="MPS")
     found = MPSAccelerator.diagnose()
     assert (found["facts"]["torch built with MPS"], found["devices"]) == (False, [])
@@ -43,12 +45,24 @@ def test_usable_where_torch_finds_the_device(metal):
 @pytest.mark.parametrize(
     ("answers", "words", "absent"),
     [
-        ({"built": False, "available": False, "macos": ""}, ["built without MPS"], ["macOS 1", "Metal"]),
-        ({"available": False, "macos": "13.7.4"}, ["macOS 13.7.4 is too old", "macOS 14"], ["Metal"]),
+        (
+            {"built": False, "available": False, "macos": ""},
+            ["built without MPS"],
+            ["macOS 1", "Metal"],
+        ),
+        (
+            {"available": False, "macos": "13.7.4"},
+            ["macOS 13.7.4 is too old", "macOS 14"],
+            ["Metal"],
+        ),
         ({"available": False, "macos": "9"}, ["macOS 9 is too old"], ["Metal"]),
         ({"available": False, "macos": "14.0"}, ["no Metal device", "macOS 14.0"], ["too old"]),
         ({"available": False, "macos": "26.3.1"}, ["no Metal device", "macOS 26.3.1"], ["too old"]),
-        ({"available": False, "macos": "10.16"}, ["no Metal device"], ["too old"]),  # what an old Python is told on any newer macOS
+        (
+            {"available": False, "macos": "10.16"},
+            ["no Metal device"],
+            ["too old"],
+        ),  # what an old Python is told on any newer macOS
         ({"available": False, "macos": ""}, ["no Metal device", "unknown"], ["too old"]),
     ],
 )
@@ -66,7 +80,11 @@ def test_reasons(metal, answers, words, absent):
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "mps"])
 def test_chosen_by_name_and_by_priority(metal, accelerator):
     plan = gt.Trainer(accelerator=accelerator, block=["cuda"] if _installed("cuda") else []).plan
-    assert (plan.accelerator.label, plan.devices, plan.strategy.name) == ("geartrain-mps[mps]", (0,), "single")
+    assert (plan.accelerator.label, plan.devices, plan.strategy.name) == (
+        "geartrain-mps[mps]",
+        (0,),
+        "single",
+    )
     assert 0 < MPSAccelerator.priority < 30  # between cpu's and cuda's
 
 
@@ -105,7 +123,15 @@ def test_diagnosis_of_a_usable_device(metal, monkeypatch):
             "PYTORCH_ENABLE_MPS_FALLBACK": "1",
             "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.5",
         },
-        "devices": [{"index": 0, "name": "Apple M4", "cores": 10, "memory_used_mib": 300, "memory_total_mib": 10922}],
+        "devices": [
+            {
+                "index": 0,
+                "name": "Apple M4",
+                "cores": 10,
+                "memory_used_mib": 300,
+                "memory_total_mib": 10922,
+            }
+        ],
         "problems": [],
     }
 
@@ -127,7 +153,9 @@ def _fails(*_):
 def test_diagnosis_never_raises(metal, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", _fails)
     monkeypatch.delattr(torch.backends.mps, "get_core_count")  # older torches have none
-    assert MPSAccelerator.diagnose()["devices"] == [{"index": 0, "name": "Apple M4", "memory_used_mib": 300}]
+    assert MPSAccelerator.diagnose()["devices"] == [
+        {"index": 0, "name": "Apple M4", "memory_used_mib": 300}
+    ]
     monkeypatch.setattr(torch.backends.mps, "is_available", _fails)
     found = MPSAccelerator.diagnose()
     assert "Metal is upset" in found["problems"][0]

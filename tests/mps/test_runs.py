@@ -124,7 +124,9 @@ def test_missing_operator_is_shown_with_the_variable_that_helps(metal, trainer):
 
     class Lacks(Line):
         def training_step(self, batch, batch_idx):
-            raise NotImplementedError(f"The operator 'aten::rare' is not currently implemented for the MPS device. {words}")
+            raise NotImplementedError(
+                f"The operator 'aten::rare' is not currently implemented for the MPS device. {words}"
+            )
 
     with pytest.raises(NotImplementedError, match="PYTORCH_ENABLE_MPS_FALLBACK=1") as caught:
         trainer().fit(Lacks(), loader())
@@ -183,7 +185,9 @@ def test_float64_that_the_module_converts_itself_is_fine(metal, trainer):
 
 def test_float64_in_a_module_is_refused_before_anything_starts(metal, trainer, tmp_path):
     made = trainer(output=tmp_path / "run")
-    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: Line.net.weight is float64.*Fix: module.float\(\)"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-mps\[mps\]: Line.net.weight is float64.*Fix: module.float\(\)"
+    ):
         made.fit(Line().double(), loader())
     module = Line()
     module.scale = module.scale.double()
@@ -201,7 +205,9 @@ def test_float64_in_a_module_is_refused_before_anything_starts(metal, trainer, t
 
 
 def test_precision_of_64_bits_is_refused(metal, trainer):
-    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: precision 64-true.*Fix: --precision 32-true"):
+    with pytest.raises(
+        UsageError, match=r"geartrain-mps\[mps\]: precision 64-true.*Fix: --precision 32-true"
+    ):
         trainer(precision=64).check(Line)
 
 
@@ -211,8 +217,13 @@ def test_16_mixed_is_refused_where_torchs_scaler_needs_float64(metal, trainer, m
     def unscale_(self, optimizer):
         self._scale.double().reciprocal().float()
 
-    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)  # as older versions of torch have it
-    with pytest.raises(UsageError, match=r"geartrain-mps\[mps\]: the gradient scaler of torch .*Fix: a newer torch, or --precision bf16"):
+    monkeypatch.setattr(
+        torch.amp.GradScaler, "unscale_", unscale_
+    )  # as older versions of torch have it
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain-mps\[mps\]: the gradient scaler of torch .*Fix: a newer torch, or --precision bf16",
+    ):
         trainer(precision=16).check(Line)
     trainer(precision="bf16").check(Line)
 
@@ -221,7 +232,10 @@ def test_16_mixed_is_refused_where_torchs_scaler_needs_float64(metal, trainer, m
     ("options", "words"),
     [
         ({"strategy": "ddp"}, ["geartrain-ddp[ddp]", "torch.distributed", "--strategy single"]),
-        ({"strategy": "ddp", "num_nodes": 2}, ["geartrain-ddp[ddp]", "torch.distributed", "--num-nodes 1"]),
+        (
+            {"strategy": "ddp", "num_nodes": 2},
+            ["geartrain-ddp[ddp]", "torch.distributed", "--num-nodes 1"],
+        ),
         ({"strategy": "ddp_spawn"}, ["geartrain-spawn[ddp_spawn]", "torch.distributed"]),
         ({"strategy": "ddp2"}, ["geartrain-dp[ddp2]", "torch.distributed"]),
         ({"strategy": "dp"}, ["dp splits batches", "--strategy single"]),

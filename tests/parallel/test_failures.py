@@ -45,10 +45,18 @@ class Rank:
         return self.ends[1] if self.ends and self.ends[0] <= self.clock[0] else None
 
     def error(self):
-        return Failure(self.number, *self.tells) if self.tells and self.tells[0] <= self.clock[0] else None
+        return (
+            Failure(self.number, *self.tells)
+            if self.tells and self.tells[0] <= self.clock[0]
+            else None
+        )
 
     def is_stopped(self):
-        return self.stops is not None and self.stops[0] <= self.clock[0] < self.stops[1] and self.poll() is None
+        return (
+            self.stops is not None
+            and self.stops[0] <= self.clock[0] < self.stops[1]
+            and self.poll() is None
+        )
 
 
 #: What ranks do in the 20 s until their supervisor ends them -> what is said.
@@ -57,39 +65,93 @@ TABLE = {
     "an error": ({1: {"tells": (5, OWN), "ends": (6, 1)}}, f"rank 1 failed: {OWN}"),
     "a signal": ({1: {"ends": (5, -9)}}, "rank 1 was ended by SIGKILL"),
     "an exit code": ({1: {"ends": (5, 7)}}, "rank 1 failed: exit code 7"),
-    "a signal after an error, in teardown": ({1: {"tells": (5, OWN), "ends": (6, -6)}}, f"rank 1 failed: {OWN}"),
-    "an error, and no end yet": ({1: {"tells": (5, OWN)}, 2: {"tells": (6, LOST)}}, f"rank 1 failed: {OWN}"),
+    "a signal after an error, in teardown": (
+        {1: {"tells": (5, OWN), "ends": (6, -6)}},
+        f"rank 1 failed: {OWN}",
+    ),
+    "an error, and no end yet": (
+        {1: {"tells": (5, OWN)}, 2: {"tells": (6, LOST)}},
+        f"rank 1 failed: {OWN}",
+    ),
     # --- of two
-    "the earlier error": ({1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x"), "ends": (9, 1)}}, "rank 2 failed: E: x"),
-    "the earlier error, not seen to end": ({1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x")}}, "rank 2 failed: E: x"),
-    "an error and who lost that rank": ({1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"tells": (6, OWN)}}, f"rank 2 failed: {OWN}"),
-    "a signal and who lost that rank": ({1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"ends": (6, -9)}}, "rank 2 was ended by SIGKILL"),
-    "a crash after an error": ({1: {"tells": (5, OWN)}, 2: {"ends": (6, -6)}}, f"rank 1 failed: {OWN}"),
-    "an error after a crash": ({1: {"tells": (7, OWN)}, 2: {"ends": (6, -11)}}, "rank 2 was ended by SIGSEGV"),
-    "only lost connections": ({1: {"tells": (6, LOST), "ends": (6, 1)}, 2: {"tells": (5, LOST)}}, f"rank 2 failed: {LOST}"),
+    "the earlier error": (
+        {1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x"), "ends": (9, 1)}},
+        "rank 2 failed: E: x",
+    ),
+    "the earlier error, not seen to end": (
+        {1: {"tells": (6, OWN), "ends": (6, 1)}, 2: {"tells": (5, "E: x")}},
+        "rank 2 failed: E: x",
+    ),
+    "an error and who lost that rank": (
+        {1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"tells": (6, OWN)}},
+        f"rank 2 failed: {OWN}",
+    ),
+    "a signal and who lost that rank": (
+        {1: {"tells": (5, LOST), "ends": (5, 1)}, 2: {"ends": (6, -9)}},
+        "rank 2 was ended by SIGKILL",
+    ),
+    "a crash after an error": (
+        {1: {"tells": (5, OWN)}, 2: {"ends": (6, -6)}},
+        f"rank 1 failed: {OWN}",
+    ),
+    "an error after a crash": (
+        {1: {"tells": (7, OWN)}, 2: {"ends": (6, -11)}},
+        "rank 2 was ended by SIGSEGV",
+    ),
+    "only lost connections": (
+        {1: {"tells": (6, LOST), "ends": (6, 1)}, 2: {"tells": (5, LOST)}},
+        f"rank 2 failed: {LOST}",
+    ),
     # --- late
-    "a rank that hangs": ({1: {}, 2: {"tells": (5, WAITED), "ends": (5, 1)}}, f"rank 1 {LATE}rank 2 failed: {WAITED}"),
+    "a rank that hangs": (
+        {1: {}, 2: {"tells": (5, WAITED), "ends": (5, 1)}},
+        f"rank 1 {LATE}rank 2 failed: {WAITED}",
+    ),
     "ranks that hang": (
         {1: {}, 2: {"tells": (5, WAITED), "ends": (5, 1)}, 3: {}, 4: {"tells": (6, LOST)}},
         f"ranks 1, 3 {LATE}rank 2 failed: {WAITED}",
     ),
-    "all waited": ({1: {"tells": (5, WAITED), "ends": (5, 1)}, 2: {"tells": (6, WAITED)}}, f"rank 1 failed: {WAITED}"),
+    "all waited": (
+        {1: {"tells": (5, WAITED), "ends": (5, 1)}, 2: {"tells": (6, WAITED)}},
+        f"rank 1 failed: {WAITED}",
+    ),
     "a loader's timeout": (
-        {1: {"tells": (5, "RuntimeError: DataLoader timed out after 30 seconds"), "ends": (5, 1)}, 2: {}},
+        {
+            1: {
+                "tells": (5, "RuntimeError: DataLoader timed out after 30 seconds"),
+                "ends": (5, 1),
+            },
+            2: {},
+        },
         "rank 1 failed: RuntimeError: DataLoader timed out after 30 seconds",
     ),
-    "an error while another hangs": ({1: {}, 2: {"tells": (5, OWN), "ends": (5, 1)}}, f"rank 2 failed: {OWN}"),
+    "an error while another hangs": (
+        {1: {}, 2: {"tells": (5, OWN), "ends": (5, 1)}},
+        f"rank 2 failed: {OWN}",
+    ),
     # --- left
     "a rank that left, and no error": ({1: {"ends": (5, 0)}, 2: {}}, f"rank 1 {LEFT}"),
-    "a rank that left": ({1: {"ends": (5, 0)}, 2: {"tells": (6, LOST), "ends": (6, 1)}}, f"rank 1 {LEFT}"),
-    "a rank that left, another error": ({1: {"ends": (5, 0)}, 2: {"tells": (6, OWN), "ends": (6, 1)}}, f"rank 2 failed: {OWN}"),
+    "a rank that left": (
+        {1: {"ends": (5, 0)}, 2: {"tells": (6, LOST), "ends": (6, 1)}},
+        f"rank 1 {LEFT}",
+    ),
+    "a rank that left, another error": (
+        {1: {"ends": (5, 0)}, 2: {"tells": (6, OWN), "ends": (6, 1)}},
+        f"rank 2 failed: {OWN}",
+    ),
     # --- stopped: for 15 s
-    "a stopped rank": ({1: {"stops": (1, 99)}, 2: {}}, "rank 1 failed: it has been stopped (SIGSTOP) for 15 s"),
+    "a stopped rank": (
+        {1: {"stops": (1, 99)}, 2: {}},
+        "rank 1 failed: it has been stopped (SIGSTOP) for 15 s",
+    ),
     "a stopped rank and who waited": (
         {1: {"stops": (1, 99)}, 2: {"tells": (17, WAITED), "ends": (17, 1)}},
         "rank 1 failed: it has been stopped (SIGSTOP) for 15 s",
     ),
-    "a stopped rank, killed for it": ({1: {"stops": (1, 99), "ends": (18, -9)}, 2: {}}, "rank 1 failed: it has been stopped"),
+    "a stopped rank, killed for it": (
+        {1: {"stops": (1, 99), "ends": (18, -9)}, 2: {}},
+        "rank 1 failed: it has been stopped",
+    ),
     "a rank that is stopped for less": ({1: {"stops": (1, 12)}, 2: {}}, None),
 }
 
@@ -102,12 +164,18 @@ def clock():
 def supervised(clock, monkeypatch, rows):
     """The supervisor of ranks that do what the rows say, once it ends them."""
     ranks = [Rank(clock, number, **row) for number, row in rows.items()]
-    monkeypatch.setattr(supervisors, "is_stopped", lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped())
+    monkeypatch.setattr(
+        supervisors,
+        "is_stopped",
+        lambda pid: next(rank for rank in ranks if rank.pid == pid).is_stopped(),
+    )
     supervisor = Supervisor(ranks, Path(), Patience(), lambda: clock[0])
     for second in range(21):
         clock[0] = second
         supervisor.look()
-    assert len(supervisor.failures) == len({failure.rank for failure in supervisor.failures}), "a rank fails once"
+    assert len(supervisor.failures) == len({failure.rank for failure in supervisor.failures}), (
+        "a rank fails once"
+    )
     supervisor.begin_end()
     return supervisor
 
@@ -124,7 +192,11 @@ def test_what_is_said(clock, monkeypatch, name):
 
 
 def test_what_happens_to_ranks_that_their_supervisor_ends_is_no_cause(clock, monkeypatch):
-    supervisor = supervised(clock, monkeypatch, {1: {"ends": (25, -15)}, 2: {"tells": (25, OWN), "ends": (26, 1)}, 3: {"stops": (10, 99)}})
+    supervisor = supervised(
+        clock,
+        monkeypatch,
+        {1: {"ends": (25, -15)}, 2: {"tells": (25, OWN), "ends": (26, 1)}, 3: {"stops": (10, 99)}},
+    )
     assert supervisor.running == supervisor.silent == [1, 2, 3]
     clock[0] = 40
     supervisor.look()
@@ -134,8 +206,14 @@ def test_what_happens_to_ranks_that_their_supervisor_ends_is_no_cause(clock, mon
     assert supervisor.running == [3]
 
 
-def test_the_time_of_an_error_is_when_it_came_and_of_a_silent_end_when_it_is_seen(clock, monkeypatch):
-    supervisor = supervised(clock, monkeypatch, {1: {"tells": (4.5, OWN), "ends": (7.5, 1)}, 2: {"ends": (7.5, -9)}, 3: {"stops": (1, 99)}})
+def test_the_time_of_an_error_is_when_it_came_and_of_a_silent_end_when_it_is_seen(
+    clock, monkeypatch
+):
+    supervisor = supervised(
+        clock,
+        monkeypatch,
+        {1: {"tells": (4.5, OWN), "ends": (7.5, 1)}, 2: {"ends": (7.5, -9)}, 3: {"stops": (1, 99)}},
+    )
     assert {failure.rank: failure.when for failure in supervisor.failures} == {1: 4.5, 2: 8, 3: 1}
 
 
@@ -168,9 +246,15 @@ def test_an_error_is_told_through_a_file(tmp_path, monkeypatch):
         report(error)
         own = Failure.of(3, 0, error)
     told = Failure.read(3, path)
-    assert (told.rank, told.message, told.signal) == (3, own.message, None) == (3, "ValueError: two\nlines", None)
+    assert (
+        (told.rank, told.message, told.signal)
+        == (3, own.message, None)
+        == (3, "ValueError: two\nlines", None)
+    )
     assert told.when == json.loads(path.read_text())["message"]["extraInfo"]["when"]
-    assert told.describe().startswith("rank 3 failed: ValueError: two\nlines\nTraceback (most recent call last):")
+    assert told.describe().startswith(
+        "rank 3 failed: ValueError: two\nlines\nTraceback (most recent call last):"
+    )
     path.write_text(path.read_text()[:-9])
     assert Failure.read(3, path) is None
     begin()

@@ -55,7 +55,9 @@ def test_a_child_of_a_rank_that_is_killed_dies_too():
         print(child, flush=True)
         time.sleep(60)
     """
-    rank = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
     child = int(rank.stdout.readline())
     ended = os.pidfd_open(child)
     try:

@@ -4,7 +4,13 @@ import os
 import subprocess
 import sys
 
-BY_HAND = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12910", "WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "2"}
+BY_HAND = {
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "12910",
+    "WORLD_SIZE": "3",
+    "NODE_RANK": "0",
+    "LOCAL_RANK": "2",
+}
 DISAGREE = """
 import sys, torch, geartrain as gt
 from geartrain.parallel import ProcessGroupStrategy
@@ -25,8 +31,18 @@ except gt.UsageError as error:
 
 
 def test_a_plan_that_disagrees_with_the_launcher_shows_both_numbers():
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "OMPI_", "PMI"))} | BY_HAND
-    done = subprocess.run([sys.executable, "-c", DISAGREE], env=environ, capture_output=True, text=True, timeout=60)
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "OMPI_", "PMI"))
+    } | BY_HAND
+    done = subprocess.run(
+        [sys.executable, "-c", DISAGREE], env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2, done.stderr
-    for words in ("4 processes (2 on each of 2 nodes)", "environment started 3", "--devices 3 --num-nodes 1"):
+    for words in (
+        "4 processes (2 on each of 2 nodes)",
+        "environment started 3",
+        "--devices 3 --num-nodes 1",
+    ):
         assert words in done.stderr

@@ -18,7 +18,11 @@ class Ranks:
     """A world of threads: ``log_sync`` and ``broadcast`` meet at a barrier. Call it with what each rank does with its Logs."""
 
     def __init__(self, size):
-        self.size, self.meet, self.slots = size, threading.Barrier(size, timeout=DEADLINE), [None] * size
+        self.size, self.meet, self.slots = (
+            size,
+            threading.Barrier(size, timeout=DEADLINE),
+            [None] * size,
+        )
         self.runs = [self.make_run(rank) for rank in range(size)]
 
     def make_run(self, rank):
@@ -34,8 +38,18 @@ class Ranks:
             broadcast=lambda run, obj, src: self.exchange(rank, obj)[src],
             log_metrics=lambda run, metrics, step: lines.append(dict(metrics)) or [],
         )
-        run = Run(plan=None, hooks=hooks, module=None, trainer=SimpleNamespace(calls=calls, lines=lines), command="fit")
-        run.world, run.ranks, run.logs = World(rank, self.size, rank, self.size), SeveralRanks(), MetricStore(run)
+        run = Run(
+            plan=None,
+            hooks=hooks,
+            module=None,
+            trainer=SimpleNamespace(calls=calls, lines=lines),
+            command="fit",
+        )
+        run.world, run.ranks, run.logs = (
+            World(rank, self.size, rank, self.size),
+            SeveralRanks(),
+            MetricStore(run),
+        )
         return run
 
     def exchange(self, rank, mine):
@@ -46,7 +60,9 @@ class Ranks:
         return everyone
 
     def __call__(self, *each):
-        results = together([lambda run=run, act=act: act(run) for run, act in zip(self.runs, each, strict=True)])
+        results = together(
+            [lambda run=run, act=act: act(run) for run, act in zip(self.runs, each, strict=True)]
+        )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -58,7 +74,14 @@ def logs(name, values, weights=None, *, stop=False, **options):
 
     def act(run):
         for value, weight in zip(values, weights or [1] * len(values), strict=True):
-            run.log(name, value, on_step=False, on_epoch=True, batch_size=weight, **{"sync_dist": True, **options})
+            run.log(
+                name,
+                value,
+                on_step=False,
+                on_epoch=True,
+                batch_size=weight,
+                **{"sync_dist": True, **options},
+            )
         run.should_stop = stop
         return run.logs.end_epoch()
 
@@ -69,7 +92,13 @@ def logs(name, values, weights=None, *, stop=False, **options):
 def test_a_flush_is_two_collectives(metrics):
     def act(run):
         for i in range(metrics):
-            run.log(f"metric {i}", torch.tensor(float(i + run.world.rank)), on_step=True, on_epoch=False, sync_dist=True)
+            run.log(
+                f"metric {i}",
+                torch.tensor(float(i + run.world.rank)),
+                on_step=True,
+                on_epoch=False,
+                sync_dist=True,
+            )
         run.logs.flush()
         return run.trainer.calls, run.metrics
 
@@ -78,13 +107,22 @@ def test_a_flush_is_two_collectives(metrics):
         assert values == {f"metric {i}": i + 0.5 for i in range(metrics)}
 
 
-@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", (1 * 1 + 4 * 2 + 9 * 5) / 8), ("sum", 14.0), ("min", 1.0), ("max", 9.0)])
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [("mean", (1 * 1 + 4 * 2 + 9 * 5) / 8), ("sum", 14.0), ("min", 1.0), ("max", 9.0)],
+)
 def test_reductions_over_ranks(reduce_fx, expected):
     """Samples of 1 and 2 on rank 0, of 5 on rank 1."""
     ranks = Ranks(2)
-    both = ranks(logs("x", [1.0, 4.0], [1, 2], reduce_fx=reduce_fx), logs("x", [9.0], [5], reduce_fx=reduce_fx))
+    both = ranks(
+        logs("x", [1.0, 4.0], [1, 2], reduce_fx=reduce_fx),
+        logs("x", [9.0], [5], reduce_fx=reduce_fx),
+    )
     assert both == [{"x": pytest.approx(expected)}] * 2
-    assert [run.trainer.lines for run in ranks.runs] == [both[:1], []]  # rank 0 alone hands them to loggers
+    assert [run.trainer.lines for run in ranks.runs] == [
+        both[:1],
+        [],
+    ]  # rank 0 alone hands them to loggers
 
 
 def test_a_value_of_1_has_the_mean_1_over_ranks():
@@ -93,12 +131,17 @@ def test_a_value_of_1_has_the_mean_1_over_ranks():
 
 @pytest.mark.parametrize("reduce_fx", ["min", "max"])
 def test_nan_of_one_rank_is_not_dropped(reduce_fx):
-    for values in Ranks(3)(*(logs("x", [value], reduce_fx=reduce_fx) for value in (1.0, math.nan, 2.0))):
+    for values in Ranks(3)(
+        *(logs("x", [value], reduce_fx=reduce_fx) for value in (1.0, math.nan, 2.0))
+    ):
         assert math.isnan(values["x"])
 
 
 def test_without_sync_dist_each_rank_keeps_its_own():
-    assert Ranks(2)(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False)) == [{"x": 1.0}, {"x": 2.0}]
+    assert Ranks(2)(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False)) == [
+        {"x": 1.0},
+        {"x": 2.0},
+    ]
 
 
 def test_a_metric_of_one_rank_is_told_apart_from_that_of_all():
@@ -108,26 +151,37 @@ def test_a_metric_of_one_rank_is_told_apart_from_that_of_all():
             run.stage = "validate"
         ranks(*each)
 
-    with pytest.warns(UserWarning, match="validate: x is of rank 0's part of the data alone. Fix: .*sync_dist=True") as said:
+    with pytest.warns(
+        UserWarning,
+        match="validate: x is of rank 0's part of the data alone. Fix: .*sync_dist=True",
+    ) as said:
         validate(logs("x", [1.0], sync_dist=False), logs("x", [2.0], sync_dist=False))
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         validate(logs("y", [1.0]), logs("y", [2.0]))
-        validate(logs("z", [1.0], sync_dist=False, rank_zero_only=True), logs("z", [], sync_dist=False))
+        validate(
+            logs("z", [1.0], sync_dist=False, rank_zero_only=True), logs("z", [], sync_dist=False)
+        )
 
 
 def test_rank_zero_only_is_no_difference():
-    assert Ranks(2)(logs("x", [1.0], sync_dist=False, rank_zero_only=True), logs("x", [], sync_dist=False)) == [{"x": 1.0}, {}]
+    assert Ranks(2)(
+        logs("x", [1.0], sync_dist=False, rank_zero_only=True), logs("x", [], sync_dist=False)
+    ) == [{"x": 1.0}, {}]
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
-@pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 3.0), ("sum", 6.0), ("min", 2.0), ("max", 4.0)])
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"), [("mean", 3.0), ("sum", 6.0), ("min", 2.0), ("max", 4.0)]
+)
 def test_a_rank_without_samples_takes_the_others_keys(empty, reduce_fx, expected):
     values = [[2.0], [4.0]]
     values.insert(empty, [])
     ranks = Ranks(3)
-    assert ranks(*(logs("x", value, reduce_fx=reduce_fx) for value in values)) == [{"x": expected}] * 3
+    assert (
+        ranks(*(logs("x", value, reduce_fx=reduce_fx) for value in values)) == [{"x": expected}] * 3
+    )
     assert [run.metrics for run in ranks.runs] == [{"x": expected}] * 3
 
 

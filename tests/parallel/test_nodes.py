@@ -23,10 +23,17 @@ def test_node_rank_is_refused_by_name(nodes, environ, words):
 
 
 def test_node_rank():
-    assert [node_rank(1, {}), node_rank(2, {"NODE_RANK": "1"}), node_rank(2, {"GROUP_RANK": "1"})] == [0, 1, 1]
+    assert [
+        node_rank(1, {}),
+        node_rank(2, {"NODE_RANK": "1"}),
+        node_rank(2, {"GROUP_RANK": "1"}),
+    ] == [0, 1, 1]
 
 
-@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}],
+)
 def test_several_nodes_need_an_address(environ):
     with pytest.raises(UsageError, match=r"MASTER_ADDR.*MASTER_PORT"):
         master(2, environ)

@@ -7,7 +7,11 @@ from geartrain_parallel.patience import Patience
 
 
 def test_defaults():
-    assert Patience.from_environment({}) == Patience.from_environment({"GEARTRAIN_PATIENCE": ""}) == Patience(3.0, 5.0, 300.0, 15.0)
+    assert (
+        Patience.from_environment({})
+        == Patience.from_environment({"GEARTRAIN_PATIENCE": ""})
+        == Patience(3.0, 5.0, 300.0, 15.0)
+    )
 
 
 def test_some_are_changed():
@@ -15,7 +19,22 @@ def test_some_are_changed():
     assert changed == Patience(unwind=3.0, grace=0.5, teardown=300.0, stopped=60.0)
 
 
-@pytest.mark.parametrize("text", ["grace", "grace=", "grace=soon", "grace=0", "grace=-1", "grace=nan", "patience=3", "grace=1;unwind=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grace",
+        "grace=",
+        "grace=soon",
+        "grace=0",
+        "grace=-1",
+        "grace=nan",
+        "patience=3",
+        "grace=1;unwind=2",
+    ],
+)
 def test_what_cannot_be_read_is_refused(text):
-    with pytest.raises(gt.UsageError, match=r"GEARTRAIN_PATIENCE: .* is no NAME=SECONDS. Fix: seconds above 0 for unwind, grace, "):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"GEARTRAIN_PATIENCE: .* is no NAME=SECONDS. Fix: seconds above 0 for unwind, grace, ",
+    ):
         Patience.from_environment({"GEARTRAIN_PATIENCE": f"stopped=1,{text}"})

@@ -31,7 +31,12 @@ def ranks(outputs, loader=None):
         hooks = SimpleNamespace(broadcast=lambda run, obj, src: broadcast(rank, obj, src))
         return SimpleNamespace(world=gt.World(rank, len(outputs)), hooks=hooks)
 
-    return together([lambda r=r: predictions.from_all_ranks(run(r), outputs[r], loader) for r in range(len(outputs))]), sent
+    return together(
+        [
+            lambda r=r: predictions.from_all_ranks(run(r), outputs[r], loader)
+            for r in range(len(outputs))
+        ]
+    ), sent
 
 
 def dealt(n):

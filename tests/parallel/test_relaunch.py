@@ -32,8 +32,20 @@ except Exception as error: print("refused:", error)
 
 
 def python(*arguments, folder, stdin=""):
-    environ = {key: value for key, value in os.environ.items() if key not in ("PYTEST_CURRENT_TEST", "AGAIN")}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environ, input=stdin, capture_output=True, text=True, timeout=60)
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTEST_CURRENT_TEST", "AGAIN")
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environ,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return done.stdout + done.stderr
 
 
@@ -41,7 +53,9 @@ def python(*arguments, folder, stdin=""):
 def folder(tmp_path):
     (tmp_path / "program.py").write_text(ASK)
     (tmp_path / "threaded.py").write_text(THREAD)
-    (tmp_path / "wrapper.py").write_text("import runpy\nrunpy.run_path('program.py', run_name='__main__')\n")
+    (tmp_path / "wrapper.py").write_text(
+        "import runpy\nrunpy.run_path('program.py', run_name='__main__')\n"
+    )
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(ASK)
     return tmp_path
@@ -94,7 +108,9 @@ def test_refuses_under_pytest():
 
 def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "x")
-    done = subprocess.run([sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
     assert "again []" in done.stdout
 
 
@@ -106,5 +122,7 @@ def test_a_program_that_a_test_started_is_not_under_pytest(folder, monkeypatch):
     ],
 )
 def test_a_program_that_changes_its_directory(folder, first, then, says):
-    (folder / "moves.py").write_text(f"import os\nif 'AGAIN' not in os.environ:\n    {first}\n    {then}\n{ASK}")
+    (folder / "moves.py").write_text(
+        f"import os\nif 'AGAIN' not in os.environ:\n    {first}\n    {then}\n{ASK}"
+    )
     assert says in python("moves.py", "x", folder=folder)

@@ -13,7 +13,11 @@ from geartrain_parallel import rendezvous, sockets
 def agent(monkeypatch):
     """The store of torchrun's agent, which outlives the attempts to run a program."""
     store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=30))
-    for name, value in {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+    for name, value in {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
         monkeypatch.setenv(name, value)
     return store
 

@@ -43,7 +43,9 @@ def test_one_that_was_survived_is_replaced_by_that_of_a_later_run(error_file):
     assert failed_at() > before
 
 
-def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(error_file, monkeypatch):
+def test_the_first_error_of_a_rank_that_geartrain_started_stays_for_its_starter(
+    error_file, monkeypatch
+):
     monkeypatch.setenv(STARTED_BY, str(os.getpid()))
     report(KeyError("survived"))
     begin()
@@ -72,8 +74,14 @@ def test_teardown_ends_when_a_rank_leaves_its_group():
 @pytest.mark.parametrize(
     ("message", "waited"),
     [
-        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete", True),
-        ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete",
+            True,
+        ),
+        (
+            "DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
+            True,
+        ),
         ("DataLoader timed out after 30 seconds", False),
         ("requests.exceptions.ReadTimeout: the read timed out", False),
         ("KeyError: 'x'\nTimed out waiting 12000ms for recv operation to complete", False),

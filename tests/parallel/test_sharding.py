@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 import geartrain as gt
 from geartrain.data.sharding import has_no_own_samples, set_epoch
@@ -16,7 +23,9 @@ from geartrain.parallel import shard
 def run_of(rank, size=4, seed=7, **options):
     options = SimpleNamespace(**{"use_distributed_sampler": True, "seed": seed, **options})
     hooks = SimpleNamespace(broadcast=lambda run, obj, src: obj)
-    return SimpleNamespace(world=gt.World(rank, size), plan=SimpleNamespace(options=options), hooks=hooks)
+    return SimpleNamespace(
+        world=gt.World(rank, size), plan=SimpleNamespace(options=options), hooks=hooks
+    )
 
 
 def shards(loader, stage, size=4, epoch=None, **options):
@@ -40,14 +49,19 @@ def numbers(batches):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_evaluation_has_every_sample_exactly_once(shuffle):
-    found = [numbers(b) for b in shards(DataLoader(range(103), batch_size=4, shuffle=shuffle), "validate")]
+    found = [
+        numbers(b)
+        for b in shards(DataLoader(range(103), batch_size=4, shuffle=shuffle), "validate")
+    ]
     assert [len(n) for n in found] == [26, 26, 26, 25]
     assert sorted(itertools.chain(*found)) == list(range(103))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_training_pads_to_equal_length_and_keeps_the_shuffling(shuffle):
-    found = [numbers(b) for b in shards(DataLoader(range(103), batch_size=4, shuffle=shuffle), "train")]
+    found = [
+        numbers(b) for b in shards(DataLoader(range(103), batch_size=4, shuffle=shuffle), "train")
+    ]
     assert [len(n) for n in found] == [26] * 4
     assert set(itertools.chain(*found)) == set(range(103))
     order = [n for turn in zip(*found, strict=True) for n in turn]
@@ -64,13 +78,18 @@ def test_rank_without_a_sample_of_its_own_is_spare():
 
 def test_no_rank_is_spare_if_the_loader_is_empty():
     """Then the loader is refused, as in one process."""
-    assert not any(has_no_own_samples(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4))
+    assert not any(
+        has_no_own_samples(shard(run_of(rank), DataLoader([]), "test")) for rank in range(4)
+    )
 
 
 def test_ranks_predict_whole_batches_in_turn():
     loader = DataLoader(range(11), batch_size=3)
     assert shards(loader, "predict", size=2) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]
-    assert shards(DataLoader(range(11), batch_size=3, drop_last=True), "predict", size=2) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5]]]
+    assert shards(DataLoader(range(11), batch_size=3, drop_last=True), "predict", size=2) == [
+        [[0, 1, 2], [6, 7, 8]],
+        [[3, 4, 5]],
+    ]
     shuffled = shards(DataLoader(range(11), batch_size=3, shuffle=True), "predict", size=2)
     assert sorted(numbers(shuffled[0]) + numbers(shuffled[1])) == list(range(11))
 
@@ -99,8 +118,12 @@ class Odd(Sampler):
 LOADERS = {
     "shuffle": lambda: DataLoader(range(24), batch_size=3, shuffle=True),
     "a sampler that draws": lambda: DataLoader(range(24), batch_size=3, sampler=AnyOrder()),
-    "a batch sampler of a random one": lambda: DataLoader(range(24), batch_sampler=BatchSampler(RandomSampler(range(24)), 3, False)),
-    "a batch sampler of the user's own": lambda: DataLoader(range(24), batch_sampler=Pairs(AnyOrder())),
+    "a batch sampler of a random one": lambda: DataLoader(
+        range(24), batch_sampler=BatchSampler(RandomSampler(range(24)), 3, False)
+    ),
+    "a batch sampler of the user's own": lambda: DataLoader(
+        range(24), batch_sampler=Pairs(AnyOrder())
+    ),
 }
 
 
@@ -114,7 +137,9 @@ def test_set_epoch_gives_another_order_the_same_on_every_rank(name):
     orders = []
     for epoch in range(3):
         found = shards(LOADERS[name](), "train", size=2, epoch=epoch)
-        assert sorted(numbers(found[0]) + numbers(found[1])) == list(range(24))  # ranks with different orders would overlap
+        assert sorted(numbers(found[0]) + numbers(found[1])) == list(
+            range(24)
+        )  # ranks with different orders would overlap
         orders.append(numbers(found[0]))
         assert shards(LOADERS[name](), "train", size=2, epoch=epoch) == found
     assert len({tuple(order) for order in orders}) == 3
@@ -142,7 +167,11 @@ def test_without_a_seed_rank_0_draws_one_for_all():
 
 
 def test_custom_sampler_is_wrapped():
-    assert shards(DataLoader(range(24), batch_size=2, sampler=Odd()), "train", size=2)[1] == [[3, 7], [11, 15], [19, 23]]
+    assert shards(DataLoader(range(24), batch_size=2, sampler=Odd()), "train", size=2)[1] == [
+        [3, 7],
+        [11, 15],
+        [19, 23],
+    ]
 
 
 def test_batch_sampler_keeps_its_batch_size():
@@ -154,7 +183,10 @@ def test_custom_batch_sampler_is_dealt_out_batch_by_batch():
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     loader = DataLoader(range(11), batch_sampler=batches)
     assert shards(loader, "test", size=2) == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
-    assert shards(loader, "train", size=2) == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [0, 1, 2]]]
+    assert shards(loader, "train", size=2) == [
+        [[0, 1, 2], [4, 5], [10]],
+        [[3], [6, 7, 8, 9], [0, 1, 2]],
+    ]
 
 
 class Endless(Sampler):
@@ -168,8 +200,14 @@ class FiveWithoutLength(Sampler):
 
 
 def test_sampler_without_length_is_dealt_out_as_it_comes():
-    ones = [shard(run_of(rank, 2), DataLoader(range(5), sampler=Endless(), batch_size=2), "train") for rank in range(2)]
-    assert [numbers(b.tolist() for b in itertools.islice(one, 3)) for one in ones] == [[0, 2, 4, 1, 3, 0], [1, 3, 0, 2, 4, 1]]
+    ones = [
+        shard(run_of(rank, 2), DataLoader(range(5), sampler=Endless(), batch_size=2), "train")
+        for rank in range(2)
+    ]
+    assert [numbers(b.tolist() for b in itertools.islice(one, 3)) for one in ones] == [
+        [0, 2, 4, 1, 3, 0],
+        [1, 3, 0, 2, 4, 1],
+    ]
     loader = DataLoader(range(5), batch_sampler=FiveWithoutLength())
     for stage, expected in (("train", [[0, 2], [1, 3]]), ("validate", [[0, 2, 4], [1, 3]])):
         made = [shard(run_of(rank, 2), loader, stage) for rank in range(2)]
@@ -180,7 +218,11 @@ def test_sampler_without_length_is_dealt_out_as_it_comes():
 @pytest.mark.parametrize("batched", [False, True])
 def test_distributed_sampler_of_the_user_is_kept_and_told_the_epoch(batched):
     own = DistributedSampler(range(24), num_replicas=4, rank=1)
-    loader = DataLoader(range(24), batch_sampler=BatchSampler(own, 3, False)) if batched else DataLoader(range(24), sampler=own)
+    loader = (
+        DataLoader(range(24), batch_sampler=BatchSampler(own, 3, False))
+        if batched
+        else DataLoader(range(24), sampler=own)
+    )
     assert shard(run_of(1), loader, "train") is loader
     set_epoch(loader, 3)
     assert own.epoch == 3
@@ -214,7 +256,15 @@ class Tagged(DataLoader):
     """A subclass that could not be made again from DataLoader's arguments."""
 
     def __init__(self, tag, n):
-        super().__init__(range(n), batch_size=4, drop_last=True, num_workers=2, prefetch_factor=3, collate_fn=sum, timeout=9)
+        super().__init__(
+            range(n),
+            batch_size=4,
+            drop_last=True,
+            num_workers=2,
+            prefetch_factor=3,
+            collate_fn=sum,
+            timeout=9,
+        )
         self.tag = tag
 
 
@@ -223,7 +273,13 @@ def test_options_and_subclass_of_a_loader_are_kept():
     generator = loader.generator = torch.Generator()
     made = shard(run_of(0, 2), loader, "train")
     assert type(made) is Tagged
-    assert (made.tag, made.num_workers, made.prefetch_factor, made.collate_fn, made.timeout) == ("mine", 2, 3, sum, 9)
+    assert (made.tag, made.num_workers, made.prefetch_factor, made.collate_fn, made.timeout) == (
+        "mine",
+        2,
+        3,
+        sum,
+        9,
+    )
     assert (made.batch_size, made.drop_last, made.generator) == (4, True, generator)
     assert len(made) == 2
     assert list(made) == [0 + 2 + 4 + 6, 8 + 10 + 12 + 14]
@@ -232,4 +288,7 @@ def test_options_and_subclass_of_a_loader_are_kept():
 
 
 def test_loader_without_batches_is_sharded_by_sample():
-    assert shards(DataLoader(torch.arange(5), batch_size=None), "test", size=2) == [[0, 2, 4], [1, 3]]
+    assert shards(DataLoader(torch.arange(5), batch_size=None), "test", size=2) == [
+        [0, 2, 4],
+        [1, 3],
+    ]

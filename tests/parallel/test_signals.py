@@ -22,7 +22,9 @@ def ended_by(number):
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
 
-def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(tmp_path, monkeypatch):
+def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     lost = RuntimeError(LOST)
     with raise_on_signals():
@@ -35,7 +37,9 @@ def test_a_rank_that_has_just_lost_its_peers_is_not_interrupted_on_its_way_out(t
             ended_by(signal.SIGTERM)
 
 
-def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_starter(tmp_path, monkeypatch):
+def test_a_rank_that_is_interrupted_already_is_not_interrupted_again_by_its_starter(
+    tmp_path, monkeypatch
+):
     """As after Ctrl-C, which ranks and starter hear at once."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     with raise_on_signals():
@@ -67,7 +71,9 @@ def test_another_error_that_is_being_handled_is_no_reason_to_stay(tmp_path, monk
                 ended_by(signal.SIGTERM)
 
 
-def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(tmp_path, monkeypatch):
+def test_a_rank_that_has_told_its_error_is_not_interrupted_while_it_tears_down(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     begin()
     report(KeyError("mine"))

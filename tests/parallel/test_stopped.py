@@ -14,7 +14,9 @@ from geartrain_parallel.supervisor import Supervisor, is_stopped
 from geartrain_testing.launching import until
 
 PATIENCE, PERIOD = 15.0, 2.0
-pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a process's state is read from /proc")
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="a process's state is read from /proc"
+)
 
 
 @pytest.fixture
@@ -30,7 +32,9 @@ def watch(clock, child):
 
 
 def test_looks_are_often_enough():
-    assert [Supervisor([], Path(), Patience(stopped=seconds)).period for seconds in (PATIENCE, 1.0)] == [PERIOD, 0.25]
+    assert [
+        Supervisor([], Path(), Patience(stopped=seconds)).period for seconds in (PATIENCE, 1.0)
+    ] == [PERIOD, 0.25]
 
 
 @pytest.fixture

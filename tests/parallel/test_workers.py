@@ -55,7 +55,10 @@ class Node:
 
     def start(self, *codes, nodes=1):
         size = str((len(codes) + 1) * nodes)
-        self.started = Workers([{"RANK": str(i), "WORLD_SIZE": size, "DO": code} for i, code in enumerate(codes, 1)], self.folder / "logs")
+        self.started = Workers(
+            [{"RANK": str(i), "WORLD_SIZE": size, "DO": code} for i, code in enumerate(codes, 1)],
+            self.folder / "logs",
+        )
         return self.started
 
     def work(self, function, *arguments):
@@ -140,7 +143,11 @@ def test_it_is_named(node, capfd, code, said):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [("tell(KeyError('mine'))", "failed: KeyError: 'mine'"), ("kill(signal.SIGKILL)", "was ended by SIGKILL")]
+    ("code", "said"),
+    [
+        ("tell(KeyError('mine'))", "failed: KeyError: 'mine'"),
+        ("kill(signal.SIGKILL)", "was ended by SIGKILL"),
+    ],
 )
 def test_it_is_named_if_rank_0_fails_because_of_it(node, code, said):
     node.start(code)
@@ -165,7 +172,9 @@ def test_rank_0_is_late_if_all_others_waited(node):
     node.start(f"tell(RuntimeError({WAITED!r}))")
     with pytest.raises(gt.TrainingError) as raised:
         node.work(wait)
-    assert str(raised.value).startswith(f"rank 0 {LATE} (hung or stopped): rank 1 failed: RuntimeError: {WAITED}")
+    assert str(raised.value).startswith(
+        f"rank 0 {LATE} (hung or stopped): rank 1 failed: RuntimeError: {WAITED}"
+    )
 
 
 def test_rank_0_is_not_late_if_that_may_be_a_rank_of_another_node(node):
@@ -176,7 +185,9 @@ def test_rank_0_is_not_late_if_that_may_be_a_rank_of_another_node(node):
 
 def test_a_rank_that_left_is_named(node):
     node.start("")
-    with pytest.raises(gt.TrainingError, match=r"rank 1 left the program before the run ended \(exit code 0"):
+    with pytest.raises(
+        gt.TrainingError, match=r"rank 1 left the program before the run ended \(exit code 0"
+    ):
         node.fail(RuntimeError(LOST), node.have_ended)
 
 
@@ -184,7 +195,10 @@ def test_the_next_run_of_the_program_is_refused_and_says_why(node):
     node.start("kill(signal.SIGKILL)")
     with pytest.raises(gt.TrainingError):
         node.work(wait)
-    with pytest.raises(gt.TrainingError, match=r"were ended after a run that failed; rank 1 was ended by SIGKILL\. Fix: start the program"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"were ended after a run that failed; rank 1 was ended by SIGKILL\. Fix: start the program",
+    ):
         node.work(wait)
 
 
@@ -233,7 +247,9 @@ def test_a_signal_is_heard_while_rank_0_runs_no_python_code(node):
 
     def signal_and_look():
         try:
-            until(lambda: mutex.raw[0] == 2, 20, "this process waits for the mutex")  # glibc's mark of one that is waited for
+            until(
+                lambda: mutex.raw[0] == 2, 20, "this process waits for the mutex"
+            )  # glibc's mark of one that is waited for
             os.kill(os.getpid(), signal.SIGTERM)
             ended.append(until(node.have_ended, 20, "rank 1 has ended"))
         finally:
@@ -265,7 +281,10 @@ def test_a_failure_between_two_runs_ends_the_second(node):
 
 def test_a_rank_that_missed_the_signal_is_asked_to_end_again(node, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.1,grace=20")
-    node.start("signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: (mark('again'), sys.exit()))); " + SLEEP)
+    node.start(
+        "signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, lambda *_: (mark('again'), sys.exit()))); "
+        + SLEEP
+    )
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
     assert (node.folder / "again").exists()
@@ -273,7 +292,10 @@ def test_a_rank_that_missed_the_signal_is_asked_to_end_again(node, monkeypatch):
 
 
 def test_what_a_rank_has_started_ends_with_it(node):
-    node.start("import subprocess; child = subprocess.Popen(['sleep', '600']); open('child', 'w').write(str(child.pid)); " + SLEEP)
+    node.start(
+        "import subprocess; child = subprocess.Popen(['sleep', '600']); open('child', 'w').write(str(child.pid)); "
+        + SLEEP
+    )
     with pytest.raises(KeyError, match="mine"):
         node.fail(KeyError("mine"))
     child = int((node.folder / "child").read_text())
@@ -320,14 +342,20 @@ def test_rank_0_is_ended_if_it_hangs(node, forced, capfd, part):
     with pytest.raises(gt.TrainingError):
         node.work(until_interrupted, teardown)
     assert forced == [1]
-    assert "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within " in capfd.readouterr().err
+    assert (
+        "geartrain: rank 1 was ended by SIGKILL. This rank did not come to an end within "
+        in capfd.readouterr().err
+    )
 
 
 def test_to_leave_the_program_in_the_middle_of_a_run_is_a_failure(node, forced, capfd):
     node.start(SLEEP)
     node.work(lambda: os._exit(0))
     assert forced == [1]
-    assert "geartrain: rank 0 left the program before the run ended (os._exit(0))" in capfd.readouterr().err
+    assert (
+        "geartrain: rank 0 left the program before the run ended (os._exit(0))"
+        in capfd.readouterr().err
+    )
     assert node.have_ended()
 
 
@@ -341,7 +369,10 @@ def test_at_the_end_of_the_program_the_others_are_waited_for(node):
     assert (node.folder / "done").exists()
 
 
-@pytest.mark.parametrize(("code", "said"), [("tell(KeyError('mine'))", "KeyError: 'mine'"), ("kill(signal.SIGKILL)", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("tell(KeyError('mine'))", "KeyError: 'mine'"), ("kill(signal.SIGKILL)", "SIGKILL")],
+)
 def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
     supervisor = node.start(f"time.sleep(0.3); {code}", SLEEP)
     node.work(begin)
@@ -350,7 +381,9 @@ def test_a_rank_that_fails_after_the_run_fails_the_program(node, code, said):
     assert node.have_ended()
 
 
-def test_the_last_lines_of_a_program_are_written_before_such_a_rank_fails_it(tmp_path, monkeypatch, forced):
+def test_the_last_lines_of_a_program_are_written_before_such_a_rank_fails_it(
+    tmp_path, monkeypatch, forced
+):
     class Failed:
         def finish(self, failed):
             raise gt.TrainingError("rank 1 failed")

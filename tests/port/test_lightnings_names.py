@@ -54,7 +54,10 @@ def test_a_class_of_two_entry_points_is_listed_once():
 
 def test_a_trainers_attribute_says_what_to_write():
     one = trainer()
-    with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'log_dir'\. Write: trainer\.output$"):
+    with pytest.raises(
+        AttributeError,
+        match=r"'Trainer' object has no attribute 'log_dir'\. Write: trainer\.output$",
+    ):
         _ = one.log_dir
     with pytest.raises(AttributeError, match=r"'Trainer' object has no attribute 'invented'$"):
         _ = one.invented
@@ -73,7 +76,9 @@ def test_the_error_of_a_property_is_its_own():
 
 def test_a_sessions_attribute_says_what_to_write():
     session = gt.Fabric(accelerator="cpu")
-    with pytest.raises(AttributeError, match=r"'Session' object has no attribute 'logger'\. Write: fabric\.log"):
+    with pytest.raises(
+        AttributeError, match=r"'Session' object has no attribute 'logger'\. Write: fabric\.log"
+    ):
         _ = session.logger
     assert not hasattr(session, "invented")
 
@@ -107,7 +112,10 @@ def test_a_class_is_no_model():
 
 
 def test_a_callback_by_name_is_a_plugin():
-    with pytest.raises(UsageError, match=r"callbacks='early_stopping': it is no callback\. Fix: plugins=\['early_stopping'\]"):
+    with pytest.raises(
+        UsageError,
+        match=r"callbacks='early_stopping': it is no callback\. Fix: plugins=\['early_stopping'\]",
+    ):
         trainer(callbacks="early_stopping")
 
 
@@ -115,7 +123,10 @@ def test_a_callback_by_name_is_a_plugin():
     ("name", "fix"),
     [
         ("ddp_notebook", "strategy='ddp_spawn' with strategy_options={'start_method': 'fork'}"),
-        ("ddp_find_unused_parameters_true", "strategy='ddp' with strategy_options={'find_unused_parameters': True}"),
+        (
+            "ddp_find_unused_parameters_true",
+            "strategy='ddp' with strategy_options={'find_unused_parameters': True}",
+        ),
         ("ddp_find_unused_parameters_false", "strategy='ddp'"),
     ],
 )
@@ -136,7 +147,9 @@ def test_a_modules_name_in_a_run_is_noted():
 
     with pytest.raises(AttributeError) as failed:
         trainer().fit(Logs(), loader())
-    assert "geartrain.Module has no 'logger'. Write: self.log(...)" in "".join(traceback.format_exception(failed.value))
+    assert "geartrain.Module has no 'logger'. Write: self.log(...)" in "".join(
+        traceback.format_exception(failed.value)
+    )
     with pytest.raises(AttributeError) as failed:
         trainer().fit(Odd(), loader())
     assert not hasattr(failed.value, "__notes__")

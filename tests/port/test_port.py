@@ -12,7 +12,11 @@ import pytest
 from geartrain_port import port
 
 LIGHTNING = Path(__file__).parent / "lightning"
-SCRIPTS = {"classic": ["learns True", "epochs 3"], "modern": ["stopped True", "columns True"], "names": ["loss True", "base True"]}
+SCRIPTS = {
+    "classic": ["learns True", "epochs 3"],
+    "modern": ["stopped True", "columns True"],
+    "names": ["loss True", "base True"],
+}
 
 
 def text(name):
@@ -20,7 +24,11 @@ def text(name):
 
 
 def comments(source):
-    return sorted(t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT)
+    return sorted(
+        t.string
+        for t in tokenize.generate_tokens(io.StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    )
 
 
 # --- whole scripts -------------------------------------------------------------------------------------------------------
@@ -32,10 +40,12 @@ def test_ported_script_runs(name, folder, command):
     done = command("port script.py --write")
     assert (done.code, done.out) == (0, "")
     assert all(": changed: " in line for line in done.err.splitlines())
-    assert "lightning" not in (folder / "script.py").read_text().partition('"""\n')[2].partition("class ")[0].lower().replace(
-        "as lightningmodule", ""
+    assert "lightning" not in (folder / "script.py").read_text().partition('"""\n')[2].partition(
+        "class "
+    )[0].lower().replace("as lightningmodule", "")
+    run = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120
     )
-    run = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     for line in SCRIPTS[name]:
         assert line in run.stdout
@@ -65,14 +75,21 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
         place, _, what = line.partition(": ")
         named.setdefault(lines[int(place.split(":")[1]) - 1].strip(), []).append(what)
     wanted = {
-        "from pytorch_lightning.callbacks import StochasticWeightAveraging, Timer": ["StochasticWeightAveraging", "EMA"],
+        "from pytorch_lightning.callbacks import StochasticWeightAveraging, Timer": [
+            "StochasticWeightAveraging",
+            "EMA",
+        ],
         "from pytorch_lightning.utilities import rank_zero_only": ["trainer.is_global_zero"],
         "parser = Trainer.add_argparse_args(None)": ["gt.cli"],
         "def training_step(self, batch, batch_idx, optimizer_idx):": ["manual optimisation"],
         'self.log("loss", batch.sum(), enable_graph=True)': ["enable_graph"],
         'self.logger.experiment.add_scalar("loss", 1)': ["self.log(...)"],
-        "def optimizer_zero_grad(self, epoch, batch_idx, optimizer, optimizer_idx):": ["on_before_zero_grad"],
-        "def transfer_batch_to_device(self, batch, device, dataloader_idx):": ["the same method of the module"],
+        "def optimizer_zero_grad(self, epoch, batch_idx, optimizer, optimizer_idx):": [
+            "on_before_zero_grad"
+        ],
+        "def transfer_batch_to_device(self, batch, device, dataloader_idx):": [
+            "the same method of the module"
+        ],
         "def on_epoch_end(self, trainer, pl_module):": ["on_train_epoch_end"],
         "print(trainer.log_dir)": ["trainer.output"],
         "print(pl_module.trainer.fit_loop.epoch_loop.batch_idx)": ["trainer.current_epoch"],
@@ -91,7 +108,13 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
             assert any(word in what for what in named[line]), (line, word, named[line])
     assert todo[-1].startswith(f"geartrain port: {len(todo) - 1} things are left")
     after = (folder / "script.py").read_text()
-    for kept in ("import pytorch_lightning as pl\n", "rank_zero_only\n", "pl.utilities.model_summary", "tpu_cores=8", "import Timer\n"):
+    for kept in (
+        "import pytorch_lightning as pl\n",
+        "rank_zero_only\n",
+        "pl.utilities.model_summary",
+        "tpu_cores=8",
+        "import Timer\n",
+    ):
         assert kept in after
     assert "class Net(gt.Module)" in after
     assert "devices=args.gpus" in after
@@ -108,12 +131,24 @@ TRAINERS = [
     ("gpus=None, max_epochs=1", 'accelerator="cpu", max_epochs=1'),
     ("gpus=2, accelerator='ddp'", "devices=2, accelerator=\"gpu\", strategy='ddp'"),
     ("gpus=2, distributed_backend='dp'", "devices=2, accelerator=\"gpu\", strategy='dp'"),
-    ("accelerator='gpu', devices=8, strategy='ddp2'", "accelerator='gpu', devices=8, strategy='ddp2'"),
-    ("num_processes=2, accelerator='ddp_cpu'", 'devices=2, strategy="ddp_spawn", accelerator="cpu"'),
+    (
+        "accelerator='gpu', devices=8, strategy='ddp2'",
+        "accelerator='gpu', devices=8, strategy='ddp2'",
+    ),
+    (
+        "num_processes=2, accelerator='ddp_cpu'",
+        'devices=2, strategy="ddp_spawn", accelerator="cpu"',
+    ),
     ("num_processes=2", 'devices=2, accelerator="cpu"'),
-    ("strategy='ddp_find_unused_parameters_true'", 'strategy="ddp", strategy_options={"find_unused_parameters": True}'),
+    (
+        "strategy='ddp_find_unused_parameters_true'",
+        'strategy="ddp", strategy_options={"find_unused_parameters": True}',
+    ),
     ("strategy='ddp_notebook'", 'strategy="ddp_spawn", strategy_options={"start_method": "fork"}'),
-    ("accelerator='gpu', devices=2, auto_select_gpus=True", 'accelerator="cuda", devices=2, accelerator_options={"auto_select": True}'),
+    (
+        "accelerator='gpu', devices=2, auto_select_gpus=True",
+        'accelerator="cuda", devices=2, accelerator_options={"auto_select": True}',
+    ),
     ("auto_select_gpus=False, tpu_cores=None, max_epochs=1", "max_epochs=1"),
     ("replace_sampler_ddp=False", "use_distributed_sampler=False"),
     ("default_root_dir='runs'", "output='runs'"),
@@ -121,7 +156,10 @@ TRAINERS = [
     ("progress_bar_refresh_rate=0", "enable_progress_bar=False"),
     ("weights_summary='top', track_grad_norm=2", 'plugins=["model_summary", "norms"]'),
     ("enable_model_summary=False, enable_checkpointing=False, logger=False", ""),
-    ("accelerator='gpu', benchmark=True", 'accelerator="cuda", accelerator_options={"cudnn_benchmark": True}'),
+    (
+        "accelerator='gpu', benchmark=True",
+        'accelerator="cuda", accelerator_options={"cudnn_benchmark": True}',
+    ),
     ("log_gpu_memory='all', logger=a", 'plugins=[a, "device_stats"]'),
     ("logger=[a, b]", "plugins=[a, b]"),
     ("checkpoint_callback=c, callbacks=[]", "callbacks=[c]"),
@@ -144,7 +182,9 @@ def test_arguments_of_the_trainer_are_geartrains(installed):
 
     names = {"a": "csv", "b": "csv", "c": gt.callbacks.Timer(1), "d": []}
     for _, after in TRAINERS:
-        if after is None or "accelerator" in after:  # what needs a GPU is tested with one that is assumed, in tests/seeds
+        if (
+            after is None or "accelerator" in after
+        ):  # what needs a GPU is tested with one that is assumed, in tests/seeds
             continue
         refused = ""
         try:
@@ -283,19 +323,42 @@ def test_what_is_left_says_what_to_write(before):
 # --- what means something else -------------------------------------------------------------------------------------------
 
 CHANGED = {
-    "Trainer()": ["saves a checkpoint after each epoch (enable_checkpointing) and logs to lightning_logs (logger)", "output=DIR"],
-    "Trainer(logger=False)": ["Lightning's saves a checkpoint after each epoch (enable_checkpointing); here nothing is written"],
-    "Trainer(enable_checkpointing=False)": ["Lightning's logs to lightning_logs (logger); here nothing is written"],
-    "Trainer(default_root_dir='runs')": ["output='runs' is the folder of one run, and the next run is refused in it"],
+    "Trainer()": [
+        "saves a checkpoint after each epoch (enable_checkpointing) and logs to lightning_logs (logger)",
+        "output=DIR",
+    ],
+    "Trainer(logger=False)": [
+        "Lightning's saves a checkpoint after each epoch (enable_checkpointing); here nothing is written"
+    ],
+    "Trainer(enable_checkpointing=False)": [
+        "Lightning's logs to lightning_logs (logger); here nothing is written"
+    ],
+    "Trainer(default_root_dir='runs')": [
+        "output='runs' is the folder of one run, and the next run is refused in it"
+    ],
     "Trainer(weights_save_path=folder)": ["output=folder is the folder of one run"],
     "Trainer(fast_dev_run=True, gpus=2)": ["ddp_spawn"],
-    "Trainer(fast_dev_run=True, max_steps=9); a.automatic_optimization = False": ["max_steps", "it counts batches", "each optimizer"],
+    "Trainer(fast_dev_run=True, max_steps=9); a.automatic_optimization = False": [
+        "max_steps",
+        "it counts batches",
+        "each optimizer",
+    ],
     "Trainer(fast_dev_run=True, track_grad_norm='inf')": ["2-norms", "grad_norm/NAME"],
     "trainer.predict(net, return_predictions=False)": ["all outputs are collected"],
-    "a.automatic_optimization = False; print(trainer.global_step)": ["trainer.global_step", "it counts batches"],
-    "ModelCheckpoint(every_n_train_steps=9, dirpath='a'); a.automatic_optimization = False": ["every_n_train_steps", "it counts batches"],
+    "a.automatic_optimization = False; print(trainer.global_step)": [
+        "trainer.global_step",
+        "it counts batches",
+    ],
+    "ModelCheckpoint(every_n_train_steps=9, dirpath='a'); a.automatic_optimization = False": [
+        "every_n_train_steps",
+        "it counts batches",
+    ],
     "ModelCheckpoint(monitor='val_loss')": ["its files are in checkpoints, those of all runs"],
-    "CSVLogger('logs', name='net')": ["CSVLogger(save_dir=...)", "one file", "the next run is refused"],
+    "CSVLogger('logs', name='net')": [
+        "CSVLogger(save_dir=...)",
+        "one file",
+        "the next run is refused",
+    ],
 }
 UNCHANGED = [
     "Trainer(enable_checkpointing=False, logger=False)",
@@ -334,7 +397,9 @@ def test_the_command_lists_it_and_that_is_no_failure(command, write):
     write("a.py", IMPORTS.partition("\n")[0] + "\nTrainer(default_root_dir='runs')\n")
     done = command("port a.py --write")
     assert done.code == 0
-    assert done.err.startswith("a.py:2: changed: Trainer(default_root_dir=...): output='runs' is the folder of one run")
+    assert done.err.startswith(
+        "a.py:2: changed: Trainer(default_root_dir=...): output='runs' is the folder of one run"
+    )
 
 
 SAVES = """
@@ -362,7 +427,9 @@ trainer.fit(Net(), torch.utils.data.DataLoader(torch.rand(8, 1)))
 """
 
 
-@pytest.mark.parametrize(("more", "folder_of"), [("", "checkpoints"), (', default_root_dir="runs"', "runs/checkpoints")])
+@pytest.mark.parametrize(
+    ("more", "folder_of"), [("", "checkpoints"), (', default_root_dir="runs"', "runs/checkpoints")]
+)
 def test_a_model_checkpoint_without_a_folder_gets_one(more, folder_of, folder, monkeypatch):
     text = port(SAVES.replace("{more}", more)).text
     assert ("dirpath" in text) == (not more)
@@ -401,7 +468,9 @@ def test_lightning_cli_is_gt_cli(before):
     alias = " as LightningCLI" if "LightningCLI" in CLIS[before] else ""
     assert done.text == f"from geartrain import cli{alias}\n{CLIS[before]}\n"
     assert not done.left
-    assert any("--max-epochs, not --trainer.max_epochs" in changed.instead for changed in done.changed)
+    assert any(
+        "--max-epochs, not --trainer.max_epochs" in changed.instead for changed in done.changed
+    )
     again = port(done.text)
     assert (again.text, again.left) == (done.text, ())
 
@@ -412,9 +481,18 @@ def test_lightning_cli_is_gt_cli(before):
         ("LightningCLI()", "gt.cli(MyModule, MyDataModule)"),
         ("LightningCLI(Net, Data, Saves, 'a.yaml')", "name the arguments"),
         ("LightningCLI(Net, run=False)", "runs fit at once"),
-        ("a = LightningCLI(Net, run=False)\na.model.prepare()\na.trainer.fit(a.model)", "runs fit at once"),
-        ("a = LightningCLI(Net, run=False)\nif a.model.ready:\n    pass\na.trainer.fit(a.model)", "runs fit at once"),
-        ("a = LightningCLI(Net, run=False)\na.trainer.fit(other, a.datamodule)", "runs fit at once"),
+        (
+            "a = LightningCLI(Net, run=False)\na.model.prepare()\na.trainer.fit(a.model)",
+            "runs fit at once",
+        ),
+        (
+            "a = LightningCLI(Net, run=False)\nif a.model.ready:\n    pass\na.trainer.fit(a.model)",
+            "runs fit at once",
+        ),
+        (
+            "a = LightningCLI(Net, run=False)\na.trainer.fit(other, a.datamodule)",
+            "runs fit at once",
+        ),
         ("LightningCLI(Net, subclass_mode_model=True)", "the class itself"),
         ("LightningCLI(Net, trainer_defaults={'callbacks': [Mine()]})", "--config FILE"),
         ("LightningCLI(Net, trainer_class=Mine)", "--plugin FILE.py"),
@@ -427,7 +505,9 @@ def test_what_gt_cli_has_not_is_left(before, instead):
     done = port(f"{CLI}{before}\n")
     (left,) = done.left
     assert instead in left.instead
-    assert ("run=False" in done.text) == ("run=False" in before)  # refused when it runs, and does not train before the rest
+    assert ("run=False" in done.text) == (
+        "run=False" in before
+    )  # refused when it runs, and does not train before the rest
 
 
 def test_a_ported_lightning_cli_runs(folder, monkeypatch, capsys):
@@ -456,7 +536,11 @@ main()
     )
     done = port(script)
     assert not done.left
-    for arguments, steps in (([], 8), (["fit", "--data.batch_size", "4"], 4), (["--max-epochs", "1"], 4)):
+    for arguments, steps in (
+        ([], 8),
+        (["fit", "--data.batch_size", "4"], 4),
+        (["--max-epochs", "1"], 4),
+    ):
         monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
         exec(compile(done.text, "script.py", "exec"), {"__name__": "script"})
         assert capsys.readouterr().out == f"steps {steps}\n"
@@ -465,12 +549,18 @@ main()
 def test_an_import_stays_as_long_as_something_needs_it():
     for before in ("import lightning.pytorch as pl", "from lightning import pytorch as pl"):
         assert port(f"{before}\npl.tuner.Tuner\n").text == f"{before}\npl.tuner.Tuner\n"
-        assert port(f"{before}\npl.tuner.Tuner(pl.Trainer())\n").text == f"{before}\nimport geartrain as gt\npl.tuner.Tuner(gt.Trainer())\n"
+        assert (
+            port(f"{before}\npl.tuner.Tuner(pl.Trainer())\n").text
+            == f"{before}\nimport geartrain as gt\npl.tuner.Tuner(gt.Trainer())\n"
+        )
 
 
 def test_baguas_module_is_named_and_its_optimizer_ported():
     done = port("from bagua.torch_api.algorithms import q_adam\nq_adam.QAdamOptimizer(p)\n")
-    assert done.text.splitlines()[1:] == ["from geartrain.strategies import QAdamOptimizer", "QAdamOptimizer(p)"]
+    assert done.text.splitlines()[1:] == [
+        "from geartrain.strategies import QAdamOptimizer",
+        "QAdamOptimizer(p)",
+    ]
     assert [left.what for left in done.left] == ["bagua.torch_api.algorithms.q_adam"]
 
 
@@ -491,7 +581,9 @@ def test_prints_a_diff_and_changes_nothing(folder, command, write):
 def test_the_diff_is_one_that_patch_takes(folder, command, write):
     write("a.py", text("classic") + "# no line end")
     (folder / "a.diff").write_text(command("port a.py").out)
-    git = subprocess.run(["git", "apply", "a.diff"], cwd=folder, capture_output=True, text=True, timeout=60)
+    git = subprocess.run(
+        ["git", "apply", "a.diff"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
     assert git.returncode == 0, git.stderr
     assert (folder / "a.py").read_text() == port(text("classic") + "# no line end").text
 
@@ -547,7 +639,10 @@ def test_a_file_without_lightning_stays(command, write):
     ("line", "words"),
     [
         ("port", "Fix: geartrain port train.py"),
-        ("port a.ipynb", "a.ipynb is a notebook.\nFix: jupyter nbconvert --to script a.ipynb, and port what it writes"),
+        (
+            "port a.ipynb",
+            "a.ipynb is a notebook.\nFix: jupyter nbconvert --to script a.ipynb, and port what it writes",
+        ),
         ("port nowhere.py", "nowhere.py cannot be read"),
         ("port net.py --wirte", "--wirte"),
         ("port net.py my_hooks.py -o b.py", "one FILE at a time"),

@@ -33,7 +33,15 @@ class Classifier(gt.Module):
 
 
 def trainer(**options):
-    return gt.Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_progress_bar": False, **options})
+    return gt.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 2,
+            "enable_progress_bar": False,
+            **options,
+        }
+    )
 
 
 def learns(model, fitted, **more):

@@ -14,7 +14,9 @@ class Net(completion.Classifier):
     def on_train_end(self):
         run = self.trainer.run
         weights = json.dumps(self.layer.weight.flatten().tolist())
-        Path(os.environ["HERE"], f"rank-{run.world.rank}").write_text(f"rank {run.world.rank} of {run.world.size}\n{weights}\n")
+        Path(os.environ["HERE"], f"rank-{run.world.rank}").write_text(
+            f"rank {run.world.rank} of {run.world.size}\n{weights}\n"
+        )
 
 
 class Data(gt.DataModule):

@@ -47,9 +47,16 @@ class Block:
 
 def read():
     pattern = r"^### (?P<name>\d{3}:\d+)\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P<lines>.*?)^```$"
-    for found in re.finditer(pattern, (HERE / "blocks.md").read_text(encoding="utf-8"), re.M | re.S):
+    for found in re.finditer(
+        pattern, (HERE / "blocks.md").read_text(encoding="utf-8"), re.M | re.S
+    ):
         separator = "; " if found["kind"] == "plan" else " | "
-        yield Block(found["name"], found["kind"], tuple(found["expected"].split(separator)), tuple(found["lines"].splitlines()))
+        yield Block(
+            found["name"],
+            found["kind"],
+            tuple(found["expected"].split(separator)),
+            tuple(found["lines"].splitlines()),
+        )
 
 
 BLOCKS = list(read())
@@ -108,7 +115,10 @@ def plan(monkeypatch):
 
     from geartrain_cuda import agree
 
-    gpus = [FakeGPU(f"GPU-{letter * 8}-0000", processes=[(4242, 2**30)] if letter in "ad" else []) for letter in "abcdefgh"]
+    gpus = [
+        FakeGPU(f"GPU-{letter * 8}-0000", processes=[(4242, 2**30)] if letter in "ad" else [])
+        for letter in "abcdefgh"
+    ]
     monkeypatch.setattr(gt, "Fabric", fabric, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(*gpus))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -125,10 +135,23 @@ def described(planned, expected):
     """Everything that a block asked for and that is not the default, in the words of ``expected``."""
     plan, strategy = planned.plan, planned.strategy
     # What "auto" takes depends on whether there is a script to run again; under pytest there is none.
-    name = "auto" if plan.strategy.name in ("ddp", "ddp_spawn") and " auto" in expected else plan.strategy.name
-    facts = {"nodes": plan.num_nodes, "precision": plan.precision.name, "epochs": plan.options.max_epochs}
+    name = (
+        "auto"
+        if plan.strategy.name in ("ddp", "ddp_spawn") and " auto" in expected
+        else plan.strategy.name
+    )
+    facts = {
+        "nodes": plan.num_nodes,
+        "precision": plan.precision.name,
+        "epochs": plan.options.max_epochs,
+    }
     usual = {"nodes": (1,), "precision": ("32-true",), "epochs": (1000, -1)}  # a Fabric has no end
-    words = [plan.accelerator.name, indices(plan.devices), name, *(f"{key}={facts[key]}" for key in facts if facts[key] not in usual[key])]
+    words = [
+        plan.accelerator.name,
+        indices(plan.devices),
+        name,
+        *(f"{key}={facts[key]}" for key in facts if facts[key] not in usual[key]),
+    ]
     if "global=" in expected:
         words.append(f"global={plan.as_dict()['batch_size']['global']}")
     if hasattr(strategy, "init_dist_connection"):
@@ -138,28 +161,50 @@ def described(planned, expected):
         words += [f"algorithm={type(strategy.algorithm).__name__}", *changed(strategy.algorithm)]
     if "model" in planned.namespace:
         optimizer = planned.namespace["model"].configure_optimizers()
-        words += [f"optimizer={type(optimizer).__name__}", f"lr={optimizer.defaults['lr']}", f"warmup_steps={optimizer.warmup_steps}"]
+        words += [
+            f"optimizer={type(optimizer).__name__}",
+            f"lr={optimizer.defaults['lr']}",
+            f"warmup_steps={optimizer.warmup_steps}",
+        ]
     return " ".join(words)
 
 
 def indices(devices):
     first, last = devices[0], devices[-1]
-    return f"{first}-{last}" if len(devices) > 2 and devices == tuple(range(first, last + 1)) else ",".join(map(str, devices))
+    return (
+        f"{first}-{last}"
+        if len(devices) > 2 and devices == tuple(range(first, last + 1))
+        else ",".join(map(str, devices))
+    )
 
 
 def changed(thing):
     """Attributes that are not as its class makes them without options, but for one that follows from the algorithm."""
     usual = vars(type(thing)())
-    told = {name: value for name, value in vars(thing).items() if name[0] != "_" and isinstance(value, str | int | float)}
-    return [f"{name}={value}" for name, value in told.items() if value != usual[name] and name != "same_on_all_ranks"]
+    told = {
+        name: value
+        for name, value in vars(thing).items()
+        if name[0] != "_" and isinstance(value, str | int | float)
+    }
+    return [
+        f"{name}={value}"
+        for name, value in told.items()
+        if value != usual[name] and name != "same_on_all_ranks"
+    ]
 
 
 def backend(planned):
     """The backend with which the strategy would make its process group."""
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "init_process_group", lambda backend, **options: asked.append(backend))
-        planned.strategy.init_dist_connection(SimpleNamespace(plan=planned.plan, cluster=SimpleNamespace(rank=0, size=8), store=None))
+        patch.setattr(
+            torch.distributed,
+            "init_process_group",
+            lambda backend, **options: asked.append(backend),
+        )
+        planned.strategy.init_dist_connection(
+            SimpleNamespace(plan=planned.plan, cluster=SimpleNamespace(rank=0, size=8), store=None)
+        )
     (found,) = asked
     return found
 
@@ -167,7 +212,9 @@ def backend(planned):
 @pytest.mark.parametrize("block", of("plan"))
 def test_block_is_planned(block, plan):
     plans = plan(block)
-    assert [described(made, words) for made, words in zip(plans, block.expected, strict=True)] == list(block.expected)
+    assert [
+        described(made, words) for made, words in zip(plans, block.expected, strict=True)
+    ] == list(block.expected)
 
 
 @pytest.mark.parametrize("block", of("error"))
@@ -179,7 +226,9 @@ def test_block_is_refused_with_what_to_install(block, plan):
 @pytest.mark.parametrize("block", of("absent"))
 def test_block_needs_a_package_that_is_not_here(block):
     installed = {found.metadata["Name"] for found in distributions()}
-    assert block.expected[0] not in installed, f"{block.expected[0]} is installed: {block.name} can be run"
+    assert block.expected[0] not in installed, (
+        f"{block.expected[0]} is installed: {block.name} can be run"
+    )
 
 
 # --- run -----------------------------------------------------------------------------------------------------------------
@@ -240,7 +289,9 @@ def weights_of_one_process(ranks):
 
 
 def corrections():
-    section = GUIDE.partition("## Corrections to the printed documentation\n")[2].partition("\n## ")[0]
+    section = GUIDE.partition("## Corrections to the printed documentation\n")[2].partition(
+        "\n## "
+    )[0]
     return re.findall(r"^\| (\d{3}:\d+) \|", section, re.M)
 
 

@@ -36,11 +36,22 @@ CASES = {
 def loop(name, session=None):
     """The same loop with a session, on each rank's part of the batches, and without, on the whole ones; the weights after it."""
     made, _, window = CASES[name]
-    net, scale = Net(**made), 0.01 if name == "with a scaler" else 1  # gradients must not overflow float16 at the scaler's first scale
+    net, scale = (
+        Net(**made),
+        0.01 if name == "with a scaler" else 1,
+    )  # gradients must not overflow float16 at the scaler's first scale
     if session is not None and session.global_rank:
         net.first.reset_parameters()  # ranks that start apart
-    model, optimizer = (net, net.configure_optimizers()) if session is None else session.setup(net, net.configure_optimizers())
-    loader = DataLoader(samples(), 8) if session is None else session.setup_dataloaders(DataLoader(samples(), 4))
+    model, optimizer = (
+        (net, net.configure_optimizers())
+        if session is None
+        else session.setup(net, net.configure_optimizers())
+    )
+    loader = (
+        DataLoader(samples(), 8)
+        if session is None
+        else session.setup_dataloaders(DataLoader(samples(), 4))
+    )
     for i, (x, y) in enumerate(loader, start=1):
 
         def closure(x=x, y=y):
@@ -105,13 +116,25 @@ def test_places_and_collectives():
         order = []
         with session.rank_zero_first():
             order.append(rank)
-        assert session.all_gather({"x": torch.full((2,), float(rank))})["x"].tolist() == [[0, 0], [1, 1]]
+        assert session.all_gather({"x": torch.full((2,), float(rank))})["x"].tolist() == [
+            [0, 0],
+            [1, 1],
+        ]
         assert [part.tolist() for part in session.all_gather(torch.ones(rank + 1))] == [[1], [1, 1]]
-        reduced = {op: session.all_reduce(torch.tensor([rank, 10.0]), op).tolist() for op in ("mean", "sum", "min", "max")}
+        reduced = {
+            op: session.all_reduce(torch.tensor([rank, 10.0]), op).tolist()
+            for op in ("mean", "sum", "min", "max")
+        }
         assert reduced == {"mean": [0.5, 10], "sum": [1, 20], "min": [0, 10], "max": [1, 10]}
         assert session.all_reduce(torch.tensor(rank)).item() == 0.5
         assert session.broadcast({"from": rank}, src=1) == {"from": 1}
-        return rank, session.local_rank, session.world_size, session.is_global_zero, str(session.device)
+        return (
+            rank,
+            session.local_rank,
+            session.world_size,
+            session.is_global_zero,
+            str(session.device),
+        )
 
     assert launch(tell) == [(0, 0, 2, True, "cpu"), (1, 1, 2, False, "cpu")]
 
@@ -143,7 +166,9 @@ def test_loaders_are_sharded_and_shuffled_anew():
 
 def test_without_padding_each_sample_comes_once():
     def counted(session):
-        loaders = [session.setup_dataloaders(DataLoader(samples(n), 4), even=False) for n in (25, 1)]
+        loaders = [
+            session.setup_dataloaders(DataLoader(samples(n), 4), even=False) for n in (25, 1)
+        ]
         return [(sum(len(x) for x, _ in loader), len(loader)) for loader in loaders]
 
     assert launch(counted) == [[(13, 4), (1, 1)], [(12, 3), (0, 0)]]
@@ -162,7 +187,10 @@ def test_what_is_logged_saved_and_drawn(tmp_path):
         session.log("rank", session.global_rank)
         session.log("mean", session.global_rank, sync_dist=True)
         metrics = dict(session.run.metrics)
-        session.save(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer, "step": session.global_step})
+        session.save(
+            tmp_path / "state.ckpt",
+            {"model": model, "optimizer": optimizer, "step": session.global_step},
+        )
         other = session.setup(Net(norm=True))
         rest = session.load(tmp_path / "state.ckpt", {"model": other})
         assert rest["step"] == 6
@@ -196,8 +224,15 @@ def test_an_error_on_one_rank_ends_all(rank):
 
 @pytest.mark.parametrize("theirs", [{"b": 1.0}, {"a": 1.0, "b": 1.0}])
 def test_different_names_are_no_mean(theirs):
-    with pytest.raises(gt.TrainingError, match=r"ranks 0 and 1 logged different metrics with sync_dist.*Fix: log the same names on every"):
-        launch(lambda session: session.log_dict(theirs if session.global_rank else {"a": 0.0}, sync_dist=True))
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"ranks 0 and 1 logged different metrics with sync_dist.*Fix: log the same names on every",
+    ):
+        launch(
+            lambda session: session.log_dict(
+                theirs if session.global_rank else {"a": 0.0}, sync_dist=True
+            )
+        )
 
 
 def test_models_that_differ_are_refused():
@@ -213,14 +248,21 @@ def test_a_model_that_is_called_past_the_strategy_is_refused():
             session.backward(functional.mse_loss(net(x), y))
             optimizer.step()
 
-    with pytest.raises(gt.TrainingError, match=r"Net was not called through what session\.setup returned"):
+    with pytest.raises(
+        gt.TrainingError, match=r"Net was not called through what session\.setup returned"
+    ):
         launch(train)
 
 
 def test_a_function_runs_twice_with_arguments():
     session = gt.Session(accelerator="cpu", strategy=ThreadRanks(2))
     for scale in (1, 2):
-        gathered = session.launch(lambda session, scale: session.all_gather(torch.tensor(float(session.global_rank + 1) * scale)), scale)
+        gathered = session.launch(
+            lambda session, scale: session.all_gather(
+                torch.tensor(float(session.global_rank + 1) * scale)
+            ),
+            scale,
+        )
         assert gathered.tolist() == [scale, 2 * scale]
 
 

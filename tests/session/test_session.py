@@ -7,7 +7,19 @@ import pickle
 
 import pytest
 import torch
-from small_models import Loggers, Net, Pretend, Recorder, assert_equal, by_hand, differ, loader, samples, trainer as make_trainer, weights
+from small_models import (
+    Loggers,
+    Net,
+    Pretend,
+    Recorder,
+    assert_equal,
+    by_hand,
+    differ,
+    loader,
+    samples,
+    trainer as make_trainer,
+    weights,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -31,7 +43,11 @@ def loss_of(model, batch):
 
 def train(session, module, batches, optimizer=None, accumulate=1, epochs=1):
     """The loop as one writes it, with a Session; returns whether each step was taken."""
-    made = torch.optim.SGD(module.parameters(), lr=0.1) if optimizer is None else optimizer(module.parameters())
+    made = (
+        torch.optim.SGD(module.parameters(), lr=0.1)
+        if optimizer is None
+        else optimizer(module.parameters())
+    )
     model, stepper = session.setup(module, made)
     batches, taken = session.setup_dataloaders(batches), []
     for _ in range(epochs):
@@ -111,7 +127,9 @@ def test_lbfgs_computes_in_a_closure():
                 return loss
 
             assert optimizer.step(closure).item() == returned.pop(0)
-        with pytest.raises(UsageError, match=r"LBFGS needs a closure. Fix: optimizer.step\(closure\)"):
+        with pytest.raises(
+            UsageError, match=r"LBFGS needs a closure. Fix: optimizer.step\(closure\)"
+        ):
             optimizer.step()
     assert_equal(by_session, by_trainer)
     assert_equal(by_session, by_torch)
@@ -151,7 +169,12 @@ def test_two_models_take_turns_as_in_plain_torch():
     def parts():
         torch.manual_seed(5)
         one, two = nn.Linear(3, 3), nn.Linear(3, 1)
-        return one, two, torch.optim.Adam(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+        return (
+            one,
+            two,
+            torch.optim.Adam(one.parameters(), lr=0.1),
+            torch.optim.SGD(two.parameters(), lr=0.1),
+        )
 
     expected = parts()
     play((*expected, torch.Tensor.backward), lambda optimizer: optimizer.step())
@@ -172,7 +195,10 @@ def test_a_trainers_module_is_called_through_its_own_step():
     make_trainer().fit(theirs, loader())
     calls = Recorder()
     calls.step = calls.micro_step = None
-    ours.training_step = lambda batch, batch_idx: (ours.log("loss", loss := ours.loss(batch)), loss)[1]
+    ours.training_step = lambda batch, batch_idx: (
+        ours.log("loss", loss := ours.loss(batch)),
+        loss,
+    )[1]
     with make(plugins=[lines], log_every_n_steps=2) as session:
         model, optimizer = session.setup(ours, ours.configure_optimizers())
         assert (ours.device, ours.global_rank, ours.trainer) == (torch.device("cpu"), 0, session)
@@ -196,7 +222,10 @@ def test_a_module_that_would_step_itself_is_told_whose_loop_it_is(automatic, met
 
     with make() as session:
         model = session.setup(Manual())
-        with pytest.raises(TrainingError, match=rf"Manual calls self.{method}, and in a Session .* your loop's. Fix: session.backward"):
+        with pytest.raises(
+            TrainingError,
+            match=rf"Manual calls self.{method}, and in a Session .* your loop's. Fix: session.backward",
+        ):
             model.training_step(samples(), 0)
 
 
@@ -204,7 +233,10 @@ def test_hooks_of_a_module_that_a_session_never_calls_are_named():
     class Hooked(Net):
         def on_train_start(self): ...
 
-    with make() as session, pytest.warns(UserWarning, match=r"Hooked.on_train_start: a Session never calls it"):
+    with (
+        make() as session,
+        pytest.warns(UserWarning, match=r"Hooked.on_train_start: a Session never calls it"),
+    ):
         session.setup(Hooked())
 
 
@@ -219,7 +251,9 @@ class Watcher:
 
     def note(self, what, run):
         self.calls.append(what)
-        self.runs.append((run.step, [type(o).__name__ for o in run.optimizers], type(run.module).__name__))
+        self.runs.append(
+            (run.step, [type(o).__name__ for o in run.optimizers], type(run.module).__name__)
+        )
 
     @hookimpl
     def on_run_start(self, run):
@@ -269,7 +303,14 @@ class Watcher:
         return (yield)
 
 
-STEP = ["forward forward", "backward", "reduce_gradients", "clip_gradients", "optimizer_step", "on_step_end"]
+STEP = [
+    "forward forward",
+    "backward",
+    "reduce_gradients",
+    "clip_gradients",
+    "optimizer_step",
+    "on_step_end",
+]
 
 
 def test_the_hooks_are_called_in_the_order_of_a_step():
@@ -297,7 +338,10 @@ def test_norms_are_of_the_optimizer_that_steps_and_unscaled(precision):
     module, lines, expected = layers(), Loggers(), []
     made = [torch.optim.SGD(module[i].parameters(), lr=0.0) for i in (0, 2)]
     loss_of(module, next(iter(loader()))).backward()
-    expected = [torch.nn.utils.get_total_norm([p.grad for p in module[i].parameters()]).item() for i in (0, 2)]
+    expected = [
+        torch.nn.utils.get_total_norm([p.grad for p in module[i].parameters()]).item()
+        for i in (0, 2)
+    ]
     module.zero_grad()
     with make(precision=precision, plugins=["norms", lines], log_every_n_steps=1) as session:
         model, *steppers = session.setup(module, *made)
@@ -327,7 +371,9 @@ def test_a_skipped_step_does_not_change_another_optimizers_of_the_same_backward(
     module, plain = layers(), layers()
     loss_of(plain, next(iter(loader()))).backward()
     with make(precision="16-mixed") as session:
-        model, first, second = session.setup(module, *(torch.optim.SGD(module[i].parameters(), lr=1.0) for i in (0, 2)))
+        model, first, second = session.setup(
+            module, *(torch.optim.SGD(module[i].parameters(), lr=1.0) for i in (0, 2))
+        )
         session.backward(loss_of(model, next(iter(loader()))))
         module[0].weight.grad[0, 0] = torch.inf
         if clips:
@@ -337,7 +383,9 @@ def test_a_skipped_step_does_not_change_another_optimizers_of_the_same_backward(
         assert_equal(module[0], layers()[0])
         for name, parameter in module[2].named_parameters():
             step = layers()[2].get_parameter(name) - parameter
-            torch.testing.assert_close(step, plain[2].get_parameter(name).grad, rtol=5e-2, atol=1e-3)  # float16
+            torch.testing.assert_close(
+                step, plain[2].get_parameter(name).grad, rtol=5e-2, atol=1e-3
+            )  # float16
         first.zero_grad()
         second.zero_grad()
         session.backward(loss_of(model, next(iter(loader()))))
@@ -354,7 +402,9 @@ def test_clipping_by_hand_leaves_another_optimizers_gradients_alone(precision, h
         session.backward(loss_of(model, next(iter(loader()))))
         before = [p.grad.clone() for p in module[2].parameters()]
         norm = session.clip_gradients(model, first, **how)
-        assert all(torch.equal(p.grad, old) for p, old in zip(module[2].parameters(), before, strict=True))
+        assert all(
+            torch.equal(p.grad, old) for p, old in zip(module[2].parameters(), before, strict=True)
+        )
         assert all(p.grad.abs().max() <= 1.001e-3 for p in module[0].parameters())
         first.step()
         second.step()
@@ -408,19 +458,34 @@ def test_after_an_error_plugins_hear_of_it_and_the_device_is_let_go_of():
     assert watcher.calls == ["on_exception mine", "teardown_device"]
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "step", "micro_step"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_epoch_start",
+        "on_epoch_end",
+        "on_validation_start",
+        "on_validation_end",
+        "step",
+        "micro_step",
+    ],
+)
 def test_a_plugin_that_waits_for_what_is_never_called_is_refused(hook):
     argument = {"step": "micro_batches", "micro_step": "first"}.get(hook, "run")
     namespace = {"hookimpl": hookimpl}
     body = "        return (yield)" if hook in ("step", "micro_step") else "        pass"
     mark = "@hookimpl(wrapper=True)" if hook in ("step", "micro_step") else "@hookimpl"
     exec(f"class Waits:\n    {mark}\n    def {hook}(self, {argument}):\n{body}", namespace)
-    with pytest.raises(UsageError, match=f"Waits: a Session never calls {hook}: .* Fix: .*geartrain.Trainer"):
+    with pytest.raises(
+        UsageError, match=f"Waits: a Session never calls {hook}: .* Fix: .*geartrain.Trainer"
+    ):
         make(plugins=[namespace["Waits"]()])
 
 
 def test_geartrains_own_plugins_for_a_trainer_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"geartrain-callbacks\[early_stopping\]: a Session never calls on_epoch_end, on_validation_end"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain-callbacks\[early_stopping\]: a Session never calls on_epoch_end, on_validation_end",
+    ):
         make(plugins=[EarlyStopping("val_loss")])
     with pytest.raises(UsageError, match=r"ema.*never calls on_validation_start"):
         make(callbacks=[EMA()])
@@ -441,7 +506,10 @@ def test_a_harmless_plugin_is_warned_of():
 
 
 def test_a_plugin_whose_missing_events_are_optional_is_warned_of():
-    with pytest.warns(UserWarning, match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_validation_end"):
+    with pytest.warns(
+        UserWarning,
+        match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_validation_end",
+    ):
         make(plugins=["device_stats"])
 
     class Monitor:
@@ -481,7 +549,11 @@ def test_the_model_is_as_it_was_for_whoever_looks():
         assert model.state_dict().keys() == module.state_dict().keys()
         model.temperature = 2.0
         assert module.temperature == 2.0
-        assert model[0] is module[0] if hasattr(type(model), "__getitem__") else model.get_submodule("0") is not None
+        assert (
+            model[0] is module[0]
+            if hasattr(type(model), "__getitem__")
+            else model.get_submodule("0") is not None
+        )
         model.eval()
         assert not module.training
         copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
@@ -596,7 +668,10 @@ def test_optimizers_can_be_set_up_apart():
 def test_wrong_setups():
     module = layers()
     with make() as session:
-        with pytest.raises(UsageError, match=r"SGD steps parameters that Linear does not have. Fix: make it from model.parameters\(\)"):
+        with pytest.raises(
+            UsageError,
+            match=r"SGD steps parameters that Linear does not have. Fix: make it from model.parameters\(\)",
+        ):
             session.setup(nn.Linear(3, 1), torch.optim.SGD(module.parameters()))
         with pytest.raises(UsageError, match="what follows the model are its optimizers"):
             session.setup(module, [torch.optim.SGD(module.parameters())])
@@ -608,7 +683,10 @@ def test_wrong_setups():
                 session.setup(again)
         with pytest.raises(UsageError, match="this SGD is set up already"):
             session.setup_optimizers(optimizer)
-        with pytest.raises(UsageError, match=r"give the model that session.setup returned"), session.no_backward_sync(module):
+        with (
+            pytest.raises(UsageError, match=r"give the model that session.setup returned"),
+            session.no_backward_sync(module),
+        ):
             pass
     with pytest.raises(UsageError, match="the session is closed"):
         optimizer.step()
@@ -632,7 +710,11 @@ def test_loaders_shuffle_anew_in_each_pass():
 def test_batches_and_to_device_are_of_the_precisions_type():
     with make(precision="64-true") as session:
         (batch,) = session.setup_dataloaders([samples()[:2]])
-        assert [t.dtype for t in batch] == [t.dtype for t in session.to_device(samples()[:2])] == [torch.float64] * 2
+        assert (
+            [t.dtype for t in batch]
+            == [t.dtype for t in session.to_device(samples()[:2])]
+            == [torch.float64] * 2
+        )
         (left,) = session.setup_dataloaders([samples()[:2]], move_to_device=False)
         assert left[0].dtype is torch.float32
         assert session.to_device(module := nn.Linear(2, 2)) is module
@@ -672,13 +754,26 @@ def test_wrong_launches():
 
 def test_several_processes_must_be_launched():
     session = make(strategy=Pretend(), devices=2)
-    for use in (lambda: session.setup(layers()), lambda: session.backward(None), lambda: session.barrier(), lambda: session.device):
-        with pytest.raises(UsageError, match=r"before session.launch\(\), and Pretend has 2 processes. Fix: session.launch"):
+    for use in (
+        lambda: session.setup(layers()),
+        lambda: session.backward(None),
+        lambda: session.barrier(),
+        lambda: session.device,
+    ):
+        with pytest.raises(
+            UsageError,
+            match=r"before session.launch\(\), and Pretend has 2 processes. Fix: session.launch",
+        ):
             use()
     assert (session.world_size, session.global_rank) == (2, 0)
     with session:
         session.launch()
-        assert (session.global_rank, session.local_rank, session.node_rank, session.world_size) == (0, 0, 0, 2)
+        assert (session.global_rank, session.local_rank, session.node_rank, session.world_size) == (
+            0,
+            0,
+            0,
+            2,
+        )
         assert session.is_global_zero
 
 
@@ -694,7 +789,10 @@ def test_a_strategy_that_starts_on_a_function_is_given_one():
         def launch(self):
             """The worker is called in another process."""
 
-    with pytest.raises(UsageError, match=r"Elsewhere starts its processes on a function. Fix: session.launch\(train\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"Elsewhere starts its processes on a function. Fix: session.launch\(train\)",
+    ):
         make(strategy=Elsewhere(), devices=1).launch()
     Elsewhere.needs_function = False
     with pytest.raises(UsageError, match="Elsewhere works in other processes than this one"):
@@ -709,7 +807,9 @@ def test_several_ranks_do_not_train_past_the_strategy():
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
         batch = next(iter(loader()))
         session.backward(loss_of(module, batch))
-        with pytest.raises(TrainingError, match=r"Sequential was not called through what session.setup returned"):
+        with pytest.raises(
+            TrainingError, match=r"Sequential was not called through what session.setup returned"
+        ):
             optimizer.step()
         with session.no_backward_sync(model):
             session.backward(loss_of(model, batch))
@@ -728,7 +828,10 @@ def test_the_seed_is_set_when_the_session_is_made():
 
 def test_it_travels_to_another_process(tmp_path):
     session = make(
-        plugins=["csv"], plugin_options={"csv": {"path": str(tmp_path / "metrics.csv")}}, precision="16-mixed", gradient_clip_val=1.0
+        plugins=["csv"],
+        plugin_options={"csv": {"path": str(tmp_path / "metrics.csv")}},
+        precision="16-mixed",
+        gradient_clip_val=1.0,
     )
     there = pickle.loads(pickle.dumps(session))
     assert there.plan == session.plan
@@ -752,8 +855,13 @@ def test_the_folder_has_what_was_logged(tmp_path):
             session.log("wrong", torch.ones(2))
         with pytest.raises(TrainingError, match="has a control character"):
             session.log("\x1b[2J", 1)
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line.get("loss"), line.get("bad"), line.get("late"), line.get("early")) for line in written] == [
+    written = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [
+        (line["step"], line.get("loss"), line.get("bad"), line.get("late"), line.get("early"))
+        for line in written
+    ] == [
         (0, None, None, None, 1.0),
         (2, 2.5, "nan", None, None),
         (70, None, None, 3.0, None),
@@ -771,7 +879,9 @@ class Made(gt.Module):
         self.layer = nn.Linear(3, width)
 
 
-@pytest.mark.parametrize(("widths", "expected"), [([5], {"width": 5}), ([5, 6], {"model0.width": 5, "model2.width": 6})])
+@pytest.mark.parametrize(
+    ("widths", "expected"), [([5], {"width": 5}), ([5, 6], {"model0.width": 5, "model2.width": 6})]
+)
 def test_hyperparameters_of_its_modules_are_in_the_plan(tmp_path, widths, expected):
     seen = []
 
@@ -830,10 +940,14 @@ def test_wrong_checkpoints(tmp_path):
         with pytest.raises(UsageError, match="a dict of names, not Linear"):
             session.save(tmp_path / "a", model.module)
         session.save(tmp_path / "a", {"model": model, "epoch": 1})
-        with pytest.raises(TrainingError, match=r"has no 'net', 'step'; it has 'model', 'epoch'. Fix: strict=False"):
+        with pytest.raises(
+            TrainingError, match=r"has no 'net', 'step'; it has 'model', 'epoch'. Fix: strict=False"
+        ):
             session.load(tmp_path / "a", {"net": model, "epoch": 0, "step": 1})
         assert session.load(tmp_path / "a", {"step": 1}, strict=False).keys() == {"model", "epoch"}
-        with pytest.raises(TrainingError, match=r"'model' does not fit Linear: (?s:.*)size mismatch"):
+        with pytest.raises(
+            TrainingError, match=r"'model' does not fit Linear: (?s:.*)size mismatch"
+        ):
             session.load(tmp_path / "a", {"model": nn.Linear(2, 1)})
         with pytest.raises(UsageError, match="there is no checkpoint"):
             session.load(tmp_path / "b")
@@ -876,7 +990,10 @@ def test_callbacks_are_called_by_name():
         session.call("on_train_epoch_end", 1, model="m")
         session.call("on_nothing")
     assert mine.heard == [(1, "m")]
-    with pytest.warns(UserWarning, match="no method of this session's callbacks was called"), make(callbacks=mine) as session:
+    with (
+        pytest.warns(UserWarning, match="no method of this session's callbacks was called"),
+        make(callbacks=mine) as session,
+    ):
         session.launch()
 
 
@@ -900,13 +1017,23 @@ def test_should_stop_is_what_a_plugin_wants():
 def test_it_has_fabrics_name_and_arguments():
     assert gt.Fabric is gt.Session
     known = inspect.signature(gt.Session).parameters
-    assert list(known)[:7] == ["accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "callbacks"]
+    assert list(known)[:7] == [
+        "accelerator",
+        "strategy",
+        "devices",
+        "num_nodes",
+        "precision",
+        "plugins",
+        "callbacks",
+    ]
 
 
 def test_arguments_that_it_does_not_have():
     with pytest.raises(UsageError, match=r"no argument 'loggers'. Write: plugins="):
         make(loggers=[])
-    with pytest.raises(UsageError, match="no argument 'max_epochs', which belongs to a Trainer's loop"):
+    with pytest.raises(
+        UsageError, match="no argument 'max_epochs', which belongs to a Trainer's loop"
+    ):
         make(max_epochs=3)
     with pytest.raises(UsageError, match=r"no argument 'precison'. Did you mean 'precision'"):
         make(precison="64-true")
@@ -917,7 +1044,10 @@ def test_16_mixed_refuses_what_passes_its_scaler_by():
         module = layers()
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
         loss_of(model, next(iter(loader()))).backward()
-        with pytest.raises(TrainingError, match=r"no session.backward since the last step.* Fix: session.backward\(loss\)"):
+        with pytest.raises(
+            TrainingError,
+            match=r"no session.backward since the last step.* Fix: session.backward\(loss\)",
+        ):
             optimizer.step()
         with pytest.raises(UsageError, match="weight is float16, but weights stay in float32"):
             session.setup(nn.Linear(3, 1).half())
@@ -925,5 +1055,11 @@ def test_16_mixed_refuses_what_passes_its_scaler_by():
 
 @pytest.mark.parametrize("data", [{"a": [torch.ones(2)]}, "ab", 3])
 def test_what_is_no_loader_is_refused(data):
-    with make() as session, pytest.raises(UsageError, match=rf"setup_dataloaders\({type(data).__name__}\) is no loader.*Fix: a DataLoader"):
+    with (
+        make() as session,
+        pytest.raises(
+            UsageError,
+            match=rf"setup_dataloaders\({type(data).__name__}\) is no loader.*Fix: a DataLoader",
+        ),
+    ):
         session.setup_dataloaders(data)

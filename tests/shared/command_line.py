@@ -54,9 +54,14 @@ def folder(tmp_path, monkeypatch):
 def installed(monkeypatch):
     """Names of the distributions that exist: core and the tools, whatever else this machine has; tests add to them with ``install``."""
     tools = ("callbacks", "cli", "csv", "doctor", "port", "testing", "tuner")
-    names, real = {"geartrain", *(f"geartrain-{tool}" for tool in tools)}, geartrain.planning.registry.entry_points
+    names, real = (
+        {"geartrain", *(f"geartrain-{tool}" for tool in tools)},
+        geartrain.planning.registry.entry_points,
+    )
     monkeypatch.setattr(
-        geartrain.planning.registry, "entry_points", lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names]
+        geartrain.planning.registry,
+        "entry_points",
+        lambda **wanted: [ep for ep in real(**wanted) if ep.dist.name in names],
     )
     return names
 
@@ -69,11 +74,16 @@ def install(folder, installed, monkeypatch):
         module, home = distribution.replace("-", "_"), folder / "site" / distribution
         info = home / f"{module}-1.0.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
+        )
         lines = [
             line
             for group, names in groups.items()
-            for line in (f"[geartrain.{group}]", *(f"{name} = {module}:{cls}" for name, cls in names.items()))
+            for line in (
+                f"[geartrain.{group}]",
+                *(f"{name} = {module}:{cls}" for name, cls in names.items()),
+            )
         ]
         (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (home / f"{module}.py").write_text(source)
@@ -88,7 +98,13 @@ def chip(install):
     """``geartrain-chip``, with an accelerator, a strategy and two plugins, installed; see :mod:`geartrain_chip`."""
     bells = dict.fromkeys(["bell", "door-bell"], "Bell")
     source = (TARGETS / "geartrain_chip.py").read_text()
-    install("geartrain-chip", source, accelerators={"chip": "Chip"}, strategies={"scaled": "Scaled"}, plugins=bells)
+    install(
+        "geartrain-chip",
+        source,
+        accelerators={"chip": "Chip"},
+        strategies={"scaled": "Scaled"},
+        plugins=bells,
+    )
 
 
 @pytest.fixture

@@ -11,11 +11,19 @@ STARTED, PROMPT = 60, 18
 
 def ends_after_fault(run: Launched, folder: Path, rank: int, seconds: float = PROMPT) -> int:
     """The run ends within so many seconds after the rank's fault, and leaves no process; its exit code."""
-    until(lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None, STARTED, "a fault")
+    until(
+        lambda: (folder / "marks" / f"fault-{rank}").exists() or run.process.poll() is not None,
+        STARTED,
+        "a fault",
+    )
     began = time.monotonic()
     code = run.wait(seconds)
     assert (folder / "marks" / f"fault-{rank}").exists(), run.err
-    until(lambda: not run.processes(), max(2.0, seconds - (time.monotonic() - began)), f"no process is left: {run.processes()}")
+    until(
+        lambda: not run.processes(),
+        max(2.0, seconds - (time.monotonic() - began)),
+        f"no process is left: {run.processes()}",
+    )
     return code
 
 

@@ -12,4 +12,7 @@ if __name__ == "__main__":
     import torch
 
     module, function, arguments = sys.argv[1:]
-    torch.save(getattr(importlib.import_module(module), function)(*json.loads(arguments)), f"rank-{os.environ.get('RANK', '0')}.pt")
+    torch.save(
+        getattr(importlib.import_module(module), function)(*json.loads(arguments)),
+        f"rank-{os.environ.get('RANK', '0')}.pt",
+    )

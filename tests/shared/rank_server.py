@@ -65,7 +65,13 @@ def become(rank: int, request: dict[str, Any], port: int) -> None:
     os.chdir(request["folder"])
     ranks = str(request["ranks"])
     if request["place"] == "rank":
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, NODE_RANK="0")
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=ranks,
+            LOCAL_WORLD_SIZE=ranks,
+            NODE_RANK="0",
+        )
     elif request["place"] == "node":
         os.environ["NODE_RANK"] = str(rank)
     if request["place"] != "alone":

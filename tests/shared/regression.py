@@ -27,13 +27,24 @@ class Net(gt.Module):
         deep: so many layers more.
     """
 
-    def __init__(self, optimizer="sgd", frozen=False, freezes=False, unused=False, shared=False, norm=False, deep=0):
+    def __init__(
+        self,
+        optimizer="sgd",
+        frozen=False,
+        freezes=False,
+        unused=False,
+        shared=False,
+        norm=False,
+        deep=0,
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3, 8)
         self.second, self.extra, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
         self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
-        self.deep = nn.Sequential(*[layer for _ in range(deep) for layer in (nn.Linear(8, 8), nn.Tanh())])
+        self.deep = nn.Sequential(
+            *[layer for _ in range(deep) for layer in (nn.Linear(8, 8), nn.Tanh())]
+        )
         self.optimizer, self.unused, self.freezes = optimizer, unused, freezes
         if frozen:
             self.first.requires_grad_(False)
@@ -75,7 +86,9 @@ class Net(gt.Module):
         if self.optimizer == "two":
             return [torch.optim.SGD(trained[:3], lr=0.1), torch.optim.Adam(trained[3:], lr=0.01)]
         if self.optimizer == "lbfgs":
-            return torch.optim.LBFGS(trained, lr=0.1, max_iter=4, tolerance_change=0, tolerance_grad=0)
+            return torch.optim.LBFGS(
+                trained, lr=0.1, max_iter=4, tolerance_change=0, tolerance_grad=0
+            )
         return torch.optim.SGD(trained, lr=0.1)
 
 
@@ -92,7 +105,13 @@ class Curve:
 
 
 def one_trainer(**options):
-    quiet = {"accelerator": "cpu", "enable_progress_bar": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": 1}
+    quiet = {
+        "accelerator": "cpu",
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "max_epochs": 1,
+    }
     return gt.Trainer(**{**quiet, **options})
 
 

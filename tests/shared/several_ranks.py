@@ -46,7 +46,12 @@ class Rank:
 
 
 def run(
-    folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 2, place: str = "rank", seconds: float = 60
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 2,
+    place: str = "rank",
+    seconds: float = 60,
 ) -> list[Rank]:
     """Call a function of a module on several ranks, in the folder; what came of each.
 
@@ -72,7 +77,9 @@ def run(
     return [_rank(folder, number, end) for number, end in enumerate(ends)]
 
 
-def succeeded(folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Rank]:
+def succeeded(
+    folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Rank]:
     """How each rank ended, none of which may fail. The options are those of :func:`run`."""
     found = run(folder, function, *arguments, **options)
     for number, rank in enumerate(found):
@@ -80,12 +87,16 @@ def succeeded(folder: Path, function: Callable[..., Any], *arguments: Any, **opt
     return found
 
 
-def results(folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+def results(
+    folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Any]:
     """What the function returned on each rank, none of which may fail."""
     return [rank.result for rank in succeeded(folder, function, *arguments, **options)]
 
 
-def failed(folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Rank]:
+def failed(
+    folder: Path, function: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Rank]:
     """How each rank ended, all of which must fail by themselves."""
     found = run(folder, function, *arguments, **options)
     for number, rank in enumerate(found):
@@ -117,14 +128,29 @@ def _command(*arguments: str) -> NoReturn:
 
 
 @contextmanager
-def program(folder: Path, function: Callable[..., Any], *arguments: Any, **environment: str) -> Iterator[Launched]:
+def program(
+    folder: Path, function: Callable[..., Any], *arguments: Any, **environment: str
+) -> Iterator[Launched]:
     """A program of its own that calls the function, on ranks that geartrain starts."""
     file = Path(__file__).with_name("rank_program.py")
-    with launched(str(file), _module(function), function.__name__, json.dumps(arguments), folder=folder, **environment) as run:
+    with launched(
+        str(file),
+        _module(function),
+        function.__name__,
+        json.dumps(arguments),
+        folder=folder,
+        **environment,
+    ) as run:
         yield run
 
 
-def program_results(folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 2, seconds: float = 100) -> list[Any]:
+def program_results(
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int = 2,
+    seconds: float = 100,
+) -> list[Any]:
     """What the function returned on each rank of a program of its own, which must succeed."""
     with program(folder, function, *arguments) as run:
         run.succeed(seconds)
@@ -137,7 +163,9 @@ def _module(function: Callable[..., Any]) -> str:
 
 def _rank(folder: Path, number: int, end: str) -> Rank:
     result, error = (folder / f"rank-{number}.{what}" for what in ("pt", "error"))
-    out, err = ((folder / f"rank-{number}.{what}").read_text(errors="replace") for what in ("out", "err"))
+    out, err = (
+        (folder / f"rank-{number}.{what}").read_text(errors="replace") for what in ("out", "err")
+    )
     return Rank(
         end,
         torch.load(result, weights_only=False) if result.exists() else None,
@@ -149,14 +177,21 @@ def _rank(folder: Path, number: int, end: str) -> Rank:
 
 def _environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _CLEARED}
-    return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **more}  # one thread: the server forks
+    return {
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }  # one thread: the server forks
 
 
 class _Server:
     """The process that forks ranks; it ends with this one."""
 
     def __init__(self) -> None:
-        paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join(
+            [str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
             stdin=subprocess.PIPE,
@@ -172,7 +207,9 @@ class _Server:
             self._process.stdin.flush()
             ready, _, _ = select.select([self._process.stdout], [], [], 60 + request["seconds"])
             answer = self._process.stdout.readline() if ready else ""
-            assert answer, f"the server of ranks has ended or does not answer: {self._process.poll()}"
+            assert answer, (
+                f"the server of ranks has ended or does not answer: {self._process.poll()}"
+            )
         except BaseException:
             _server.cache_clear()
             self._process.kill()

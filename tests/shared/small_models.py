@@ -18,7 +18,15 @@ DEADLINE = 30
 
 def trainer(**options):
     """One epoch on the CPU, with nothing drawn and no sanity check, unless said otherwise."""
-    return gt.Trainer(**{"accelerator": "cpu", "enable_progress_bar": False, "max_epochs": 1, "num_sanity_val_steps": 0, **options})
+    return gt.Trainer(
+        **{
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "max_epochs": 1,
+            "num_sanity_val_steps": 0,
+            **options,
+        }
+    )
 
 
 def fit(module=None, train=None, val=None, **options):
@@ -53,7 +61,9 @@ class Net(gt.Module):
 
     def __init__(self, optimizer=SGD, dtype=torch.float32):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype)
+        )
         self.make_optimizer = optimizer
 
     def forward(self, x):
@@ -135,7 +145,9 @@ class Recorder:
     @hookimpl(wrapper=True)
     def micro_step(self, first, last):
         inner = yield
-        self.note("micro_step", *(word for word, is_so in (("first", first), ("last", last)) if is_so))
+        self.note(
+            "micro_step", *(word for word, is_so in (("first", first), ("last", last)) if is_so)
+        )
         return inner
 
     @hookimpl(wrapper=True)

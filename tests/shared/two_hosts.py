@@ -34,7 +34,20 @@ def two_hosts(network: str, mtu: int = 1500) -> Iterator[list[str]]:
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
             made.append(name)
-        ip("link", "add", f"v{unique}0", "netns", names[0], "type", "veth", "peer", "name", f"v{unique}1", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            f"v{unique}0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"v{unique}1",
+            "netns",
+            names[1],
+        )
         for i, name in enumerate(names):
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "add", f"{network}.{i + 1}/24", "dev", f"v{unique}{i}")

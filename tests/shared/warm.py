@@ -29,7 +29,15 @@ from importlib import import_module
 from pathlib import Path
 
 #: torch._dynamo is what torch.optim imports when the first optimizer is made.
-IMPORTED = ("torch", "torch.utils.data", "torch.distributed", "torch._dynamo", "jsonargparse", "rich.table", "rich.progress")
+IMPORTED = (
+    "torch",
+    "torch.utils.data",
+    "torch.distributed",
+    "torch._dynamo",
+    "jsonargparse",
+    "rich.table",
+    "rich.progress",
+)
 #: Elsewhere a process cannot be waited for together with a socket.
 AVAILABLE = hasattr(os, "pidfd_open")
 
@@ -48,7 +56,9 @@ class Warm:
     def __init__(self, python, folder, env=None):
         self._python, self._socket = python, str(Path(folder, "socket"))
         command = [str(python), __file__, "--serve", self._socket]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
+        )
         if self._process.stdout.readline() != b"ready\n":
             raise RuntimeError("the process that forks did not start")
 
@@ -58,7 +68,9 @@ class Warm:
         Its interpreter is ``python``, which may be one of another environment that has the same packages and more.
         """
         python = str(python or self._python)
-        itself, client = (shlex.join(words) for words in ([python], [python, "-IS", __file__, self._socket]))
+        itself, client = (
+            shlex.join(words) for words in ([python], [python, "-IS", __file__, self._socket])
+        )
         choose = "" if program is None else f'set -- {shlex.quote(str(program))} "$@"\n'
         # Python itself runs `python -c`. It runs ranks too: GEARTRAIN_STARTED_BY is the process id, which a fork would change.
         whole = f'[ -f "$1" ] && [ -z "$GEARTRAIN_STARTED_BY" ] || exec {itself} "$@"\nexec {client} "$@"\n'
@@ -80,7 +92,9 @@ def ask(path, argv):
     """Have a program started, and end as it does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        prefix = str(Path(sys.executable).parents[1])  # sys.prefix is the environment's only if site is imported
+        prefix = str(
+            Path(sys.executable).parents[1]
+        )  # sys.prefix is the environment's only if site is imported
         request = json.dumps([argv, os.getcwd(), dict(os.environ), prefix]) + "\n"
         sent = socket.send_fds(connection, [request.encode()], [0, 1, 2])
         connection.sendall(request.encode()[sent:])
@@ -158,7 +172,9 @@ def _run(argv, prefix):
     """Run a file as ``PREFIX/bin/python FILE`` does, and end."""
     sys.prefix = sys.exec_prefix = prefix
     sys.executable = f"{prefix}/bin/python3"  # not the command of script()
-    site.addsitedir(sysconfig.get_path("purelib", vars={"base": prefix}))  # what the environment has more, or has been installed since
+    site.addsitedir(
+        sysconfig.get_path("purelib", vars={"base": prefix})
+    )  # what the environment has more, or has been installed since
     sys.argv[:] = argv
     sys.orig_argv[:] = [sys.executable, *argv]
     sys.path[0] = str(Path(argv[0]).resolve().parent)

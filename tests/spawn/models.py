@@ -27,7 +27,11 @@ def loader(n=48, **options):
 
 
 def trainer(start_method="forkserver", **options):
-    strategy_options = {"start_method": start_method, "timeout": 60.0, **options.pop("strategy_options", {})}
+    strategy_options = {
+        "start_method": start_method,
+        "timeout": 60.0,
+        **options.pop("strategy_options", {}),
+    }
     return gt.Trainer(
         **{
             "accelerator": "cpu",
@@ -83,7 +87,13 @@ class Faulty(Net):
 
     def __init__(self, folder, kind, rank, where="train", error=None):
         super().__init__()
-        self.folder, self.kind, self.rank, self.where, self.error = Path(folder), kind, rank, where, error
+        self.folder, self.kind, self.rank, self.where, self.error = (
+            Path(folder),
+            kind,
+            rank,
+            where,
+            error,
+        )
 
     def mark(self, what):
         (self.folder / f"{what}-{self.global_rank}").write_text(str(os.getpid()))
@@ -91,7 +101,10 @@ class Faulty(Net):
     def fault(self, where):
         if where != self.where:
             return
-        if self.kind in ("hang", "late"):  # with less patience than the strategy's timeout, which ranks need that start apart
+        if self.kind in (
+            "hang",
+            "late",
+        ):  # with less patience than the strategy's timeout, which ranks need that start apart
             dist.barrier()
             group = dist.new_group(timeout=timedelta(seconds=3))
             dist.barrier(group)  # they are connected
@@ -107,7 +120,9 @@ class Faulty(Net):
         if self.kind == "_exit":
             os._exit(0)
         if not self.kind.startswith("hang"):
-            os.kill(os.getpid(), signal.SIGSTOP if self.kind == "late" else getattr(signal, self.kind))
+            os.kill(
+                os.getpid(), signal.SIGSTOP if self.kind == "late" else getattr(signal, self.kind)
+            )
         threading.Event().wait()
 
     def setup(self, stage):

@@ -47,7 +47,9 @@ class CannotComeBack(ValueError):
         super().__init__(f"code {code}")
 
 
-def fails(tmp_path, kind, rank, where="train", method="forkserver", error=None, module=Faulty, **options):
+def fails(
+    tmp_path, kind, rank, where="train", method="forkserver", error=None, module=Faulty, **options
+):
     """Run until the fault; the error that the caller got."""
     one = trainer(method, **options)
     with pytest.raises(BaseException) as raised:
@@ -74,7 +76,13 @@ KINDS = {
 }
 PHASES = ("setup", "train", "validation")
 #: The default's part of the table.
-EVER = [("exception", 1, "train"), ("SIGKILL", 1, "train"), ("SIGTERM", 0, "validation"), ("_exit", 0, "setup"), ("hang", 1, "validation")]
+EVER = [
+    ("exception", 1, "train"),
+    ("SIGKILL", 1, "train"),
+    ("SIGTERM", 0, "validation"),
+    ("_exit", 0, "setup"),
+    ("hang", 1, "validation"),
+]
 TABLE = [
     pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) in EVER else matrix)
     for kind in KINDS
@@ -86,12 +94,17 @@ TABLE = [
 @pytest.mark.parametrize(("kind", "rank", "where"), TABLE)
 def test_a_rank_that_fails(tmp_path, monkeypatch, capfd, kind, rank, where):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "stopped=1" if kind == "SIGSTOP" else "stopped=60")
-    error = fails(tmp_path, kind, rank, where, error=Mine(7, hint="look there"), output=tmp_path / "out")
+    error = fails(
+        tmp_path, kind, rank, where, error=Mine(7, hint="look there"), output=tmp_path / "out"
+    )
     if kind == "exception":
         assert type(error) is Mine
         assert (error.code, error.hint) == (7, "look there")
         assert f"raised on rank {rank}" in error.__notes__
-        assert f"in {'setup' if where == 'setup' else 'training_step' if where == 'train' else 'validation_step'}" in str(error.__cause__)
+        assert (
+            f"in {'setup' if where == 'setup' else 'training_step' if where == 'train' else 'validation_step'}"
+            in str(error.__cause__)
+        )
     else:
         assert type(error) is gt.TrainingError
         assert str(error).startswith(f"rank {rank} {KINDS[kind]}")
@@ -99,7 +112,9 @@ def test_a_rank_that_fails(tmp_path, monkeypatch, capfd, kind, rank, where):
         assert "Mine: code 7" in (tmp_path / "out" / "logs" / "rank-1.log").read_text()
         assert "--- the end of rank 1's output ---" in capfd.readouterr().err
     dead = {rank} if kind in ("SIGKILL", "_exit", "late", "SIGSTOP") else set()
-    assert {path.name for path in tmp_path.glob("teardown-*")} == {f"teardown-{alive}" for alive in {0, 1} - dead}
+    assert {path.name for path in tmp_path.glob("teardown-*")} == {
+        f"teardown-{alive}" for alive in {0, 1} - dead
+    }
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,9 @@ def test_a_rank_that_is_killed_while_it_hands_over_is_named(tmp_path, monkeypatc
 
 
 def test_an_error_that_cannot_come_back_is_told(tmp_path):
-    error = fails(tmp_path, "exception", 1, error=CannotComeBack(7, hint="look there"), method="fork")
+    error = fails(
+        tmp_path, "exception", 1, error=CannotComeBack(7, hint="look there"), method="fork"
+    )
     assert isinstance(error, gt.TrainingError)
     assert str(error) == "rank 1 failed: CannotComeBack: code 7"
     assert "in training_step" in str(error.__cause__)
@@ -169,7 +186,14 @@ def test_a_crash_at_exit_does_not_hide_the_error(tmp_path, rank):
 def test_a_teardown_without_end_does_not_hide_the_error(tmp_path, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5")
     options = {"timeout": 5.0}  # its connections stay, so the other waits
-    error = fails(tmp_path, "exception", 0, error=KeyError("mine"), module=HangsInTeardown, strategy_options=options)
+    error = fails(
+        tmp_path,
+        "exception",
+        0,
+        error=KeyError("mine"),
+        module=HangsInTeardown,
+        strategy_options=options,
+    )
     assert isinstance(error, gt.TrainingError)
     assert str(error) == "rank 0 failed: KeyError: 'mine'"
 
@@ -203,25 +227,41 @@ def test_runs_leave_no_descriptor_and_no_file_in_memory(tmp_path):
 
 
 def test_unknown_start_method():
-    with pytest.raises(gt.UsageError, match=r"geartrain-spawn\[ddp_spawn\]: start_method='thread' cannot be used here. Fix: forkserver"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"geartrain-spawn\[ddp_spawn\]: start_method='thread' cannot be used here. Fix: forkserver",
+    ):
         trainer("thread")
 
 
 def test_fork_after_cuda_was_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(gt.UsageError, match="start_method='fork' cannot be used once this process has used CUDA"):
+    with pytest.raises(
+        gt.UsageError, match="start_method='fork' cannot be used once this process has used CUDA"
+    ):
         trainer("fork").fit(Net(), loader())
 
 
 def test_in_a_process_that_a_launcher_started(monkeypatch):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x"}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "TORCHELASTIC_RUN_ID": "x",
+    }.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(gt.UsageError, match=r"this is one of 2 that torchrun has started\. Fix: --strategy ddp"):
+    with pytest.raises(
+        gt.UsageError, match=r"this is one of 2 that torchrun has started\. Fix: --strategy ddp"
+    ):
         trainer().fit(Net(), loader())
 
 
 def test_the_backend_s_error_names_this_strategy():
-    with pytest.raises(gt.UsageError, match=r"geartrain-spawn\[ddp_spawn\]: process_group_backend='nccl' cannot be used on cpu"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"geartrain-spawn\[ddp_spawn\]: process_group_backend='nccl' cannot be used on cpu",
+    ):
         trainer(strategy_options={"process_group_backend": "nccl"}).fit(Net(), loader())
 
 

@@ -47,7 +47,11 @@ def there_and_back(thing):
 def test_tensors_keep_value_type_and_form(tensor):
     same = there_and_back([tensor])[0]
     assert torch.equal(same, tensor)
-    assert (same.dtype, same.shape, same.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
+    assert (same.dtype, same.shape, same.requires_grad) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.requires_grad,
+    )
 
 
 def test_tensors_that_share_memory_share_it_still_and_nobody_elses():
@@ -162,17 +166,34 @@ def local_function():
 @pytest.mark.parametrize(
     ("module", "data", "plugins", "named"),
     [
-        (model_with(transform=Scale()), loader(), [], "model.transform.lock: _thread.lock cannot be pickled"),
+        (
+            model_with(transform=Scale()),
+            loader(),
+            [],
+            "model.transform.lock: _thread.lock cannot be pickled",
+        ),
         (in_layer(i for i in range(3)), loader(), [], "model.net.0.extra: generator cannot"),
         (model_with(extra={"a": [0, LOCK]}), loader(), [], "model.extra['a'][1]: _thread.lock"),
-        (model_with(extra=local_function()), loader(), [], "model.extra (its variable 'lock'): _thread.lock"),
+        (
+            model_with(extra=local_function()),
+            loader(),
+            [],
+            "model.extra (its variable 'lock'): _thread.lock",
+        ),
         (model_with(extra=Refuses()), loader(), [], "model.extra: "),
         (Net(), DataLoader(Data()), [], "train_dataloaders.dataset.names['train'][1]: generator"),
-        (Net(), loader(collate_fn=functools.partial(Scale(), 1)), [], "train_dataloaders.collate_fn.func.lock: _thread.lock"),
+        (
+            Net(),
+            loader(collate_fn=functools.partial(Scale(), 1)),
+            [],
+            "train_dataloaders.collate_fn.func.lock: _thread.lock",
+        ),
         (Net(), loader(), [Locked()], "Locked.lock: _thread.lock"),
     ],
 )
-def test_what_cannot_be_pickled_is_named_by_its_path_before_anything_starts(module, data, plugins, named, tmp_path):
+def test_what_cannot_be_pickled_is_named_by_its_path_before_anything_starts(
+    module, data, plugins, named, tmp_path
+):
     one = trainer(plugins=plugins, output=tmp_path / "out")
     with pytest.raises(gt.UsageError) as refused:
         one.fit(module, data)

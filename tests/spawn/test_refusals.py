@@ -40,7 +40,14 @@ def paths(thing, **how):
 
 
 def test_what_pickles_is_not_refused():
-    fine = [nn.Linear(2, 2), {"a": torch.ones(3)}, importable, Holder, functools.partial(importable), None]
+    fine = [
+        nn.Linear(2, 2),
+        {"a": torch.ones(3)},
+        importable,
+        Holder,
+        functools.partial(importable),
+        None,
+    ]
     assert paths(fine) == []
 
 

@@ -20,7 +20,9 @@ def test_the_rest_is_what_it_would_have_been(tmp_path):
     whole, module, patient = train("whole", 2)
     train("first", 1)
     rest, again, patience = train("first", 2, "last")
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, module.state_dict()[name]) for name, value in again.state_dict().items()
+    )
     mine, theirs = (one.run.optimizers[0].state_dict() for one in (rest, whole))
     assert mine["param_groups"] == theirs["param_groups"]
     for index, state in mine["state"].items():

@@ -55,7 +55,9 @@ def by_hand(epochs=2):
     return module.state_dict()
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.matrix), "fork"])
+@pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.matrix), "fork"]
+)
 def test_two_ranks_train_as_one_process_does(method, tmp_path):
     module = net()
     before = {key: value.clone() for key, value in module.state_dict().items()}
@@ -78,7 +80,9 @@ def test_it_can_be_launched_again_and_seeds_each_time():
 
     one, two = session.launch(draw), session.launch(draw)
     assert torch.equal(one[0], two[0])
-    assert torch.equal(one[1][0], one[1][1])  # what is made before the first batch is the same on every rank
+    assert torch.equal(
+        one[1][0], one[1][1]
+    )  # what is made before the first batch is the same on every rank
 
 
 def test_an_error_of_a_rank_is_raised_here():
@@ -96,14 +100,17 @@ def test_what_cannot_travel_is_named():
 
     module = net()
     module.lock = threading.Lock()
-    with pytest.raises(gt.UsageError, match=r"argument 1 of launch.lock: _thread.lock cannot be pickled"):
+    with pytest.raises(
+        gt.UsageError, match=r"argument 1 of launch.lock: _thread.lock cannot be pickled"
+    ):
         make().launch(train, module)
 
 
 def test_it_must_be_launched_with_a_function():
     session = make()
     with pytest.raises(
-        gt.UsageError, match=r"geartrain-spawn\[ddp_spawn\] starts its processes on a function. Fix: session.launch\(train\)"
+        gt.UsageError,
+        match=r"geartrain-spawn\[ddp_spawn\] starts its processes on a function. Fix: session.launch\(train\)",
     ):
         session.launch()
     with pytest.raises(gt.UsageError, match=r"setup comes before session.launch\(\)"):

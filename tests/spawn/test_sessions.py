@@ -76,7 +76,9 @@ def fit(start_method="forkserver"):
 
 def methods(first, *others):
     """One start method in the default, and others."""
-    return pytest.mark.parametrize("method", [first, *(pytest.param(method, marks=pytest.mark.matrix) for method in others)])
+    return pytest.mark.parametrize(
+        "method", [first, *(pytest.param(method, marks=pytest.mark.matrix) for method in others)]
+    )
 
 
 # --- sessions ------------------------------------------------------------------------------------------------------------
@@ -90,11 +92,20 @@ def executed(tmp_path, monkeypatch):
     kernels = tmp_path / "jupyter" / "kernels" / "here"
     kernels.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernels / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "here", "language": "python"}))
+    (kernels / "kernel.json").write_text(
+        json.dumps({"argv": command, "display_name": "here", "language": "python"})
+    )
 
     def execute(*cells):
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        nbclient.NotebookClient(notebook, timeout=100, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}).execute()
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(cell) for cell in cells]
+        )
+        nbclient.NotebookClient(
+            notebook,
+            timeout=100,
+            kernel_name="here",
+            resources={"metadata": {"path": str(tmp_path)}},
+        ).execute()
         return notebook.cells
 
     return execute
@@ -130,7 +141,11 @@ gt.Trainer(accelerator="cpu", devices=1, max_epochs=2).fit(Slow())
 
 @methods("forkserver", "spawn", "fork")
 def test_in_a_notebook(tmp_path, method, executed):
-    checks = ("trainer.validate", "assert trainer.run.optimizers", "import multiprocessing; multiprocessing.active_children()")
+    checks = (
+        "trainer.validate",
+        "assert trainer.run.optimizers",
+        "import multiprocessing; multiprocessing.active_children()",
+    )
     cells = executed(NET, fit(method), *checks, BAR, "len(updates)")
     text = "".join(output.get("text", "") for output in cells[1].outputs)
     assert EXPECTED in text
@@ -142,7 +157,11 @@ def test_in_a_notebook(tmp_path, method, executed):
 
 def check_progress(drawn, counted):
     """Progress is one output of the notebook's own process."""
-    displays = [output["data"]["text/plain"] for output in drawn.outputs if output["output_type"] == "display_data"]
+    displays = [
+        output["data"]["text/plain"]
+        for output in drawn.outputs
+        if output["output_type"] == "display_data"
+    ]
     bars = [shown for shown in displays if "epoch 2" in shown]
     assert len(bars) == 1
     assert bars[0].startswith("epoch 2/2 \u2501")  # the last of many
@@ -150,7 +169,9 @@ def check_progress(drawn, counted):
     assert "val_loss=" in bars[0]
     assert "\n" not in bars[0]  # the bar of the validation is away
     assert int(counted.outputs[0]["data"]["text/plain"]) > 1  # how many depends on how fast it goes
-    printed = "".join(output["text"] for output in drawn.outputs if output["output_type"] == "stream")
+    printed = "".join(
+        output["text"] for output in drawn.outputs if output["output_type"] == "stream"
+    )
     assert printed == "printed\nprinted\n"
     assert any("val_loss" in shown and "metric" in shown for shown in displays)  # the closing table
 
@@ -162,7 +183,13 @@ def test_in_an_interactive_session(tmp_path, method):
     # Typed in, as a person does: -i with a file would leave a script that could be run again.
     typed = "exec(compile(open('session.py').read(), '<typed>', 'exec'), globals())\n"
     done = subprocess.run(
-        [sys.executable, "-i", "-q"], cwd=tmp_path, input=typed, capture_output=True, text=True, timeout=100, env=_environment(tmp_path)
+        [sys.executable, "-i", "-q"],
+        cwd=tmp_path,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=_environment(tmp_path),
     )
     assert EXPECTED in done.stdout, done.stderr
 
@@ -180,7 +207,13 @@ def test_a_script_without_a_guard(tmp_path, method):
 @pytest.mark.end_to_end
 def test_a_program_from_standard_input(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-"], cwd=tmp_path, input=NET + fit(), capture_output=True, text=True, timeout=100, env=_environment(tmp_path)
+        [sys.executable, "-"],
+        cwd=tmp_path,
+        input=NET + fit(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=_environment(tmp_path),
     )
     assert EXPECTED in done.stdout, done.stderr
 
@@ -193,7 +226,17 @@ def test_from_a_thread():
     assert one.global_step == len(module.losses) == 12
 
 
-COMMAND = ("net.py", "--strategy", "ddp_spawn", "--devices", "2", "--accelerator", "cpu", "--max-epochs", "2")
+COMMAND = (
+    "net.py",
+    "--strategy",
+    "ddp_spawn",
+    "--devices",
+    "2",
+    "--accelerator",
+    "cpu",
+    "--max-epochs",
+    "2",
+)
 
 
 def test_the_command_line(tmp_path):
@@ -215,7 +258,18 @@ def test_the_command_line_in_a_program(tmp_path):
 
 def test_spawn_is_another_name(tmp_path):
     (tmp_path / "net.py").write_text(NET)
-    done = command(tmp_path, "explain", "net.py", "--strategy", "spawn", "--devices", "2", "--accelerator", "cpu", "--json")
+    done = command(
+        tmp_path,
+        "explain",
+        "net.py",
+        "--strategy",
+        "spawn",
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--json",
+    )
     plan = json.loads(done.out)
     assert plan["processes"] == 2
     assert plan["strategy"]["distribution"] == "geartrain-spawn"
@@ -281,7 +335,11 @@ def waiting(tmp_path, method="forkserver", **environment):
 
 def until_waiting(run, tmp_path):
     there = (tmp_path / "waits-0", tmp_path / "waits-1")
-    until(lambda: all(path.exists() for path in there) or run.process.poll() is not None, STARTED, "both ranks are in their second step")
+    until(
+        lambda: all(path.exists() for path in there) or run.process.poll() is not None,
+        STARTED,
+        "both ranks are in their second step",
+    )
     assert run.process.poll() is None, run.err
 
 
@@ -331,5 +389,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def test_the_forkserver_ends_without_undoing_its_imports(tmp_path):
     """Otherwise it outlives the program: by seconds where torch has many libraries."""
     text = "import atexit; atexit.register(print, 'undone'); import geartrain_spawn.preload"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=STARTED, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=STARTED, check=True
+    )
     assert done.stdout == ""

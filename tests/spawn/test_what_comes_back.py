@@ -20,7 +20,10 @@ from geartrain_spawn import starter
 
 from .models import Net, loader, trainer
 
-ALL = ["forkserver", *(pytest.param(method, marks=pytest.mark.matrix) for method in ("spawn", "fork"))]
+ALL = [
+    "forkserver",
+    *(pytest.param(method, marks=pytest.mark.matrix) for method in ("spawn", "fork")),
+]
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -33,7 +36,13 @@ def fitted(request):
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "losses": list(module.losses),
         "metrics": dict(one.run.metrics),
-        "counters": (one.global_step, one.current_epoch, one.world_size, one.global_rank, one.num_training_batches),
+        "counters": (
+            one.global_step,
+            one.current_epoch,
+            one.world_size,
+            one.global_rank,
+            one.num_training_batches,
+        ),
     }
     one.fit(module, loader(), loader(20))
     return module, one, seen
@@ -47,7 +56,9 @@ def test_weights_and_buffers(fitted):
     assert seen["weights"]["net.1.num_batches_tracked"] == 12
     assert module.net[1].num_batches_tracked == 24
     assert seen["losses"][-1] < seen["losses"][0]
-    assert all(parameter.grad_fn is None and parameter.requires_grad for parameter in module.parameters())
+    assert all(
+        parameter.grad_fn is None and parameter.requires_grad for parameter in module.parameters()
+    )
 
 
 def test_metrics_and_counters(fitted):
@@ -94,7 +105,9 @@ def test_evaluation_after_fit(fitted):
     predicted = one.predict(same, loader(8))
     module.eval()
     expected = module.net(loader(8).dataset.tensors[0])
-    assert torch.allclose(torch.cat([output.y for output in predicted]), expected, atol=1e-6)  # of both ranks, in the loader's order
+    assert torch.allclose(
+        torch.cat([output.y for output in predicted]), expected, atol=1e-6
+    )  # of both ranks, in the loader's order
 
 
 def test_start_methods_train_alike(fitted, request):
@@ -249,10 +262,14 @@ class Mine:
 """
 
 
-def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_state(tmp_path, monkeypatch):
+def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_state(
+    tmp_path, monkeypatch
+):
     (tmp_path / "spawned_hooks.py").write_text(HOOKS)
     monkeypatch.chdir(tmp_path)
-    one = trainer(plugins=["spawned_hooks.py"], plugin_options={"spawned_hooks": {"every": 2}}, max_epochs=1)
+    one = trainer(
+        plugins=["spawned_hooks.py"], plugin_options={"spawned_hooks": {"every": 2}}, max_epochs=1
+    )
     module = Net()
     one.fit(module, loader())
     one.fit(module, loader())
@@ -263,7 +280,13 @@ def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_st
 
 def test_the_run_folder_is_written_by_rank_0(tmp_path):
     trainer(output=tmp_path / "out").fit(Net(), loader())
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "logs"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "last.ckpt",
+        "logs",
+    }
 
 
 def test_optimizer_that_cannot_be_made_twice_costs_a_warning_and_no_weights():
@@ -313,7 +336,11 @@ def _nothing_is_left(tmp_path, monkeypatch):
     yield
     assert list(tmp_path.iterdir()) == []
     if shared.is_dir():
-        assert {path for path in shared.iterdir() if path not in before and path.name.startswith(("torch", "geartrain", "sem"))} == set()
+        assert {
+            path
+            for path in shared.iterdir()
+            if path not in before and path.name.startswith(("torch", "geartrain", "sem"))
+        } == set()
 
 
 @pytest.mark.timeout(300)
@@ -346,7 +373,9 @@ class Looks(Net):
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_ranks_take_over_dtype_random_state_environment_and_directory(method, monkeypatch, tmp_path):
+def test_ranks_take_over_dtype_random_state_environment_and_directory(
+    method, monkeypatch, tmp_path
+):
     monkeypatch.setenv("OF_THE_CALLER", method)  # a forkserver started with another environment
     monkeypatch.chdir(tmp_path)
     module = Looks()
@@ -356,7 +385,10 @@ def test_ranks_take_over_dtype_random_state_environment_and_directory(method, mo
     torch.manual_seed(11)
     torch.set_default_dtype(torch.float64)
     try:
-        one.validate(module.double(), DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1)), batch_size=2))
+        one.validate(
+            module.double(),
+            DataLoader(TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1)), batch_size=2),
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert module.dtype_there
@@ -366,7 +398,9 @@ def test_ranks_take_over_dtype_random_state_environment_and_directory(method, mo
 
 
 def test_a_trainer_can_be_pickled():
-    same = pickle.loads(pickle.dumps(gt.Trainer(accelerator="cpu", devices=1, strategy="single", max_epochs=3)))
+    same = pickle.loads(
+        pickle.dumps(gt.Trainer(accelerator="cpu", devices=1, strategy="single", max_epochs=3))
+    )
     assert same.max_epochs == 3
     assert same.plan.strategy.name == "single"
 
@@ -376,13 +410,17 @@ def test_precision(precision):
     one, module = trainer(precision=precision, max_epochs=1), Net()
     before = module.net[0].weight.detach().clone()
     one.fit(module, loader())
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+    assert {p.dtype for p in module.parameters()} == {
+        torch.bfloat16 if precision == "bf16-true" else torch.float32
+    }
     assert not torch.equal(module.net[0].weight, before.to(module.net[0].weight.dtype))
     assert ("skipped_steps" in one.callback_metrics) == (precision == "16-mixed")
 
 
 def test_the_best_checkpoint_is_known_to_the_caller(tmp_path):
-    best = ModelCheckpoint("val_loss", save_top_k=2, save_last=True, dirpath=tmp_path, filename="{epoch}")
+    best = ModelCheckpoint(
+        "val_loss", save_top_k=2, save_last=True, dirpath=tmp_path, filename="{epoch}"
+    )
     one, module = trainer(plugins=[best]), Net()
     one.fit(module, loader(), loader(20))
     files = {str(tmp_path / f"epoch={epoch}.ckpt") for epoch in range(2)}
@@ -414,7 +452,9 @@ def test_a_run_of_ddp_before_it_in_the_same_process(monkeypatch):
     number = 10_000
     monkeypatch.setattr(launching, "_runs", number)
     monkeypatch.setattr(starter, "_numbers", itertools.count(number + 1))
-    gt.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_epochs=1, enable_progress_bar=False).fit(Net(), loader())
+    gt.Trainer(
+        accelerator="cpu", devices=1, strategy="ddp", max_epochs=1, enable_progress_bar=False
+    ).fit(Net(), loader())
     assert launching._runs == number + 1
     module = Net()
     module.late = LateOnRank0()

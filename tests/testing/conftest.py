@@ -11,10 +11,16 @@ __all__ = ["chip", "command", "folder", "install", "installed", "python", "refus
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    unwanted = [item for item in items if not re.search(getattr(getattr(item, "cls", None), "chosen", ""), item.name)]
+    unwanted = [
+        item
+        for item in items
+        if not re.search(getattr(getattr(item, "cls", None), "chosen", ""), item.name)
+    ]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
     for item in items:
-        if (matrix := getattr(getattr(item, "cls", None), "matrix", None)) is not None and re.search(matrix, item.name):
+        if (
+            matrix := getattr(getattr(item, "cls", None), "matrix", None)
+        ) is not None and re.search(matrix, item.name):
             item.add_marker(pytest.mark.matrix)

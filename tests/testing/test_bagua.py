@@ -27,11 +27,22 @@ QADAM = {"class": "geartrain_bagua:QAdamOptimizer", "lr": 0.05, "warmup_steps": 
 NOT_FOR_QADAM = r"\[(clipping|two_optimizers|scheduler|many_buckets)\]"
 
 
-def conforms(algorithm: str, devices: int = 2, optimizer: Mapping[str, Any] | None = None, **options: Any) -> type[StrategyConformance]:
+def conforms(
+    algorithm: str, devices: int = 2, optimizer: Mapping[str, Any] | None = None, **options: Any
+) -> type[StrategyConformance]:
     """Return the kit's tests of an algorithm."""
     unwanted = f"{FAILING}|{NOT_FOR_QADAM}" if optimizer else FAILING
-    suite = {"strategy": "bagua", "options": {"algorithm": algorithm, **options}, "optimizer": optimizer or {}, "devices": devices}
-    suite |= {"program": f"bagua-{devices}", "chosen": rf"^(?!.*({unwanted}))", "matrix": f"^(?!.*({OWN}))" if devices == 2 else ""}
+    suite = {
+        "strategy": "bagua",
+        "options": {"algorithm": algorithm, **options},
+        "optimizer": optimizer or {},
+        "devices": devices,
+    }
+    suite |= {
+        "program": f"bagua-{devices}",
+        "chosen": rf"^(?!.*({unwanted}))",
+        "matrix": f"^(?!.*({OWN}))" if devices == 2 else "",
+    }
     return type("Conforms", (StrategyConformance,), suite)
 
 
@@ -51,7 +62,9 @@ TestGradientAllReduceHierarchicalOnFour = conforms("gradient_allreduce", 4, hier
 TestByteGradOnFour = conforms("bytegrad", 4, hierarchical=False)
 TestQAdamOnFour = conforms("qadam", 4, QADAM, hierarchical=False)
 TestDecentralizedOnFour = conforms("decentralized", 4, hierarchical=False)
-TestShiftOneOnFour = conforms("decentralized", 4, hierarchical=False, peer_selection_mode="shift_one")
+TestShiftOneOnFour = conforms(
+    "decentralized", 4, hierarchical=False, peer_selection_mode="shift_one"
+)
 TestLowPrecisionDecentralizedOnFour = conforms("low_precision_decentralized", 4, hierarchical=False)
 TestAsyncOnFour = conforms("async", 4, sync_interval_ms=1)
 TestHalfOnFour = conforms("half", 4)

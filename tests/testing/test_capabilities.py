@@ -16,7 +16,9 @@ def test_of_a_mapping_an_object_and_nothing():
 
 
 def test_unknown_name_is_an_error_with_whose_and_the_nearest():
-    with pytest.raises(UsageError, match=r"mine\[mine\]: there is no capability 'nosync'\. Did you mean 'no_sync'"):
+    with pytest.raises(
+        UsageError, match=r"mine\[mine\]: there is no capability 'nosync'\. Did you mean 'no_sync'"
+    ):
         Capabilities.of({"nosync": False}, "mine[mine]")
 
 
@@ -41,4 +43,6 @@ def test_neither_geartrain_nor_the_programs_import_pytest():
 def test_no_pytest_plugin_is_installed():
     from importlib_metadata import distribution
 
-    assert not [entry for entry in distribution("geartrain").entry_points if entry.group == "pytest11"]
+    assert not [
+        entry for entry in distribution("geartrain").entry_points if entry.group == "pytest11"
+    ]

@@ -29,7 +29,12 @@ def test_what_cannot_be_meant(chip, refused, line, words):
         assert word in message
 
 
-COMMAND = ("-c", "import sys; from geartrain.commands import main; sys.exit(main())", "conformance", "single")
+COMMAND = (
+    "-c",
+    "import sys; from geartrain.commands import main; sys.exit(main())",
+    "conformance",
+    "single",
+)
 
 
 def test_single_conforms_in_what_k_chooses(python, folder, monkeypatch):
@@ -46,15 +51,22 @@ def test_one_that_does_not_conform_exits_with_1_and_says_where_to_look(python, f
     assert done.returncode == 1
     assert "uneven_inputs is declared unsupported and works" in done.stdout
     (kept,) = folder.glob("geartrain-conformance-*")
-    assert f"'single' does not conform, as pytest says above. The test and what it ran: {kept}" in done.stderr
+    assert (
+        f"'single' does not conform, as pytest says above. The test and what it ran: {kept}"
+        in done.stderr
+    )
     assert "'uneven_inputs': False" in (kept / "test_conformance.py").read_text()
 
 
 def test_deadline_and_quick_reach_the_suite(chip, monkeypatch, command):
     ran = []
-    monkeypatch.setattr(conformance, "_run", lambda name, suite, arguments: ran.append((suite, arguments)))
+    monkeypatch.setattr(
+        conformance, "_run", lambda name, suite, arguments: ran.append((suite, arguments))
+    )
     assert command("conformance single --devices 1").code == 0
-    assert command("conformance single --devices 1 --deadline 7.5 --quick -k 'not barrier'").code == 0
+    assert (
+        command("conformance single --devices 1 --deadline 7.5 --quick -k 'not barrier'").code == 0
+    )
     (plain, everything), (suite, (_, chosen)) = ran
     assert ("deadline = 60.0" in plain, everything) == (True, [])
     assert "deadline = 7.5" in suite

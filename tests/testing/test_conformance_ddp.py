@@ -19,7 +19,11 @@ class TestDDP(StrategyConformance):
 class TestDDPWithOptions(StrategyConformance):
     strategy = "ddp"
     program = "ddp"
-    options: ClassVar[dict[str, object]] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
+    options: ClassVar[dict[str, object]] = {
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 0.0001,
+    }
     chosen = "equals_one_process|identical|no_sync|unused"
 
 

@@ -7,7 +7,9 @@ import pytest
 from geartrain.testing import StrategyConformance
 
 pytest.importorskip("geartrain_horovod", reason="geartrain-horovod is not installed")
-pytest.importorskip("horovod", reason="Horovod is not installed; it is built in an environment of its own")
+pytest.importorskip(
+    "horovod", reason="Horovod is not installed; it is built in an environment of its own"
+)
 
 #: One program runs all scenarios of a class, on the time of the first test that asks for one.
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(900)]

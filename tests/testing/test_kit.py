@@ -42,7 +42,14 @@ def test_ranks_that_make_no_step_are_hung(marks, ages):
 
 def record(rank=0, curve=EXPECTED, weight=1.0, step=3, mean=1.5):
     weights = {"last.weight": torch.tensor([weight]), "last.bias": torch.zeros(1)}
-    return {"rank": rank, "step": step, "epoch": 1, "curve": list(curve), "weights": weights, "metrics": {"loss_epoch": mean}}
+    return {
+        "rank": rank,
+        "step": step,
+        "epoch": 1,
+        "curve": list(curve),
+        "weights": weights,
+        "metrics": {"loss_epoch": mean},
+    }
 
 
 class Recorded:
@@ -86,24 +93,43 @@ def test_a_loss_that_is_far_has_no_capability(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([record(), record(1, step=2)], "rank 1 counts (2, 1) steps and epochs, one process (3, 1)"),
-        ([record(), record(1, mean=1.6)], "loss_epoch is a mean over all ranks, and by rank it is [1.5, 1.6]"),
-        ([record(mean=3.0), record(1, mean=3.0)], "loss_epoch is 3.0; with convergence=0.5 it may be 2.5"),
-        ([record(curve=[2.0, 2.0, 2.5])], "with convergence=0.5 it may end at 2.0 No convergence that may be declared"),
+        (
+            [record(), record(1, step=2)],
+            "rank 1 counts (2, 1) steps and epochs, one process (3, 1)",
+        ),
+        (
+            [record(), record(1, mean=1.6)],
+            "loss_epoch is a mean over all ranks, and by rank it is [1.5, 1.6]",
+        ),
+        (
+            [record(mean=3.0), record(1, mean=3.0)],
+            "loss_epoch is 3.0; with convergence=0.5 it may be 2.5",
+        ),
+        (
+            [record(curve=[2.0, 2.0, 2.5])],
+            "with convergence=0.5 it may end at 2.0 No convergence that may be declared",
+        ),
     ],
 )
 def test_what_is_compared_of_an_approximate_strategy_too(tmp_path, ranks, words):
     said = refused(tmp_path, *ranks, convergence=0.5, identical_weights=False)
-    assert words in " ".join(said.split())  # if pytest has rewritten the kit's assertions, it indents their lines
+    assert words in " ".join(
+        said.split()
+    )  # if pytest has rewritten the kit's assertions, it indents their lines
 
 
 def test_an_approximate_strategy_within_its_bound(tmp_path):
-    equals_one_process(Recorded(tmp_path, [record(curve=[2.0, 1.6, 1.4], weight=9.0)], convergence=0.2), "sgd")
+    equals_one_process(
+        Recorded(tmp_path, [record(curve=[2.0, 1.6, 1.4], weight=9.0)], convergence=0.2), "sgd"
+    )
 
 
 def test_weights_that_differ_between_ranks_are_named_with_the_capability(tmp_path):
     kit = Recorded(tmp_path, [record(), record(1, weight=1.5)])
-    with pytest.raises(AssertionError, match=r"weights on rank 1 differ.*\{'last.weight': 0.5\}\n.*fits: identical_weights=False"):
+    with pytest.raises(
+        AssertionError,
+        match=r"weights on rank 1 differ.*\{'last.weight': 0.5\}\n.*fits: identical_weights=False",
+    ):
         identical_on_ranks(kit.report("sgd"))
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from geartrain_testing import launching
-from geartrain_testing.launching import HAS_PROC, PORTS, Launched, free_port, launched, listening, until
+from geartrain_testing.launching import (
+    HAS_PROC,
+    PORTS,
+    Launched,
+    free_port,
+    launched,
+    listening,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 
@@ -85,7 +93,9 @@ def test_a_path_of_temporary_files_is_short_enough_for_sockets(tmp_path):
 def test_variables_that_would_make_it_a_rank_do_not_reach_it(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with launched("-c", "import os; print('RANK' in os.environ, 'WORLD_SIZE' in os.environ)", folder=tmp_path) as run:
+    with launched(
+        "-c", "import os; print('RANK' in os.environ, 'WORLD_SIZE' in os.environ)", folder=tmp_path
+    ) as run:
         assert run.succeed().out == "False False\n"
 
 
@@ -96,7 +106,10 @@ def test_listening_addresses_in_hexadecimal(tmp_path):
 
 
 def test_one_that_does_not_end_is_shown(tmp_path):
-    run = Launched([sys.executable, "-c", "print('before'); import threading; threading.Event().wait()"], tmp_path)
+    run = Launched(
+        [sys.executable, "-c", "print('before'); import threading; threading.Event().wait()"],
+        tmp_path,
+    )
     try:
         until(lambda: run.out, 30, "output")
         with pytest.raises(AssertionError, match=r"still running after 0.1 s\nbefore"):

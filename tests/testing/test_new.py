@@ -33,7 +33,11 @@ def new(command):
 
 
 def files(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 # --- what cannot be meant ------------------------------------------------------------------------------------------------
@@ -70,7 +74,10 @@ def files(folder):
         ("accelerator cuda", ["geartrain-cuda"]),
         ("accelerator auto", ["a meaning of its own"]),
         ("plugin model", ["a meaning of its own", "my_model"]),
-        ("plugin max-epochs", ["option of geartrain's command line (--max-epochs)", "my_max-epochs"]),
+        (
+            "plugin max-epochs",
+            ["option of geartrain's command line (--max-epochs)", "my_max-epochs"],
+        ),
         ("plugin resume", ["option of geartrain's command line", "Fix: "]),
     ],
 )
@@ -94,7 +101,10 @@ def test_nothing_is_overwritten(new, refused, folder):
     (folder / "geartrain-tandem" / "README.md").write_text("changed by its author")
     before = files(folder)
     message = refused("new strategy tandem")
-    assert "geartrain-tandem exists and is not empty; nothing was written.\nFix: --output DIR" in message
+    assert (
+        "geartrain-tandem exists and is not empty; nothing was written.\nFix: --output DIR"
+        in message
+    )
     assert files(folder) == before
 
 
@@ -112,7 +122,9 @@ def test_says_what_it_wrote_and_what_to_do_next(new, folder, kind):
     printed = new(f"{kind} tandem")
     wrote, _, following = printed.partition("next:\n")
     assert wrote.splitlines()[0] == "wrote geartrain-tandem/"
-    assert {line.strip() for line in wrote.splitlines()[1:]} == set(files(folder / "geartrain-tandem"))
+    assert {line.strip() for line in wrote.splitlines()[1:]} == set(
+        files(folder / "geartrain-tandem")
+    )
     install, test, use = (line.strip() for line in following.splitlines())
     assert install == 'pip install -e "./geartrain-tandem[test]"'
     assert test == "pytest geartrain-tandem"
@@ -135,12 +147,22 @@ def test_twice_writes_the_same(new, folder):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "package", "title"),
-    [("tandem", "tandem", "Tandem"), ("my-own", "my_own", "MyOwn"), ("a_1", "a_1", "A1"), ("none", "none", "None")],
+    [
+        ("tandem", "tandem", "Tandem"),
+        ("my-own", "my_own", "MyOwn"),
+        ("a_1", "a_1", "A1"),
+        ("none", "none", "None"),
+    ],
 )
 def test_package(new, folder, kind, name, package, title):
     new(f"{kind} {name} --output it")
     written = files(folder / "it")
-    assert {"README.md", "pyproject.toml", f"src/geartrain_{package}/__init__.py", f"tests/test_{package}.py"} <= set(written)
+    assert {
+        "README.md",
+        "pyproject.toml",
+        f"src/geartrain_{package}/__init__.py",
+        f"tests/test_{package}.py",
+    } <= set(written)
     assert written[f"src/geartrain_{package}/py.typed"] == ""
     project = tomllib.loads(written["pyproject.toml"])["project"]
     assert project["name"] == f"geartrain-{package.replace('_', '-')}"
@@ -148,13 +170,21 @@ def test_package(new, folder, kind, name, package, title):
     assert project["entry-points"] == {GROUPS[kind]: {name: f"geartrain_{package}:{made}"}}
     assert use_of(kind, name) in written["README.md"]
     trees = [ast.parse(text) for path, text in written.items() if path.endswith(".py")]
-    assert made in {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert made in {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
     assert not [path for path, text in written.items() if re.search("mine", path + text, re.I)]
 
 
 def test_a_name_that_says_its_kind_says_it_once(new, folder):
     new("strategy tandem_strategy")
-    assert "geartrain_tandem_strategy:TandemStrategy" in (folder / "geartrain-tandem-strategy" / "pyproject.toml").read_text()
+    assert (
+        "geartrain_tandem_strategy:TandemStrategy"
+        in (folder / "geartrain-tandem-strategy" / "pyproject.toml").read_text()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,12 @@ from ..sites import ROOT, build, environment
 NAMES = {"strategy": "tandem", "accelerator": "my-chip", "plugin": "grad_norm", "command": "retell"}
 #: kind -> which of them are left out. The strategy's ranks are started and watched by :mod:`geartrain.parallel`, as ddp's are, which fails
 #: in every phase and by every signal; here one error, a killed rank and a stopped one show that what was written is watched at all.
-LEFT_OUT = {"strategy": ("-k", "not (configure_optimizers or validation_step or on_train_end or test_step or SIGSEGV or SIGTERM)")}
+LEFT_OUT = {
+    "strategy": (
+        "-k",
+        "not (configure_optimizers or validation_step or on_train_end or test_step or SIGSEGV or SIGTERM)",
+    )
+}
 #: Seconds for the strategy's conformance run, on a machine that does other things as well.
 DEADLINE = 400
 
@@ -30,14 +35,34 @@ def place(tmp_path_factory):
         done = writer.geartrain("new", kind, name, "--output", f"written-{kind}", cwd=folder)
         assert done.returncode == 0, done.stderr
     built = build(tmp_path_factory.mktemp("wheels"), [folder / f"written-{kind}" for kind in NAMES])
-    return SimpleNamespace(folder=folder, site=environment(tmp_path_factory.mktemp("site"), [*wheels, *built]))
+    return SimpleNamespace(
+        folder=folder, site=environment(tmp_path_factory.mktemp("site"), [*wheels, *built])
+    )
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_its_own_tests_pass(place, kind):
     """The package's own tests, against what was installed; none is skipped but the one for strategies with a limit."""
-    options = ("-q", "-rs", "-p", "no:cacheprovider", "-p", "no:timeout", "--basetemp", f"files-{kind}", *LEFT_OUT.get(kind, ()))
-    done = place.site.run(place.site.python, "-m", "pytest", *options, f"written-{kind}", cwd=place.folder, seconds=DEADLINE)
+    options = (
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:timeout",
+        "--basetemp",
+        f"files-{kind}",
+        *LEFT_OUT.get(kind, ()),
+    )
+    done = place.site.run(
+        place.site.python,
+        "-m",
+        "pytest",
+        *options,
+        f"written-{kind}",
+        cwd=place.folder,
+        seconds=DEADLINE,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout
     skipped = re.findall(r"^SKIPPED \[1\] .*?: (.*)", done.stdout, re.M)

@@ -24,7 +24,10 @@ class Norm:
     def reduce_gradients(self, run):
         yield
         self.steps += 1
-        run.log("norm", self.scale * torch.nn.utils.get_total_norm(p.grad for p in run.module.parameters()))
+        run.log(
+            "norm",
+            self.scale * torch.nn.utils.get_total_norm(p.grad for p in run.module.parameters()),
+        )
 
 
 class Slope(gt.Module):
@@ -93,10 +96,16 @@ def test_other_commands(command):
     first, second = run_plugin(command=command, ranks=2)
     assert first.result
     if command == "predict":
-        assert [batch["number"].tolist() for batch in first.result] == [[2 * i, 2 * i + 1] for i in range(8)]
+        assert [batch["number"].tolist() for batch in first.result] == [
+            [2 * i, 2 * i + 1] for i in range(8)
+        ]
         assert len(second.result) == 8
     else:
-        assert first.result == second.result == [{f"{'val' if command == 'validate' else 'test'}_loss": pytest.approx(0.7, abs=0.3)}]
+        assert (
+            first.result
+            == second.result
+            == [{f"{'val' if command == 'validate' else 'test'}_loss": pytest.approx(0.7, abs=0.3)}]
+        )
 
 
 def test_callbacks_names_and_several_plugins():
@@ -105,7 +114,9 @@ def test_callbacks_names_and_several_plugins():
             self.rank = trainer.global_rank
 
     given = [Notes(), EarlyStopping("val_loss", patience=3), Norm()]
-    first, second = run_plugin(given, callbacks=[Notes()], plugins=[gt.callbacks.Timer(60)], max_epochs=2)
+    first, second = run_plugin(
+        given, callbacks=[Notes()], plugins=[gt.callbacks.Timer(60)], max_epochs=2
+    )
     for rank in (first, second):
         assert [type(plugin) for plugin in rank.plugins] == [Notes, EarlyStopping, Norm]
         assert rank.plugin.rank == rank.rank
@@ -117,11 +128,18 @@ def test_callbacks_names_and_several_plugins():
 
 
 def test_options_of_the_trainer(tmp_path):
-    first, _ = run_plugin(Norm(), output=tmp_path / "out", max_epochs=2, accumulate_grad_batches=2, seed=3)
+    first, _ = run_plugin(
+        Norm(), output=tmp_path / "out", max_epochs=2, accumulate_grad_batches=2, seed=3
+    )
     assert (first.trainer.global_step, first.plugin.steps) == (4, 4)
     assert (tmp_path / "out" / "last.ckpt").exists()
-    (again,) = run_plugin(ranks=1, command="test", module=Net(), ckpt_path=tmp_path / "out" / "last.ckpt")
-    assert all(torch.equal(value, again.module.state_dict()[name]) for name, value in first.module.state_dict().items())
+    (again,) = run_plugin(
+        ranks=1, command="test", module=Net(), ckpt_path=tmp_path / "out" / "last.ckpt"
+    )
+    assert all(
+        torch.equal(value, again.module.state_dict()[name])
+        for name, value in first.module.state_dict().items()
+    )
 
 
 # --- errors --------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,11 @@ class ThreadJob(Job):
     """A scenario whose trainers have this strategy."""
 
     def trainer(self, *plugins, **options):
-        more = {"strategy": ThreadRanks(self.ranks, first=self.ranks // 3)} if self.request.devices > 1 else {}
+        more = (
+            {"strategy": ThreadRanks(self.ranks, first=self.ranks // 3)}
+            if self.request.devices > 1
+            else {}
+        )
         recorder = geartrain_testing.recorder.Recorder(str(self.folder))
         return one_trainer(plugins=[*plugins, recorder], **more, **options)
 
@@ -36,9 +40,17 @@ class KitInProcess:
     """What the kit's cases ask a Kit for; scenarios run when they are asked for, without a program."""
 
     def __init__(self, folder, ranks):
-        self.folder, self.ranks, self.can = folder, ranks, Capabilities.of(ThreadRanks.capabilities, "ThreadRanks")
-        self.request = Request("", {}, "cpu", ranks, str(folder / "threads"), [], ranks, BATCH, BATCH * ranks)
-        self.one = Request("", {}, "cpu", 1, str(folder / "one"), [], ranks, BATCH * ranks, BATCH * ranks)
+        self.folder, self.ranks, self.can = (
+            folder,
+            ranks,
+            Capabilities.of(ThreadRanks.capabilities, "ThreadRanks"),
+        )
+        self.request = Request(
+            "", {}, "cpu", ranks, str(folder / "threads"), [], ranks, BATCH, BATCH * ranks
+        )
+        self.one = Request(
+            "", {}, "cpu", 1, str(folder / "one"), [], ranks, BATCH * ranks, BATCH * ranks
+        )
 
         # Each scenario runs once.
         self.report = cache(partial(self._run, self.request))
@@ -52,7 +64,9 @@ class KitInProcess:
 
     @cached_property
     def reports(self):
-        return Reports({name: self.report(name) for name in ("sgd", "adam", "many_buckets", "accumulation")})
+        return Reports(
+            {name: self.report(name) for name in ("sgd", "adam", "many_buckets", "accumulation")}
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded", "ignore:the training loaders of ranks")
@@ -80,7 +94,9 @@ def test_two_ranks_take_under_100_ms():
     def seconds():
         began = time.process_time()
         trainer, _ = on_threads()
-        trainer.fit(Net(), DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2))
+        trainer.fit(
+            Net(), DataLoader(samples(16), batch_size=2), DataLoader(samples(4), batch_size=2)
+        )
         return time.process_time() - began
 
     seconds()  # torch imports more with the first optimizer
@@ -98,7 +114,11 @@ def test_a_run_is_deterministic():
         return [run.module.state_dict() for run in strategy.runs]
 
     once, again = trained(), trained()
-    assert all(torch.equal(value, again[rank][name]) for rank in range(3) for name, value in once[rank].items())
+    assert all(
+        torch.equal(value, again[rank][name])
+        for rank in range(3)
+        for name, value in once[rank].items()
+    )
 
 
 def test_rank_0_has_the_callers_own_objects_and_the_others_copies():
@@ -112,10 +132,21 @@ def test_rank_0_has_the_callers_own_objects_and_the_others_copies():
     trainer.fit(module, DataLoader(samples(8), batch_size=2))
     first, second = strategy.runs
     assert first is trainer.run
-    assert (first.module, first.trainer, notes.rank, notes.thread) == (module, trainer, 0, threading.current_thread())
+    assert (first.module, first.trainer, notes.rank, notes.thread) == (
+        module,
+        trainer,
+        0,
+        threading.current_thread(),
+    )
     assert second.module is not module
-    assert (second.trainer.global_rank, second.trainer.world_size, second.module.trainer) == (1, 2, second.trainer)
-    assert [part.plugin.rank for part in second.trainer._parts if isinstance(part.plugin, Notes)] == [1]
+    assert (second.trainer.global_rank, second.trainer.world_size, second.module.trainer) == (
+        1,
+        2,
+        second.trainer,
+    )
+    assert [
+        part.plugin.rank for part in second.trainer._parts if isinstance(part.plugin, Notes)
+    ] == [1]
     assert not notes.thread.name.startswith("rank")
     assert {thread.name for thread in threading.enumerate()}.isdisjoint({"rank-0", "rank-1"})
 
@@ -132,10 +163,14 @@ def test_one_rank_is_one_process():
     assert (trainer.world_size, len(strategy.runs)) == (1, 1)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
+)
 def test_loader_workers_may_be_forked_by_each_rank():
     trainer, strategy = on_threads()
-    trainer.fit(Net(), DataLoader(samples(16), batch_size=2, num_workers=1, persistent_workers=True))
+    trainer.fit(
+        Net(), DataLoader(samples(16), batch_size=2, num_workers=1, persistent_workers=True)
+    )
     same, _ = on_threads()
     same.fit(Net(), DataLoader(samples(16), batch_size=2))
     assert trainer.callback_metrics == same.callback_metrics
@@ -173,9 +208,14 @@ def test_what_cannot_be_copied_is_named_before_a_rank_starts():
             self.lock = threading.Lock()
 
     trainer, strategy = on_threads()
-    with pytest.raises(gt.UsageError, match=r"ThreadRanks: model\.lock: _thread\.lock cannot be copied, .*Fix: make it in setup\(\)"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"ThreadRanks: model\.lock: _thread\.lock cannot be copied, .*Fix: make it in setup\(\)",
+    ):
         trainer.fit(Locked(), DataLoader(samples(8)))
-    with pytest.raises(gt.UsageError, match=r"ThreadRanks: train_dataloaders: generator cannot be copied"):
+    with pytest.raises(
+        gt.UsageError, match=r"ThreadRanks: train_dataloaders: generator cannot be copied"
+    ):
         trainer.fit(Net(), (batch for batch in DataLoader(samples(8))))
     assert strategy.runs == []
 
@@ -183,7 +223,10 @@ def test_what_cannot_be_copied_is_named_before_a_rank_starts():
 def test_without_geartrain_spawn_the_error_of_the_copy_is_raised(monkeypatch):
     monkeypatch.setitem(sys.modules, "geartrain_spawn.refusals", None)
     trainer, _ = on_threads()
-    with pytest.raises(gt.UsageError, match=r"ThreadRanks: the run cannot be copied.*cannot pickle.*Fix: make it in setup\(\)"):
+    with pytest.raises(
+        gt.UsageError,
+        match=r"ThreadRanks: the run cannot be copied.*cannot pickle.*Fix: make it in setup\(\)",
+    ):
         trainer.fit(Net(), (batch for batch in DataLoader(samples(8))))
 
 
@@ -193,8 +236,16 @@ def test_without_geartrain_spawn_the_error_of_the_copy_is_raised(monkeypatch):
         (lambda: ThreadRanks(0), "ranks=0 must be 1 or more"),
         (lambda: on_threads(2, first=2)[0].check(Net()), "first=2 must be one of the 2 ranks"),
         (lambda: on_threads(num_nodes=2)[0].check(Net()), "not on 2 node.s. with cpu"),
-        (lambda: one_trainer(strategy=ThreadRanks(2), accelerator="cuda", devices=2, assume={"cuda": 2}).check(Net()), "with cuda"),
-        (lambda: gt.Session(accelerator="cpu", strategy=ThreadRanks(2)).launch(), "starts its processes on a function"),
+        (
+            lambda: one_trainer(
+                strategy=ThreadRanks(2), accelerator="cuda", devices=2, assume={"cuda": 2}
+            ).check(Net()),
+            "with cuda",
+        ),
+        (
+            lambda: gt.Session(accelerator="cpu", strategy=ThreadRanks(2)).launch(),
+            "starts its processes on a function",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):
@@ -225,7 +276,17 @@ class Notes:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("phase", ["setup", "configure_optimizers", "training_step", "validation_step", "on_train_end", "teardown"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "setup",
+        "configure_optimizers",
+        "training_step",
+        "validation_step",
+        "on_train_end",
+        "teardown",
+    ],
+)
 def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
     class Fails(Net):
         def setup(self, stage):
@@ -257,7 +318,9 @@ def test_an_error_on_one_rank_ends_all_and_is_raised_itself(rank, phase):
     told = []
     trainer, strategy = on_threads(plugins=[Notes(told)])
     with pytest.raises(KeyError, match="my own error") as caught:
-        trainer.fit(Fails(), DataLoader(samples(8), batch_size=2), DataLoader(samples(4), batch_size=2))
+        trainer.fit(
+            Fails(), DataLoader(samples(8), batch_size=2), DataLoader(samples(4), batch_size=2)
+        )
     assert f"rank {rank} of 2 raised this" in caught.value.__notes__
     assert strategy.errors[rank] is caught.value
     assert {(0, "teardown"), (1, "teardown")} <= set(told)
@@ -279,6 +342,7 @@ def test_collectives_that_do_not_match_name_the_lines():
 
     trainer, _ = on_threads()
     with pytest.raises(
-        gt.TrainingError, match=r"rank 0 is in .* \(.*test_thread_ranks\.py:\d+\), and rank 1 in barrier \(.*ranks\.py:\d+\)"
+        gt.TrainingError,
+        match=r"rank 0 is in .* \(.*test_thread_ranks\.py:\d+\), and rank 1 in barrier \(.*ranks\.py:\d+\)",
     ):
         trainer.fit(Differs(), DataLoader(samples(8), batch_size=2))

@@ -44,7 +44,9 @@ def test_each_rank_runs_until_it_meets_the_others_in_the_order_of_ranks(first):
     def work(turns, rank):
         for part in range(3):
             order.append((part, rank))
-            assert turns.exchange(rank, "here", 10 * part + rank) == [10 * part + other for other in range(3)]
+            assert turns.exchange(rank, "here", 10 * part + rank) == [
+                10 * part + other for other in range(3)
+            ]
         return -rank
 
     assert run(work, work, work, first=first).results == [0, -1, -2]
@@ -89,7 +91,9 @@ def test_each_rank_has_its_own_random_generators():
 
 def test_each_rank_has_its_own_default_type_and_determinism(monkeypatch):
     # torch's own function, without its import of the compiler, which takes seconds
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", torch._C._set_deterministic_algorithms)
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", torch._C._set_deterministic_algorithms
+    )
 
     def work(turns, rank):
         if rank:
@@ -111,9 +115,15 @@ def test_different_collectives_are_an_error_that_names_both_ranks_and_both_place
         lambda turns, rank: turns.exchange(rank, "all_gather", 1),
         lambda turns, rank: turns.exchange(rank, "barrier", None),
     )
-    first = test_different_collectives_are_an_error_that_names_both_ranks_and_both_places.__code__.co_firstlineno + 2
+    first = (
+        test_different_collectives_are_an_error_that_names_both_ranks_and_both_places.__code__.co_firstlineno
+        + 2
+    )
     here = f"{__file__}:{{}}"
-    assert f"rank 0 is in all_gather ({here.format(first)}), and rank 1 in barrier ({here.format(first + 1)})" in str(error)
+    assert (
+        f"rank 0 is in all_gather ({here.format(first)}), and rank 1 in barrier ({here.format(first + 1)})"
+        in str(error)
+    )
     assert "Fix: the same collectives in the same order" in str(error)
     assert error.__notes__ == ["rank 1 of 2 raised this"]
 
@@ -143,7 +153,9 @@ def test_the_first_error_is_raised_and_ends_the_others(rank, kind):
         if mine == rank:
             turns.exchange(mine, "barrier", None)
             raise kind("my own error")
-        with pytest.raises(TrainingError, match=f"rank {rank} has failed, so rank {mine} ends: {kind.__name__}: ") as caught:
+        with pytest.raises(
+            TrainingError, match=f"rank {rank} has failed, so rank {mine} ends: {kind.__name__}: "
+        ) as caught:
             [turns.exchange(mine, what, None) for what in ("barrier", "all_gather")]
         assert isinstance(caught.value.__cause__, kind)
         told.append(mine)

@@ -58,10 +58,14 @@ def _class_name(name: str) -> str:
 def site(tmp_path_factory):
     """A folder for PYTHONPATH in which the wrong strategies are installed, as pip would write it: to build a wheel takes seconds."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "geartrain_wrong").symlink_to(PACKAGE / "src" / "geartrain_wrong", target_is_directory=True)
+    (folder / "geartrain_wrong").symlink_to(
+        PACKAGE / "src" / "geartrain_wrong", target_is_directory=True
+    )
     info = folder / f"geartrain_wrong-{PROJECT['version']}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PROJECT['name']}\nVersion: {PROJECT['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {PROJECT['name']}\nVersion: {PROJECT['version']}\n"
+    )
     (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
     lines = [f"{name} = {target}" for name, target in STRATEGIES.items()]
     (info / "entry_points.txt").write_text("\n".join(["[geartrain.strategies]", *lines, ""]))
@@ -72,14 +76,33 @@ def site(tmp_path_factory):
 def outcomes(site, request, tmp_path_factory):
     """name -> (cases that were run, those that failed, their messages), of those that are asked for; all by one pytest, which runs
     the comparable one process once."""
-    names = [item.callspec.params["name"] for item in request.session.items if "outcomes" in item.fixturenames]
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "outcomes" in item.fixturenames
+    ]
     folder = tmp_path_factory.mktemp("suite")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
     classes = [CLASS.format(name=_class_name(name), wrong=WRONG[name]) for name in names]
     (folder / "test_wrong.py").write_text(SUITE.format(classes="\n".join(classes)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:timeout", "--basetemp", "files"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("GEARTRAIN_", "PYTEST_"))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:timeout",
+        "--basetemp",
+        "files",
+    ]
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("GEARTRAIN_", "PYTEST_"))
+    }
     done = subprocess.run(
         [*command, "--junitxml", "report.xml"],
         cwd=folder,
@@ -103,15 +126,25 @@ def outcomes(site, request, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.matrix if wrong.matrix else ()) for name, wrong in WRONG.items()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if wrong.matrix else ())
+        for name, wrong in WRONG.items()
+    ],
+)
 def test_is_caught_by_exactly_the_cases_about_it(outcomes, name):
     outcome, wrong = outcomes[name], WRONG[name]
     assert set(wrong.fails) <= outcome.ran
-    messages = "\n".join(f"--- {case}\n{text}" for case, text in outcome.failed.items() if case not in wrong.fails)
+    messages = "\n".join(
+        f"--- {case}\n{text}" for case, text in outcome.failed.items() if case not in wrong.fails
+    )
     assert set(outcome.failed) == set(wrong.fails), messages
     for case, words in wrong.fails.items():
         # What the assertion says, and not the source that pytest shows above it.
-        said = "\n".join(line[1:].strip() for line in outcome.failed[case].splitlines() if line.startswith("E "))
+        said = "\n".join(
+            line[1:].strip() for line in outcome.failed[case].splitlines() if line.startswith("E ")
+        )
         assert re.search(words, said), outcome.failed[case]
 
 
@@ -124,7 +157,9 @@ COSTLY = {
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["default", "all"])
 def test_every_case_catches_something(matrix):
-    caught = {case for wrong in WRONG.values() if matrix or not wrong.matrix for case in wrong.fails}
+    caught = {
+        case for wrong in WRONG.values() if matrix or not wrong.matrix for case in wrong.fails
+    }
     cases = {name for name in dir(StrategyConformance) if name.startswith("test_")}
     assert cases - {case.partition("[")[0] for case in caught} == (set() if matrix else COSTLY)
     assert {EQUAL(name) for name in COMPARED} <= caught

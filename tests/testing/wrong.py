@@ -15,13 +15,26 @@ SHARED = r"^(?!test_(error_in|signal|one_device|multi_node|key_on_one_rank))"
 #: its own part, because all of them for each would take minutes; GEARTRAIN_TEST_FULL=1 gives it all. The default gives it fewer: see
 #: each().
 _FULL = os.environ.get("GEARTRAIN_TEST_FULL") == "1"
-TRAINING = SHARED if _FULL else r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
-COMPUTED = SHARED if _FULL else r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier|fit_v|caller|is_left"
+TRAINING = (
+    SHARED
+    if _FULL
+    else r"equals_one_process|identical|communication|start_apart|buffers|no_sync|is_left"
+)
+COMPUTED = (
+    SHARED
+    if _FULL
+    else r"\[sgd\]|coverage|sharded|samples|uneven|metrics|weighted|gather|broadcast|barrier|fit_v|caller|is_left"
+)
 AROUND = SHARED if _FULL else r"\[sgd\]|fit_v|caller|plugins|metadata|loopback|is_left"
 
 #: What cases say; regular expressions.
-LOSS, WEIGHTS = "the loss differs from one process's from step", "has other weights than one process"
-DIFFERS = "weights on rank 1 differ from rank 0's(.|\n)*this capability fits: identical_weights=False"
+LOSS, WEIGHTS = (
+    "the loss differs from one process's from step",
+    "has other weights than one process",
+)
+DIFFERS = (
+    "weights on rank 1 differ from rank 0's(.|\n)*this capability fits: identical_weights=False"
+)
 #: A failure names the parameters that differ, and the capability that would fit or that none does.
 SUMS = rf"{LOSS}(.|\n)*weights that differ on rank 0.*last.weight(.|\n)*(this capability fits: convergence=|No convergence that may be)"
 SEEN, UNSEEN = "were seen more than once", "no rank saw the samples"
@@ -51,44 +64,104 @@ WRONG = {
     # A right one: nothing may fail.
     "plain": Wrong("plain", {}, SHARED),
     # Training.
-    "sums": Wrong("sums", {**{EQUAL(name): SUMS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING),
-    "skips the last bucket": Wrong(
-        "skips-the-last-bucket", {EQUAL("many_buckets"): LOSS, "test_identical_weights": DIFFERS}, TRAINING, matrix=True
+    "sums": Wrong(
+        "sums", {**{EQUAL(name): SUMS for name in COMPARED}, EQUAL("clipping"): WEIGHTS}, TRAINING
     ),
-    "forgets earlier micro-batches": Wrong("forgets-earlier-micro-batches", {EQUAL("accumulation"): LOSS}, TRAINING, matrix=True),
+    "skips the last bucket": Wrong(
+        "skips-the-last-bucket",
+        {EQUAL("many_buckets"): LOSS, "test_identical_weights": DIFFERS},
+        TRAINING,
+        matrix=True,
+    ),
+    "forgets earlier micro-batches": Wrong(
+        "forgets-earlier-micro-batches", {EQUAL("accumulation"): LOSS}, TRAINING, matrix=True
+    ),
     "clips first": Wrong("clips-first", {EQUAL("clipping"): LOSS}, TRAINING, matrix=True),
-    "steps Adam as SGD": Wrong("steps-adam-as-sgd", {EQUAL("adam"): LOSS, EQUAL("two_optimizers"): LOSS}, TRAINING, matrix=True),
+    "steps Adam as SGD": Wrong(
+        "steps-adam-as-sgd",
+        {EQUAL("adam"): LOSS, EQUAL("two_optimizers"): LOSS},
+        TRAINING,
+        matrix=True,
+    ),
     "first optimizer only": Wrong(
-        "first-optimizer-only", {EQUAL("two_optimizers"): LOSS, "test_identical_weights": DIFFERS}, TRAINING, matrix=True
+        "first-optimizer-only",
+        {EQUAL("two_optimizers"): LOSS, "test_identical_weights": DIFFERS},
+        TRAINING,
+        matrix=True,
     ),
     "needs every gradient": Wrong(
-        "needs-every-gradient", {EQUAL("frozen"): "TypeError: unsupported operand.*'NoneType' and 'int'"}, TRAINING, matrix=True
+        "needs-every-gradient",
+        {EQUAL("frozen"): "TypeError: unsupported operand.*'NoneType' and 'int'"},
+        TRAINING,
+        matrix=True,
     ),
-    "divides by users": Wrong("divides-by-users", {EQUAL("unused_parameters"): LOSS}, TRAINING, matrix=True),
-    "schedules once per rank": Wrong("schedules-once-per-rank", {EQUAL("scheduler"): LOSS}, TRAINING, matrix=True),
-    "ends with a tuple": Wrong("ends-with-a-tuple", {EQUAL("step_end"): "'training_step_end': 'tuple'"}, TRAINING, matrix=True),
+    "divides by users": Wrong(
+        "divides-by-users", {EQUAL("unused_parameters"): LOSS}, TRAINING, matrix=True
+    ),
+    "schedules once per rank": Wrong(
+        "schedules-once-per-rank", {EQUAL("scheduler"): LOSS}, TRAINING, matrix=True
+    ),
+    "ends with a tuple": Wrong(
+        "ends-with-a-tuple",
+        {EQUAL("step_end"): "'training_step_end': 'tuple'"},
+        TRAINING,
+        matrix=True,
+    ),
     "fits once": Wrong("fits-once", {EQUAL("fit_twice"): LOSS}, TRAINING, matrix=True),
-    "keeps buffers apart": Wrong("keeps-buffers-apart", {"test_buffers": "norm.running_mean is tensor(.|\n)*on rank 1"}, TRAINING),
-    "starts apart": Wrong("starts-apart", {"test_ranks_that_start_apart": DIFFERS}, TRAINING, matrix=True),
-    "drifts": Wrong("drifts", {"test_identical_weights": DIFFERS, "test_ranks_that_start_apart": DIFFERS}, TRAINING),
-    "reduces every micro-batch": Wrong("reduces-every-micro-batch", {"test_no_sync": "every micro-batch is reduced"}, TRAINING),
+    "keeps buffers apart": Wrong(
+        "keeps-buffers-apart",
+        {"test_buffers": "norm.running_mean is tensor(.|\n)*on rank 1"},
+        TRAINING,
+    ),
+    "starts apart": Wrong(
+        "starts-apart", {"test_ranks_that_start_apart": DIFFERS}, TRAINING, matrix=True
+    ),
+    "drifts": Wrong(
+        "drifts",
+        {"test_identical_weights": DIFFERS, "test_ranks_that_start_apart": DIFFERS},
+        TRAINING,
+    ),
+    "reduces every micro-batch": Wrong(
+        "reduces-every-micro-batch", {"test_no_sync": "every micro-batch is reduced"}, TRAINING
+    ),
     # Data, metrics, collectives, what the caller sees.
-    "one order": Wrong("one-order", {"test_training_coverage": "rank 0 had one order in both epochs"}, COMPUTED, matrix=True),
+    "one order": Wrong(
+        "one-order",
+        {"test_training_coverage": "rank 0 had one order in both epochs"},
+        COMPUTED,
+        matrix=True,
+    ),
     "shares nothing": Wrong(
         "shares-nothing",
-        {"test_training_coverage": "epoch 0: 41 samples too many", "test_sharded_loader": "ranks 0 and 1 both saw the samples"},
+        {
+            "test_training_coverage": "epoch 0: 41 samples too many",
+            "test_sharded_loader": "ranks 0 and 1 both saw the samples",
+        },
         COMPUTED,
     ),
-    "pads predictions": Wrong("pads-predictions", {"test_evaluation_coverage": f"predict: the samples .* {SEEN}"}, COMPUTED, matrix=True),
+    "pads predictions": Wrong(
+        "pads-predictions",
+        {"test_evaluation_coverage": f"predict: the samples .* {SEEN}"},
+        COMPUTED,
+        matrix=True,
+    ),
     "drops tails": Wrong(
         "drops-tails",
-        {"test_evaluation_coverage": f"test: {UNSEEN}", "test_fit_validate_test": "test gives the loss"},
+        {
+            "test_evaluation_coverage": f"test: {UNSEEN}",
+            "test_fit_validate_test": "test gives the loss",
+        },
         COMPUTED,
     ),
-    "copies the only sample": Wrong("copies-the-only-sample", {"test_rank_without_samples": rf"\[0\] {SEEN}"}, COMPUTED),
+    "copies the only sample": Wrong(
+        "copies-the-only-sample", {"test_rank_without_samples": rf"\[0\] {SEEN}"}, COMPUTED
+    ),
     # Its ranks wait for each other, or gloo ends them.
     "leaves the others waiting": Wrong(
-        "leaves-the-others-waiting", {"test_uneven_inputs": "hung .*: the scenario 'uneven_inputs'|exit code"}, COMPUTED, matrix=True
+        "leaves-the-others-waiting",
+        {"test_uneven_inputs": "hung .*: the scenario 'uneven_inputs'|exit code"},
+        COMPUTED,
+        matrix=True,
     ),
     "logs its own": Wrong(
         "logs-its-own",
@@ -99,24 +172,56 @@ WRONG = {
         },
         COMPUTED,
     ),
-    "gathers backwards": Wrong("gathers-backwards", {"test_all_gather": r"on rank 0: \[\[10, 11, 12\], \[0"}, COMPUTED, matrix=True),
-    "keeps padding": Wrong("keeps-padding", {"test_all_gather": "on rank 0: of unequal lengths"}, COMPUTED),
-    "broadcasts from rank 0": Wrong(
-        "broadcasts-from-rank0", {"test_broadcast": "rank 0 was given .* from ranks 0 to 1"}, "broadcast|gather"
-    ),
-    "broadcasts from rank 0, in full": Wrong(
-        "broadcasts-from-rank0",
-        {"test_broadcast": "rank 0 was given .* from ranks 0 to 1", "test_evaluation_coverage": "cannot unpack non-iterable NoneType"},
+    "gathers backwards": Wrong(
+        "gathers-backwards",
+        {"test_all_gather": r"on rank 0: \[\[10, 11, 12\], \[0"},
         COMPUTED,
         matrix=True,
     ),
-    "passes barriers": Wrong("passes-barriers", {"test_barrier": r"rank 0 got through the barrier before rank \[1\]"}, COMPUTED),
-    "evaluates zeros": Wrong("evaluates-zeros", {"test_fit_validate_test": "validate gives the loss"}, COMPUTED, matrix=True),
-    "forgets counters": Wrong("forgets-counters", {"test_caller": "global_step and current_epoch are not rank 0's"}, AROUND),
-    "drops plugins": Wrong("drops-plugins", {"test_plugins": "rank 1 has .*'object plugin': None"}, AROUND),
+    "keeps padding": Wrong(
+        "keeps-padding", {"test_all_gather": "on rank 0: of unequal lengths"}, COMPUTED
+    ),
+    "broadcasts from rank 0": Wrong(
+        "broadcasts-from-rank0",
+        {"test_broadcast": "rank 0 was given .* from ranks 0 to 1"},
+        "broadcast|gather",
+    ),
+    "broadcasts from rank 0, in full": Wrong(
+        "broadcasts-from-rank0",
+        {
+            "test_broadcast": "rank 0 was given .* from ranks 0 to 1",
+            "test_evaluation_coverage": "cannot unpack non-iterable NoneType",
+        },
+        COMPUTED,
+        matrix=True,
+    ),
+    "passes barriers": Wrong(
+        "passes-barriers",
+        {"test_barrier": r"rank 0 got through the barrier before rank \[1\]"},
+        COMPUTED,
+    ),
+    "evaluates zeros": Wrong(
+        "evaluates-zeros",
+        {"test_fit_validate_test": "validate gives the loss"},
+        COMPUTED,
+        matrix=True,
+    ),
+    "forgets counters": Wrong(
+        "forgets-counters",
+        {"test_caller": "global_step and current_epoch are not rank 0's"},
+        AROUND,
+    ),
+    "drops plugins": Wrong(
+        "drops-plugins", {"test_plugins": "rank 1 has .*'object plugin': None"}, AROUND
+    ),
     "untyped": Wrong("untyped", {"test_metadata": r"options without a type: \['depth'\]"}, AROUND),
     # Declared unsupported, and works.
-    "no_sync works": Wrong("plain", {"test_no_sync": "declared unsupported and works"}, "no_sync", capabilities={"no_sync": False}),
+    "no_sync works": Wrong(
+        "plain",
+        {"test_no_sync": "declared unsupported and works"},
+        "no_sync",
+        capabilities={"no_sync": False},
+    ),
     "sharded_loader works": Wrong(
         "plain",
         {
@@ -130,7 +235,10 @@ WRONG = {
         capabilities={"sharded_loader": False},
     ),
     "uneven_inputs works": Wrong(
-        "plain", {"test_uneven_inputs": "declared unsupported and works"}, "uneven", capabilities={"uneven_inputs": False}
+        "plain",
+        {"test_uneven_inputs": "declared unsupported and works"},
+        "uneven",
+        capabilities={"uneven_inputs": False},
     ),
     "loopback_only works": Wrong(
         "plain",
@@ -141,29 +249,62 @@ WRONG = {
     # Declares all that it may, and that is not enough.
     "trains alone": Wrong(
         "trains-alone",
-        {"test_communication": "rank 0's weights show no gradient of another rank, so it trains alone"},
+        {
+            "test_communication": "rank 0's weights show no gradient of another rank, so it trains alone"
+        },
         TRAINING,
         capabilities={"convergence": 0.5, "identical_weights": False},
     ),
     # Approximate: what is no equality may still be near, or not.
-    "near enough": Wrong("clips-first", {}, r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}),
-    "not near enough": Wrong("sums", {EQUAL("sgd"): "convergence=1e-06"}, r"\[(clipping|sgd)\]", capabilities={"convergence": 1e-6}),
+    "near enough": Wrong(
+        "clips-first", {}, r"\[(clipping|sgd)\]", capabilities={"convergence": 0.05}
+    ),
+    "not near enough": Wrong(
+        "sums",
+        {EQUAL("sgd"): "convergence=1e-06"},
+        r"\[(clipping|sgd)\]",
+        capabilities={"convergence": 1e-6},
+    ),
     "listens everywhere": Wrong("listens-everywhere", {"test_loopback_only": "'00000000'"}, AROUND),
     # What it leaves. The last one of its program, because what follows it would find its group.
-    "stays in its group": Wrong("stays-in-its-group", {"test_process_group_is_left": "torch.distributed is still initialized"}, AROUND),
+    "stays in its group": Wrong(
+        "stays-in-its-group",
+        {"test_process_group_is_left": "torch.distributed is still initialized"},
+        AROUND,
+    ),
     "leaves a process": Wrong(
-        "leaves", {"test_nothing_is_left": LEFT("process")}, AROUND, options={"what": "process"}, program="", matrix=True
+        "leaves",
+        {"test_nothing_is_left": LEFT("process")},
+        AROUND,
+        options={"what": "process"},
+        program="",
+        matrix=True,
     ),
     "leaves a file": Wrong(
-        "leaves", {"test_nothing_is_left": LEFT("temporary file")}, AROUND, options={"what": "file"}, program="", matrix=True
+        "leaves",
+        {"test_nothing_is_left": LEFT("temporary file")},
+        AROUND,
+        options={"what": "file"},
+        program="",
+        matrix=True,
     ),
     "leaves shared memory": Wrong(
-        "leaves", {"test_nothing_is_left": LEFT("shared memory")}, AROUND, options={"what": "shared memory"}, program="", matrix=True
+        "leaves",
+        {"test_nothing_is_left": LEFT("shared memory")},
+        AROUND,
+        options={"what": "shared memory"},
+        program="",
+        matrix=True,
     ),
     # On one device, in the program of what all are compared with.
     "never alone": Wrong("never-alone", {"test_one_device": "assert world.size > 1"}, "one_device"),
     # In programs of their own.
-    "one node only": Wrong("one-node-only", {"test_multi_node": f"rank 0 of two nodes {WEIGHTS}"}, "multi_node", matrix=True),
+    "one node only": Wrong(
+        "one-node-only",
+        {"test_multi_node": f"rank 0 of two nodes {WEIGHTS}"},
+        "multi_node",
+        matrix=True,
+    ),
     "multi_node works": Wrong(
         "plain",
         {"test_multi_node": "must be a UsageError"},
@@ -180,22 +321,37 @@ WRONG = {
         matrix=True,
     ),
     "hides differences": Wrong(
-        "hides-differences", {"test_key_on_one_rank": "still running|no error|does not say"}, "key_on_one_rank", deadline=5, matrix=True
+        "hides-differences",
+        {"test_key_on_one_rank": "still running|no error|does not say"},
+        "key_on_one_rank",
+        deadline=5,
+        matrix=True,
     ),
     "dies at once": Wrong(
         "dies-at-once",
-        {"test_error_in[training_step]": "what was printed does not say", "test_signal[SIGTERM]": "what was printed does not say"},
+        {
+            "test_error_in[training_step]": "what was printed does not say",
+            "test_signal[SIGTERM]": "what was printed does not say",
+        },
         r"training_step|SIGTERM",
         matrix=True,
     ),
     "swallows": Wrong(
         "swallows",
-        {"test_error_in[validation_step]": "the program succeeded, although", "test_signal[SIGKILL]": "the program succeeded, although"},
+        {
+            "test_error_in[validation_step]": "the program succeeded, although",
+            "test_signal[SIGKILL]": "the program succeeded, although",
+        },
         r"validation_step|SIGKILL",
         matrix=True,
     ),
     "waits for ever": Wrong(
-        "waits-for-ever", {"test_signal[SIGSTOP]": "still running after"}, "SIGSTOP", deadline=5, timeout=2, matrix=True
+        "waits-for-ever",
+        {"test_signal[SIGSTOP]": "still running after"},
+        "SIGSTOP",
+        deadline=5,
+        timeout=2,
+        matrix=True,
     ),
 }
 

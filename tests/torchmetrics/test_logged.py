@@ -40,15 +40,29 @@ def test_the_epochs_value_is_that_of_all_samples_at_once():
     one = fit(net, loader(), loader(22, 5), num_sanity_val_steps=2)
     x, y = (torch.cat(parts) for parts in zip(*loader(22, 5), strict=True))
     with torch.no_grad():
-        assert one.callback_metrics["mse"] == pytest.approx(float(torch.nn.functional.mse_loss(net(x), y)), rel=1e-5)
-        assert one.callback_metrics["rank"] == pytest.approx(float(SpearmanCorrCoef()(net(x)[:, 0], y[:, 0])), rel=1e-5)
+        assert one.callback_metrics["mse"] == pytest.approx(
+            float(torch.nn.functional.mse_loss(net(x), y)), rel=1e-5
+        )
+        assert one.callback_metrics["rank"] == pytest.approx(
+            float(SpearmanCorrCoef()(net(x)[:, 0], y[:, 0])), rel=1e-5
+        )
 
 
 def test_each_epoch_begins_anew_and_a_step_has_its_own_value():
     lines = Loggers()
     one = fit(Measured(), log_every_n_steps=1, max_epochs=2, plugins=[lines])
-    assert [metrics["total_step"] for _, metrics in lines.lines if "total_step" in metrics] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
-    assert [metrics["total_epoch"] for _, metrics in lines.lines if "total_epoch" in metrics] == [15.0, 15.0]
+    assert [metrics["total_step"] for _, metrics in lines.lines if "total_step" in metrics] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+    ] * 2
+    assert [metrics["total_epoch"] for _, metrics in lines.lines if "total_epoch" in metrics] == [
+        15.0,
+        15.0,
+    ]
     assert one.callback_metrics["total"] == 15.0
 
 
@@ -67,7 +81,9 @@ def test_one_that_is_logged_by_steps_alone_begins_anew_too():
 class Collected(EvalNet):
     def __init__(self):
         super().__init__()
-        self.scores = MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryRecall()], prefix="val/")
+        self.scores = MetricCollection(
+            [BinaryAccuracy(), BinaryPrecision(), BinaryRecall()], prefix="val/"
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -84,8 +100,14 @@ def test_a_collection_logs_each_of_its_metrics():
         expected.reset()
         with torch.no_grad():
             expected.update(net(x).sigmoid(), (y > 0).long())
-        assert one.callback_metrics == pytest.approx({name: float(value) for name, value in expected.compute().items()})
-    assert set(one.callback_metrics) == {"val/BinaryAccuracy", "val/BinaryPrecision", "val/BinaryRecall"}
+        assert one.callback_metrics == pytest.approx(
+            {name: float(value) for name, value in expected.compute().items()}
+        )
+    assert set(one.callback_metrics) == {
+        "val/BinaryAccuracy",
+        "val/BinaryPrecision",
+        "val/BinaryRecall",
+    }
 
 
 def test_the_module_pickles_before_and_after():
@@ -112,9 +134,15 @@ def test_copies_stand_in_wherever_a_module_has_a_metric():
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (lambda self: self.log("x", self.scores), r"several values. Fix: self.log_dict\(collection\)"),
+        (
+            lambda self: self.log("x", self.scores),
+            r"several values. Fix: self.log_dict\(collection\)",
+        ),
         (lambda self: self.log("x", self.mean, rank_zero_only=True), "leave out rank_zero_only"),
-        (lambda self: (self.log("x", self.mean), self.log("x", self.mse)), "another MeanSquaredError before"),
+        (
+            lambda self: (self.log("x", self.mean), self.log("x", self.mse)),
+            "another MeanSquaredError before",
+        ),
         (lambda self: self.log("x", self.layers), "not Sequential"),
         (lambda self: self.log("x", self.mean, on_step=True), "on_step=True.*was not called"),
         (lambda self: self.log("x", self.several), r"shape \[2\], not one number"),
@@ -124,7 +152,11 @@ def test_what_cannot_be_logged(log, words):
     class Wrong(EvalNet):
         def __init__(self):
             super().__init__()
-            self.scores, self.mean, self.mse = MetricCollection([BinaryAccuracy()]), MeanMetric(), MeanSquaredError()
+            self.scores, self.mean, self.mse = (
+                MetricCollection([BinaryAccuracy()]),
+                MeanMetric(),
+                MeanSquaredError(),
+            )
             self.several = MeanSquaredError(num_outputs=2)
 
         def validation_step(self, batch, batch_idx):
@@ -139,7 +171,10 @@ def test_what_cannot_be_logged(log, words):
 
 def test_without_the_distribution_the_error_ends_in_the_install_line(monkeypatch):
     monkeypatch.setattr("geartrain.metrics.objects._declared", tuple)
-    with pytest.raises(TrainingError, match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install geartrain-torchmet"):
+    with pytest.raises(
+        TrainingError,
+        match=r"'mse'\): MeanSquaredError is an object of torchmetrics. Fix: pip install geartrain-torchmet",
+    ):
         trainer().validate(Measured(), loader())
 
 
@@ -150,5 +185,8 @@ def test_without_the_distribution_an_object_that_is_never_logged_gives_a_warning
         def validation_step(self, batch, batch_idx):
             pass
 
-    with pytest.warns(UserWarning, match=r"^Unlogged.mse is an object of torchmetrics.*Fix: pip install geartrain-torchmetrics"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^Unlogged.mse is an object of torchmetrics.*Fix: pip install geartrain-torchmetrics",
+    ):
         trainer().validate(Unlogged(), loader())

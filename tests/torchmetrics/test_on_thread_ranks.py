@@ -25,7 +25,11 @@ class Pairs(torchmetrics.Metric):
         self.pairs.append((y * 100).long().repeat(1, 2))
 
     def compute(self):
-        return (self.pairs if isinstance(self.pairs, torch.Tensor) else torch.cat(self.pairs)).double().sum()
+        return (
+            (self.pairs if isinstance(self.pairs, torch.Tensor) else torch.cat(self.pairs))
+            .double()
+            .sum()
+        )
 
 
 class Measured(Net):
@@ -33,7 +37,9 @@ class Measured(Net):
         super().__init__()
         self.pairs = Pairs()
         self.mse, self.rank = MeanSquaredError(), SpearmanCorrCoef()
-        self.each = MetricCollection({"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/")
+        self.each = MetricCollection(
+            {"mean": MeanMetric(), "mse": MeanSquaredError()}, prefix="each/"
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -46,19 +52,35 @@ class Measured(Net):
         self.log("mse", self.mse)
         self.log("rank", self.rank)
         self.log_dict(self.each)
-        self.log("median", y.mean(), reduce_fx=lambda values: values.median(), sync_dist=True, on_epoch=True)
+        self.log(
+            "median",
+            y.mean(),
+            reduce_fx=lambda values: values.median(),
+            sync_dist=True,
+            on_epoch=True,
+        )
         self.log("count", 1.0, reduce_fx=len, sync_dist=True)
 
 
 @pytest.mark.parametrize("n", [7, 1])
-@pytest.mark.filterwarnings("ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method")
+@pytest.mark.filterwarnings(
+    "ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method"
+)
 def test_every_sample_counts_once_on_every_rank(n):
     one, data = one_trainer(), DataLoader(Subset(samples(), range(n)), batch_size=1)
     one.validate(Measured(), data)
     trainer, strategy = on_threads()
     trainer.validate(Measured(), data)
     for run in strategy.runs:
-        assert set(run.metrics) == {"pairs", "mse", "rank", "each/mean", "each/mse", "median", "count"}
+        assert set(run.metrics) == {
+            "pairs",
+            "mse",
+            "rank",
+            "each/mean",
+            "each/mse",
+            "median",
+            "count",
+        }
         assert run.metrics == pytest.approx(one.run.metrics, rel=1e-5, nan_ok=True)
         assert run.metrics["count"] == n
         assert run.module.mse.update_count == 0
@@ -74,14 +96,18 @@ class Reads(Measured):
 
 
 @pytest.mark.parametrize("n", [7, 1])
-@pytest.mark.filterwarnings("ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method")
+@pytest.mark.filterwarnings(
+    "ignore:Metric `Spearman", "ignore:The variance of predictions", "ignore:The ``compute`` method"
+)
 @pytest.mark.filterwarnings("ignore:validate. .* is of rank 0's part")
 def test_the_hook_of_an_epochs_end_reads_the_value_of_all_ranks(n):
     trainer, strategy = on_threads()
     trainer.validate(Reads(), DataLoader(Subset(samples(), range(n)), batch_size=1))
     for run in strategy.runs:
         assert run.metrics["twice"] == pytest.approx(2 * run.metrics["mse"])
-        assert run.module.read == pytest.approx({name: value for name, value in run.metrics.items() if name != "twice"}, nan_ok=True)
+        assert run.module.read == pytest.approx(
+            {name: value for name, value in run.metrics.items() if name != "twice"}, nan_ok=True
+        )
         assert run.module.computed == pytest.approx(run.metrics["mse"])
 
 
@@ -97,7 +123,9 @@ def test_a_rank_may_have_samples_of_one_loader_and_none_of_another():
 
     trainer, strategy = on_threads()
     trainer.validate(OneEach(), [DataLoader(samples(n), batch_size=2) for n in (1, 5)])
-    assert [run.metrics for run in strategy.runs] == [{"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}] * 2
+    assert [run.metrics for run in strategy.runs] == [
+        {"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}
+    ] * 2
 
 
 def test_ranks_that_log_different_objects_are_named():
@@ -112,7 +140,9 @@ def test_ranks_that_log_different_objects_are_named():
             self.log("a" if self.global_rank else "b", metric)
 
     trainer, _ = on_threads()
-    with pytest.raises(gt.TrainingError, match="rank 1 logged other torchmetrics objects than other ranks: 'a'"):
+    with pytest.raises(
+        gt.TrainingError, match="rank 1 logged other torchmetrics objects than other ranks: 'a'"
+    ):
         trainer.validate(Differs(), DataLoader(samples(), batch_size=4))
 
 
@@ -127,5 +157,8 @@ def test_a_rank_without_samples_must_find_the_object():
             self.log("hidden", self.hidden[0])
 
     trainer, _ = on_threads()
-    with pytest.raises(gt.TrainingError, match=r"self.log\('hidden'\): a rank without samples cannot find the metric. Fix: an attribute"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"self.log\('hidden'\): a rank without samples cannot find the metric. Fix: an attribute",
+    ):
         trainer.validate(Hides(), DataLoader(samples(1)))

@@ -15,7 +15,9 @@ from geartrain.tuning import Tuner
 def find(module, train=None, options=None, **arguments):
     """A curve without a suggestion being set, over 30 steps unless said otherwise."""
     given = {"num_training": 30, "update_attr": False, **arguments}
-    return Tuner(trainer(**(options or {}))).lr_find(module, loader() if train is None else train, **given)
+    return Tuner(trainer(**(options or {}))).lr_find(
+        module, loader() if train is None else train, **given
+    )
 
 
 class Quadratic(gt.Module):
@@ -23,7 +25,12 @@ class Quadratic(gt.Module):
 
     def __init__(self, curvature=4.0, lr=0.1, offset=0.0):
         super().__init__()
-        self.x, self.curvature, self.lr, self.offset = nn.Parameter(torch.ones(())), curvature, lr, offset
+        self.x, self.curvature, self.lr, self.offset = (
+            nn.Parameter(torch.ones(())),
+            curvature,
+            lr,
+            offset,
+        )
 
     def training_step(self, batch, batch_idx):
         return self.curvature / 2 * self.x**2 + self.offset
@@ -127,7 +134,14 @@ def snapshot(thing):
     """Everything in a module, as plain values that can be compared."""
     if isinstance(thing, torch.Tensor):
         gradient = None if thing.grad is None else thing.grad.tolist()
-        return str(thing.dtype), str(thing.device), thing.data_ptr(), thing.detach().double().tolist(), gradient, thing.requires_grad
+        return (
+            str(thing.dtype),
+            str(thing.device),
+            thing.data_ptr(),
+            thing.detach().double().tolist(),
+            gradient,
+            thing.requires_grad,
+        )
     if isinstance(thing, torch.Generator):
         return thing.get_state().tolist()
     if isinstance(thing, random.Random):
@@ -135,7 +149,10 @@ def snapshot(thing):
     if isinstance(thing, nn.Module | torch.optim.Optimizer):
         return {name: snapshot(value) for name, value in vars(thing).items()}
     if isinstance(thing, dict):
-        return {id(key) if isinstance(key, torch.Tensor) else key: snapshot(value) for key, value in thing.items()}
+        return {
+            id(key) if isinstance(key, torch.Tensor) else key: snapshot(value)
+            for key, value in thing.items()
+        }
     if isinstance(thing, list | tuple):
         return [snapshot(item) for item in thing]
     return thing

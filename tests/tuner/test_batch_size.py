@@ -21,10 +21,22 @@ from .cases import Data, Never, Room, Watch, scale, snapshot
 
 SEARCHES = [
     ("power", {}, 64, [2, 4, 8, 16, 32, 64, 128], "128 does not run"),
-    ("binsearch", {}, 100, [2, 4, 8, 16, 32, 64, 128, 96, 112, 104, 100, 102, 101], "101 does not run"),
+    (
+        "binsearch",
+        {},
+        100,
+        [2, 4, 8, 16, 32, 64, 128, 96, 112, 104, 100, 102, 101],
+        "101 does not run",
+    ),
     ("power", {"init_val": 100}, 100, [100, 200], "200 does not run"),
     ("power", {"init_val": 450}, 56, [450, 225, 112, 56], "112 does not run"),
-    ("binsearch", {"init_val": 450}, 100, [450, 225, 112, 56, 84, 98, 105, 101, 99, 100], "101 does not run"),
+    (
+        "binsearch",
+        {"init_val": 450},
+        100,
+        [450, 225, 112, 56, 84, 98, 105, 101, 99, 100],
+        "101 does not run",
+    ),
     ("power", {"max_trials": 3}, 8, [2, 4, 8], "3 sizes were tried"),
     ("binsearch", {"max_trials": 9}, 96, [2, 4, 8, 16, 32, 64, 128, 96, 112], "9 sizes were tried"),
 ]
@@ -39,7 +51,9 @@ def test_search(mode, arguments, expected, tried, reason):
     assert (data.batch_size, data.hparams.batch_size) == (expected, expected)
     for trial in tuner.trials:
         assert trial.ran == (trial.batch_size <= 100)
-        assert (trial.samples_per_second or 0) > 0 if trial.ran else trial.samples_per_second is None
+        assert (
+            (trial.samples_per_second or 0) > 0 if trial.ran else trial.samples_per_second is None
+        )
         assert trial.error == ("" if trial.ran else f"no room for {trial.batch_size}")
 
 
@@ -56,7 +70,9 @@ def test_a_loader_without_length_ends_where_a_batch_is_not_full():
         batch_size = 4
 
         def train_dataloader(self):
-            return Stream([samples(self.batch_size)[:] if self.batch_size <= 20 else samples(20)[:]])
+            return Stream(
+                [samples(self.batch_size)[:] if self.batch_size <= 20 else samples(20)[:]]
+            )
 
     tuner = Tuner(trainer())
     module = Streams(10**6)
@@ -66,7 +82,9 @@ def test_a_loader_without_length_ends_where_a_batch_is_not_full():
 
 def test_not_even_one_sample():
     module, data = Room(0), Data()
-    with pytest.raises(TrainingError, match=r"no batch size runs: 1 ran out of memory too \(no room for 1\)"):
+    with pytest.raises(
+        TrainingError, match=r"no batch size runs: 1 ran out of memory too \(no room for 1\)"
+    ):
         scale(module, data)
     assert data.batch_size == 5
 
@@ -87,8 +105,18 @@ def test_each_trial_is_so_many_steps_and_leaves_nothing(tmp_path, monkeypatch):
 
     module, data, watch = Counts(), Data(), Watch()
     before, drawn = snapshot(module), torch.get_rng_state().tolist()
-    scale(module, data, {"plugins": [watch], "output": "out", "limit_train_batches": 0.06}, init_val=50, steps_per_trial=4)
-    assert lengths == [*[(50, i) for i in (1, 2, 3, 4)], *[(100, i) for i in (1, 2, 3, 4)], (200, 1)]
+    scale(
+        module,
+        data,
+        {"plugins": [watch], "output": "out", "limit_train_batches": 0.06},
+        init_val=50,
+        steps_per_trial=4,
+    )
+    assert lengths == [
+        *[(50, i) for i in (1, 2, 3, 4)],
+        *[(100, i) for i in (1, 2, 3, 4)],
+        (200, 1),
+    ]
     assert snapshot(module) == before
     assert torch.get_rng_state().tolist() == drawn
     assert list(tmp_path.iterdir()) == []
@@ -211,7 +239,12 @@ def test_memory_that_really_runs_out():
     if sys.platform != "linux":
         pytest.skip("needs RLIMIT_AS and /proc")
     # What glibc keeps for itself when it is freed would count as taken, and differ from trial to trial.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
@@ -247,7 +280,12 @@ def test_where_the_batch_size_is():
             return DataLoader(samples(1000), batch_size=self.hparams.size)
 
     module = Both()
-    assert Tuner(trainer()).scale_batch_size(module) == module.batch_size == module.hparams.batch_size == 64
+    assert (
+        Tuner(trainer()).scale_batch_size(module)
+        == module.batch_size
+        == module.hparams.batch_size
+        == 64
+    )
     module, data = Both(), Data()
     assert scale(module, data)[0] == data.batch_size == 64
     assert module.batch_size == 3
@@ -292,16 +330,26 @@ BATCH_REFUSALS = [
     ({"init_val": 0}, {}, "init_val=0 must be a whole number, at least 1"),
     ({"max_trials": True}, {}, "max_trials=True"),
     ({"steps_per_trial": 1.5}, {}, r"steps_per_trial=1\.5"),
-    ({"data": NoSize()}, {}, "there is no 'batch_size' to set on NoSize and Never. Fix: self.batch_size"),
+    (
+        {"data": NoSize()},
+        {},
+        "there is no 'batch_size' to set on NoSize and Never. Fix: self.batch_size",
+    ),
     ({"data": Fixed()}, {}, r"Fixed\.batch_size cannot be set.*Fix: an attribute"),
     ({"batch_arg_name": "size"}, {}, "there is no 'size'"),
     ({}, {"fast_dev_run": True}, "fast_dev_run"),
-    ({"data": loader()}, {}, "a loader that is made already has its batch size. Fix: train_dataloader"),
+    (
+        {"data": loader()},
+        {},
+        "a loader that is made already has its batch size. Fix: train_dataloader",
+    ),
     ({"data": Data(), "datamodule": Data()}, {}, "two DataModules are given"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "options", "says"), BATCH_REFUSALS, ids=[words for _, _, words in BATCH_REFUSALS])
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"), BATCH_REFUSALS, ids=[words for _, _, words in BATCH_REFUSALS]
+)
 def test_scale_batch_size_refuses(arguments, options, says):
     with pytest.raises(UsageError, match=says):
         scale(Never(), options=options, **arguments)

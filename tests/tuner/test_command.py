@@ -28,7 +28,10 @@ def test_lr_says_what_to_use_and_draws_the_curve(command, facts, folder):
     before = set(folder.iterdir())
     found, done = facts(LR), command(LR)
     assert done.code == 0, done.err
-    assert f"learning rate: {found['suggestion']:.3g}, where the loss fell fastest in 40 steps" in done.out
+    assert (
+        f"learning rate: {found['suggestion']:.3g}, where the loss fell fastest in 40 steps"
+        in done.out
+    )
     assert f"use it: --model.lr {found['suggestion']:.3g}\n" in done.out
     assert done.out.count("*") > 20
     assert {path for path in folder.iterdir() if path.name != "__pycache__"} == before
@@ -36,12 +39,19 @@ def test_lr_says_what_to_use_and_draws_the_curve(command, facts, folder):
     assert found["lrs"][-1] == pytest.approx(1)
     assert len(found["lrs"]) == len(found["losses"]) == len(found["raw_losses"]) == 40
     assert 1e-4 < found["suggestion"] < 1
-    assert (found["mode"], found["stopped"], found["why_not"], found["doubt"]) == ("exponential", "", "", "")
+    assert (found["mode"], found["stopped"], found["why_not"], found["doubt"]) == (
+        "exponential",
+        "",
+        "",
+        "",
+    )
 
 
 def test_lr_options_reach_the_finder(facts):
     found = facts(f"{LR} --mode linear --max-lr 0.5 --num-training 15 --early-stop-threshold null")
-    assert [round(b - a, 6) for a, b in itertools.pairwise(found["lrs"])] == [round((0.5 - 1e-4) / 14, 6)] * 14
+    assert [round(b - a, 6) for a, b in itertools.pairwise(found["lrs"])] == [
+        round((0.5 - 1e-4) / 14, 6)
+    ] * 14
     assert found["mode"] == "linear"
     steep = f"{LR} --max-lr 1e6 --early-stop-threshold"
     early, late = facts(f"{steep} 1.01"), facts(f"{steep} 100")
@@ -50,7 +60,9 @@ def test_lr_options_reach_the_finder(facts):
 
 
 def test_a_doubtful_suggestion_is_called_so(command):
-    done = command("tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 4")
+    done = command(
+        "tune lr net.py --accelerator cpu --seed 1 --data.samples 256 --data.batch-size 4"
+    )
     assert done.code == 0
     assert "do not trust it: the loss is noisy" in done.out
     assert "\nto use it nevertheless: --model.lr " in done.out
@@ -82,24 +94,38 @@ def test_trainer_options_reach_the_finder(facts):
 
 
 def test_a_config_file_of_a_run_is_taken_and_one_of_tune_by_fit(facts, command, write, folder):
-    write("run.yaml", "max_epochs: 1\nplugins: [csv]\ncsv: {path: metrics.csv}\ndata: {samples: 256, batch_size: 64}\nmin_lr: 0.001\n")
+    write(
+        "run.yaml",
+        "max_epochs: 1\nplugins: [csv]\ncsv: {path: metrics.csv}\ndata: {samples: 256, batch_size: 64}\nmin_lr: 0.001\n",
+    )
     found = facts("tune lr net.py --config run.yaml --accelerator cpu --num-training 20")
     assert found["lrs"][0] == pytest.approx(1e-3)
     assert len(found["lrs"]) == 20
     assert not (folder / "metrics.csv").exists()
     done = command("tune lr net.py --num-training 20 --print-config")
     write("tune.yaml", done.out)
-    assert command("fit net.py --config tune.yaml --fast-dev-run --enable-progress-bar false").code == 0
+    assert (
+        command("fit net.py --config tune.yaml --fast-dev-run --enable-progress-bar false").code
+        == 0
+    )
 
 
 def test_a_plugin_that_watches_is_named(command):
     done = command(f"{LR} --plugin csv --csv.path metrics.csv")
     assert done.code == 0
-    assert "left out while finding, because they watch a run and this is none: geartrain-csv[csv]" in done.err
+    assert (
+        "left out while finding, because they watch a run and this is none: geartrain-csv[csv]"
+        in done.err
+    )
 
 
 def test_weights_to_start_from(facts, command):
-    assert command("fit net.py --max-epochs 3 --output out --enable-progress-bar false --data.samples 256").code == 0
+    assert (
+        command(
+            "fit net.py --max-epochs 3 --output out --enable-progress-bar false --data.samples 256"
+        ).code
+        == 0
+    )
     assert facts(f"{LR} --checkpoint out/last.ckpt")["raw_losses"][0] < facts(LR)["raw_losses"][0]
 
 
@@ -116,8 +142,15 @@ def test_a_module_without_a_learning_rate_to_set_is_told_where(command, write):
 
 
 def test_nothing_found_is_a_failure(command, write, folder):
-    write("flat.py", "from net import *\nclass Flat(Net):\n    def training_step(self, b, i): return self.layers[0].weight.sum() * 0 + 1\n")
-    write("flat.py", (folder / "flat.py").read_text() + "    def train_dataloader(self): return Data().train_dataloader()\n")
+    write(
+        "flat.py",
+        "from net import *\nclass Flat(Net):\n    def training_step(self, b, i): return self.layers[0].weight.sum() * 0 + 1\n",
+    )
+    write(
+        "flat.py",
+        (folder / "flat.py").read_text()
+        + "    def train_dataloader(self): return Data().train_dataloader()\n",
+    )
     done = command("tune lr flat.py --accelerator cpu --num-training 20 --json")
     assert done.code == 1
     assert "geartrain tune: no learning rate is suggested: the loss fell nowhere" in done.err
@@ -154,7 +187,9 @@ def test_batch_size_says_what_to_use(command):
 
 def test_batch_size_searches(command, facts, write, folder):
     write("small.py", SMALL)
-    line = "tune batch-size small.py --accelerator cpu --data.samples 24 --enable-progress-bar false"
+    line = (
+        "tune batch-size small.py --accelerator cpu --data.samples 24 --enable-progress-bar false"
+    )
     found = facts(f"{line} --output out")
     assert found["batch_size"] == 8
     assert found["reason"] == "16 does not run"
@@ -176,7 +211,9 @@ def test_batch_size_of_the_module(command, write):
         "    def __init__(self, size: int = 2):\n        super().__init__()\n        self.size = size\n"
         "    def train_dataloader(self): return DataLoader(D(1, 24).samples, batch_size=self.size)\n",
     )
-    done = command("tune batch-size own.py --accelerator cpu --batch-arg-name size --steps-per-trial 1")
+    done = command(
+        "tune batch-size own.py --accelerator cpu --batch-arg-name size --steps-per-trial 1"
+    )
     assert done.code == 0, done.err
     assert "use it: --model.size 24\n" in done.out
 
@@ -218,7 +255,10 @@ def test_wrong_usage(refused, line, expected):
         ("tune lr net.py --min-lr 2 --accelerator cpu", "the first below the second"),
         ("tune lr net.py --fast-dev-run --accelerator cpu", "fast_dev_run"),
         ("tune batch-size net.py --init-val 0 --accelerator cpu", "at least 1"),
-        ("tune batch-size net.py --batch-arg-name size --accelerator cpu", "there is no 'size' to set on Data and Net"),
+        (
+            "tune batch-size net.py --batch-arg-name size --accelerator cpu",
+            "there is no 'size' to set on Data and Net",
+        ),
     ],
 )
 def test_what_cannot_be_found_starts_nothing(command, line, expected):
@@ -233,7 +273,14 @@ def test_help(command):
     assert "geartrain tune lr TARGET" in done.out
     done = command("tune lr net.py --help")
     assert done.code == 0
-    for option in ("--min_lr", "--early_stop_threshold", "--model.lr", "--data.batch_size", "--strategy", "--checkpoint"):
+    for option in (
+        "--min_lr",
+        "--early_stop_threshold",
+        "--model.lr",
+        "--data.batch_size",
+        "--strategy",
+        "--checkpoint",
+    ):
         assert option in done.out
     assert "--init_val" in command("tune batch-size --help").out
 

@@ -17,14 +17,19 @@ from geartrain.tuning import Tuner
 from .cases import Keeps, Never, Watch, find, scale, snapshot
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-true"}, {"precision": "bf16-mixed", "seed": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16-true"}, {"precision": "bf16-mixed", "seed": 5}], ids=str
+)
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_as_it_was(options, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     order = torch.Generator().manual_seed(7)
     data = DataLoader(samples(), batch_size=4, shuffle=True, generator=order)
     # Adam cannot go on with another dtype than that of its state.
-    one, module = trainer(output=tmp_path / "out", **options), Keeps(stepped=options.get("precision") != "bf16-true")
+    one, module = (
+        trainer(output=tmp_path / "out", **options),
+        Keeps(stepped=options.get("precision") != "bf16-true"),
+    )
     earlier = module._trainer = trainer()
     before, drawn, random_before = snapshot(module), order.get_state().tolist(), random.getstate()
     torch_before = torch.get_rng_state().tolist()
@@ -61,7 +66,11 @@ def test_a_fit_afterwards_is_bit_equal_to_one_without_a_finder():
     assert all(torch.equal(without[name], with_it[name]) for name in without)
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": None, "shuffle": True}, {"batch_size": 4, "shuffle": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 4}, {"batch_size": None, "shuffle": True}, {"batch_size": 4, "shuffle": True}],
+    ids=str,
+)
 def test_a_loader_s_generator_is_as_it_was(options):
     order = torch.Generator().manual_seed(7)
     state = order.get_state().tolist()
@@ -119,7 +128,9 @@ def test_a_data_module_keeps_what_it_had():
             self.made = samples()
 
         def train_dataloader(self):
-            return DataLoader(self.made, batch_size=self.batch_size, shuffle=True, generator=self.generator)
+            return DataLoader(
+                self.made, batch_size=self.batch_size, shuffle=True, generator=self.generator
+            )
 
     data = Data()
     state = data.generator.get_state().tolist()
@@ -149,7 +160,9 @@ class NotCopied:
 
 
 @pytest.mark.parametrize(
-    "value", [random.SystemRandom(), NotCopied(), torch.ones(1, requires_grad=True) * 2], ids=lambda value: type(value).__name__
+    "value",
+    [random.SystemRandom(), NotCopied(), torch.ones(1, requires_grad=True) * 2],
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("finds", [find, scale])
 def test_a_module_that_cannot_be_copied_is_refused(finds, value):
@@ -160,7 +173,9 @@ def test_a_module_that_cannot_be_copied_is_refused(finds, value):
 
 
 def with_a_hook(module):
-    module.layers[0].register_forward_hook(lambda layer, inputs, output: output * module.layers[2].bias)
+    module.layers[0].register_forward_hook(
+        lambda layer, inputs, output: output * module.layers[2].bias
+    )
 
 
 def with_a_closure(module):
@@ -180,14 +195,21 @@ def the_parameters():
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(with_a_hook, r"layers\.0\._forward_hooks"), (with_a_closure, "penalty"), (with_a_global, "configure_optimizers")],
+    [
+        (with_a_hook, r"layers\.0\._forward_hooks"),
+        (with_a_closure, "penalty"),
+        (with_a_global, "configure_optimizers"),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_function_that_refers_to_the_module_is_refused(change, name, monkeypatch):
     module = Never()
     monkeypatch.setitem(globals(), "module_of_the_script", module)
     change(module)
-    with pytest.raises(UsageError, match=rf"the function in {name} refers to the module itself. Fix: a method of the class"):
+    with pytest.raises(
+        UsageError,
+        match=rf"the function in {name} refers to the module itself. Fix: a method of the class",
+    ):
         find(module)
     monkeypatch.setitem(globals(), "module_of_the_script", Net())
     module = Net()
@@ -214,7 +236,9 @@ def test_a_module_with_a_metric_of_torchmetrics_is_tuned():
 def test_a_batch_size_is_not_found_beside_the_module_on_a_device():
     module = Never()
     module.batch_size = 2
-    with pytest.raises(UsageError, match=r"Never is on meta, and a finder trains a copy of it.*Fix: model\.cpu\(\)"):
+    with pytest.raises(
+        UsageError, match=r"Never is on meta, and a finder trains a copy of it.*Fix: model\.cpu\(\)"
+    ):
         scale(module.to("meta"))
 
 
@@ -257,7 +281,15 @@ def test_plugins_that_watch_are_left_out_and_named(capsys, tmp_path):
     tuner.lr_find(Net(), loader(), num_training=13, update_attr=False)
     said = capsys.readouterr().err
     assert said.count("tune: left out while finding") == 1
-    for label in ("geartrain-csv[csv]", "Loggers", "Both", "Watches", "early_stopping", "ema", "timer"):
+    for label in (
+        "geartrain-csv[csv]",
+        "Loggers",
+        "Both",
+        "Watches",
+        "early_stopping",
+        "ema",
+        "timer",
+    ):
         assert label.lower() in said.lower(), said
     assert "Watch," not in said
     assert logger.lines == []
@@ -293,6 +325,12 @@ def test_neither_validation_nor_a_bar_nor_a_table(capsys):
         def val_dataloader(self):
             return loader()
 
-    options = {"enable_progress_bar": True, "num_sanity_val_steps": 2, "val_check_interval": 2, "max_epochs": 1, "max_steps": 2}
+    options = {
+        "enable_progress_bar": True,
+        "num_sanity_val_steps": 2,
+        "val_check_interval": 2,
+        "max_epochs": 1,
+        "max_steps": 2,
+    }
     assert len(find(Validates(), options=options).lrs) == 30
     assert capsys.readouterr() == ("", "")

@@ -33,7 +33,10 @@ def test_losses_are_those_of_a_loop_written_by_hand(mode):
     same = copy.deepcopy(module)
     found = find(module, mode=mode, min_lr=1e-4, max_lr=1e-1)
     parts = [i / 29 for i in range(30)]
-    lrs = [1e-4 * 1000**part if mode == "exponential" else 1e-4 + (1e-1 - 1e-4) * part for part in parts]
+    lrs = [
+        1e-4 * 1000**part if mode == "exponential" else 1e-4 + (1e-1 - 1e-4) * part
+        for part in parts
+    ]
     assert found.lrs == pytest.approx(lrs, rel=1e-12)
     assert (found.lrs[0], found.lrs[-1]) == pytest.approx((1e-4, 1e-1), rel=1e-12)
     assert found.raw_losses == by_hand(same, list(loader()) * 5, found.lrs)
@@ -49,7 +52,11 @@ def test_losses_are_those_of_a_loop_written_by_hand(mode):
 @pytest.mark.parametrize("curvature", [0.5, 4.0, 30.0])
 def test_the_suggestion_lies_where_a_quadratic_converges(curvature):
     found = find(Quadratic(curvature), min_lr=1e-6, max_lr=100.0, num_training=150)
-    suggestion, q, m = found.suggestion(), found.lrs[1] / found.lrs[0], found.losses.index(min(found.losses))
+    suggestion, q, m = (
+        found.suggestion(),
+        found.lrs[1] / found.lrs[0],
+        found.losses.index(min(found.losses)),
+    )
     assert suggestion < 2 / curvature
     # From below: with the loss beginning at l, a step k lowers it to no less than l (1 - 2 L sum of lr_i), and that sum is at most
     # lr_k q/(q-1). A slope of the average is at most w = 0.02/(1 - 0.98^11) of how far the loss lies below it; the steepest is at least
@@ -103,10 +110,16 @@ def test_a_noisy_curve_is_doubted():
 
 def test_a_fall_beyond_the_lowest_loss_is_doubted():
     lrs = [float(i + 1) for i in range(40)]
-    diverges = [*[1 - 0.02 * i for i in range(30)], *[9.0, 8.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]]
+    diverges = [
+        *[1 - 0.02 * i for i in range(30)],
+        *[9.0, 8.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0],
+    ]
     found = LRFinder("linear", lrs, diverges)
     assert found.suggestion() > 30
-    assert "the loss was lowest at 30, and only beyond it, where training diverges, fell faster. Fix: max_lr=30" in found.doubt()
+    assert (
+        "the loss was lowest at 30, and only beyond it, where training diverges, fell faster. Fix: max_lr=30"
+        in found.doubt()
+    )
 
 
 def test_accumulated_batches_count_as_their_mean():
@@ -128,7 +141,9 @@ def test_an_optimizer_with_a_closure_counts_the_loss_before_its_step():
 def test_groups_keep_their_ratio_to_the_first():
     def two(parameters):
         first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "lr": torch.tensor(0.2)}, {"params": others, "lr": 0.02}], lr=1.0)
+        return torch.optim.SGD(
+            [{"params": [first], "lr": torch.tensor(0.2)}, {"params": others, "lr": 0.02}], lr=1.0
+        )
 
     watch = Watch()
     found = find(Net(two), options={"plugins": [watch]})
@@ -143,7 +158,10 @@ def test_schedulers_are_not_stepped_and_their_warm_up_is_not_the_ratio():
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return [optimizer], [{"scheduler": warm, "interval": "step"}, {"scheduler": plateau, "monitor": "never logged"}]
+            return [optimizer], [
+                {"scheduler": warm, "interval": "step"},
+                {"scheduler": plateau, "monitor": "never logged"},
+            ]
 
     watch = Watch()
     found = find(Scheduled(), options={"plugins": [watch]})
@@ -155,7 +173,12 @@ def test_estimated_steps_are_those_of_the_finder():
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             steps = self.trainer.estimated_stepping_batches
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps), "interval": "step"}]
+            return [optimizer], [
+                {
+                    "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps),
+                    "interval": "step",
+                }
+            ]
 
     assert len(find(OneCycle()).lrs) == 30
 
@@ -255,8 +278,22 @@ def test_plot_draws_the_curve_and_marks_the_suggestion():
 
 def test_plot_is_not_flattened_by_a_loss_that_diverges():
     losses = [1.0, 0.8, 0.4, 0.0, 1000.0]
-    lines = LRFinder("linear", [1.0, 2.0, 3.0, 4.0, 5.0], losses).plot(width=41, height=11).splitlines()
-    assert [line[11:].find("*") for line in lines[:11]] == [40, -1, -1, -1, -1, 0, 10, -1, 20, -1, 30]
+    lines = (
+        LRFinder("linear", [1.0, 2.0, 3.0, 4.0, 5.0], losses).plot(width=41, height=11).splitlines()
+    )
+    assert [line[11:].find("*") for line in lines[:11]] == [
+        40,
+        -1,
+        -1,
+        -1,
+        -1,
+        0,
+        10,
+        -1,
+        20,
+        -1,
+        30,
+    ]
     assert LRFinder("linear").plot() == "nothing to draw"
 
 
@@ -273,7 +310,9 @@ def test_the_suggestion_is_set(name):
     module.lr, rate = 0.5, module.lr
     del module.lr
     setattr(module, name, rate)
-    found = Tuner(trainer()).lr_find(module, loader(), min_lr=1e-4, attr_name="" if name != "base" else "base")
+    found = Tuner(trainer()).lr_find(
+        module, loader(), min_lr=1e-4, attr_name="" if name != "base" else "base"
+    )
     assert getattr(module, name) == found.suggestion() != rate
     if name == "lr":
         assert module.hparams.lr == found.suggestion()
@@ -296,7 +335,10 @@ def test_a_hyperparameter_alone_is_set():
 
 def test_without_a_suggestion_nothing_is_set():
     module = Quadratic(0.0)
-    with pytest.warns(UserWarning, match=r"Quadratic\.lr stays as it is, for there is no suggestion: the loss fell nowhere"):
+    with pytest.warns(
+        UserWarning,
+        match=r"Quadratic\.lr stays as it is, for there is no suggestion: the loss fell nowhere",
+    ):
         Tuner(trainer()).lr_find(module, loader(), num_training=20)
     assert module.lr == 0.1
 
@@ -312,13 +354,19 @@ LR_REFUSALS = [
     ({"min_lr": 1.0, "max_lr": 0.1}, {}, "the first below the second"),
     ({"max_lr": math.inf}, {}, "above 0"),
     ({"early_stop_threshold": 1.0}, {}, "must be above 1"),
-    ({"update_attr": True, "attr_name": "rate"}, {}, "Never has no rate to set. Fix: update_attr=False"),
+    (
+        {"update_attr": True, "attr_name": "rate"},
+        {},
+        "Never has no rate to set. Fix: update_attr=False",
+    ),
     ({}, {"fast_dev_run": True}, "fast_dev_run"),
     ({"datamodule": 3}, {}, "datamodule=3 is not a geartrain.DataModule"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "options", "says"), LR_REFUSALS, ids=[words for _, _, words in LR_REFUSALS])
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"), LR_REFUSALS, ids=[words for _, _, words in LR_REFUSALS]
+)
 def test_lr_find_refuses(arguments, options, says):
     with pytest.raises(UsageError, match=says):
         find(Never(), options=options, **arguments)

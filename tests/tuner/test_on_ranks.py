@@ -12,7 +12,9 @@ from geartrain.tuning import Tuner
 
 def find(module, **options):
     trainer, strategy = on_threads()
-    curve = Tuner(trainer).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=1e-4, num_training=30, **options)
+    curve = Tuner(trainer).lr_find(
+        module, DataLoader(samples(), batch_size=4), min_lr=1e-4, num_training=30, **options
+    )
     return curve, strategy
 
 
@@ -39,7 +41,10 @@ def test_the_curve_is_that_of_one_process_on_all_the_data():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("factor", "steps", "why"), [(float("nan"), 20, "the loss was nan"), (1e4, 21, "the loss diverged")])
+@pytest.mark.parametrize(
+    ("factor", "steps", "why"),
+    [(float("nan"), 20, "the loss was nan"), (1e4, 21, "the loss diverged")],
+)
 def test_what_one_rank_sees_ends_both_in_the_same_step(rank, factor, steps, why):
     class Breaks(Net):
         def training_step(self, batch, batch_idx):
@@ -62,7 +67,13 @@ def test_everything_is_as_it_was(fails):
     module, (trainer, _) = Own(norm=True, optimizer="adam"), on_threads(seed=3)
     before = weights(module)
     try:
-        Tuner(trainer).lr_find(module, DataLoader(samples(), batch_size=4), min_lr=0.1, num_training=20, update_attr=False)
+        Tuner(trainer).lr_find(
+            module,
+            DataLoader(samples(), batch_size=4),
+            min_lr=0.1,
+            num_training=20,
+            update_attr=False,
+        )
     except ValueError:
         assert fails
     else:
@@ -73,7 +84,10 @@ def test_everything_is_as_it_was(fails):
 
 def test_training_afterwards_is_bit_equal_to_training_without():
     def train(tune):
-        module, (trainer, strategy) = Net(norm=True, optimizer="adam"), on_threads(max_epochs=2, seed=3)
+        module, (trainer, strategy) = (
+            Net(norm=True, optimizer="adam"),
+            on_threads(max_epochs=2, seed=3),
+        )
         data = DataLoader(samples(), batch_size=4, shuffle=True)
         if tune:
             Tuner(trainer).lr_find(module, data, num_training=20, update_attr=False)
@@ -90,5 +104,7 @@ def test_a_batch_size_is_found_in_one_process_only():
         batch_size = 2
 
     trainer, _ = on_threads()
-    with pytest.raises(gt.UsageError, match=r"ThreadRanks trains in 2 processes.*Fix: find it on one device"):
+    with pytest.raises(
+        gt.UsageError, match=r"ThreadRanks trains in 2 processes.*Fix: find it on one device"
+    ):
         Tuner(trainer).scale_batch_size(Own())

@@ -49,7 +49,9 @@ class Late:
 
     @hookimpl
     def on_epoch_end(self, run):
-        run.hooks.log_metrics(run=run, metrics={"late": 7.5, "nan": float("nan")}, step=run.step - 3)
+        run.hooks.log_metrics(
+            run=run, metrics={"late": 7.5, "nan": float("nan")}, step=run.step - 3
+        )
 
 
 class Handed:
@@ -65,7 +67,13 @@ class Handed:
 
 def trainer(*plugins, **options):
     """Two epochs on the CPU; every step is logged; nothing is drawn."""
-    given = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    given = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
     return gt.Trainer(plugins=plugins, **given | options)
 
 

@@ -27,4 +27,8 @@ def own_wandb(tmp_path, monkeypatch):
 
 def services():
     """wandb's processes below this one."""
-    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("wandb")]
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.name().startswith("wandb")
+    ]

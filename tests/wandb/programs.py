@@ -24,12 +24,16 @@ class Away:
 
 def train_online(what):
     plugins = [Away()] if what == "goes" else []
-    trainer(WandB(project="p"), *plugins).fit(Net(fails=ValueError() if what == "fails" else None), loader())
+    trainer(WandB(project="p"), *plugins).fit(
+        Net(fails=ValueError() if what == "fails" else None), loader()
+    )
 
 
 def services():
     """How many processes of wandb are below this one."""
-    return sum(process.name().startswith("wandb") for process in psutil.Process().children(recursive=True))
+    return sum(
+        process.name().startswith("wandb") for process in psutil.Process().children(recursive=True)
+    )
 
 
 class Count:

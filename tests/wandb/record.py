@@ -50,12 +50,17 @@ class Recorded:
         self.id = path.stem.removeprefix("run-")
 
     def of(self, kind):
-        return [getattr(record, kind) for record in self.all if record.WhichOneof("record_type") == kind]
+        return [
+            getattr(record, kind) for record in self.all if record.WhichOneof("record_type") == kind
+        ]
 
     @property
     def rows(self):
         """The history, wandb's own columns left out."""
-        return [{k: v for k, v in _items(record.item).items() if not k.startswith("_")} for record in self.of("history")]
+        return [
+            {k: v for k, v in _items(record.item).items() if not k.startswith("_")}
+            for record in self.of("history")
+        ]
 
     @property
     def config(self):
@@ -94,4 +99,7 @@ def _items(items):
 def recorded(folder):
     """The runs below a folder, oldest first."""
     wandb.teardown()  # finish() returns before its service has written the end of the file
-    return [Recorded(path) for path in sorted(folder.rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)]
+    return [
+        Recorded(path)
+        for path in sorted(folder.rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    ]

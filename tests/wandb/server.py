@@ -8,7 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 _BUCKET = {"id": "1", "displayName": "told", "config": "{}", "historyLineCount": 0}
 _ANSWERS = {
     "upsertBucket": {
-        "bucket": {**_BUCKET, "name": "told", "project": {"id": "2", "name": "p", "entity": {"id": "3", "name": "e"}}},
+        "bucket": {
+            **_BUCKET,
+            "name": "told",
+            "project": {"id": "2", "name": "p", "entity": {"id": "3", "name": "e"}},
+        },
         "inserted": True,
     },
     "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []},
@@ -20,7 +24,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path.endswith("/file_stream"):
             self.server.streamed.append(asked)
-        self._answer({name: answer for name, answer in _ANSWERS.items() if name in asked.get("query", "")})
+        self._answer(
+            {name: answer for name, answer in _ANSWERS.items() if name in asked.get("query", "")}
+        )
 
     def do_GET(self):
         self._answer({})
@@ -55,8 +61,14 @@ class Server(ThreadingHTTPServer):
 
     @property
     def rows(self):
-        lines = [line for each in self.streamed for line in each.get("files", {}).get("wandb-history.jsonl", {}).get("content", ())]
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith("_")} for line in lines]
+        lines = [
+            line
+            for each in self.streamed
+            for line in each.get("files", {}).get("wandb-history.jsonl", {}).get("content", ())
+        ]
+        return [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("_")} for line in lines
+        ]
 
     @property
     def exit_codes(self):

@@ -25,11 +25,15 @@ DOWNHILL = str(Path(__file__).parents[1] / "integration" / "downhill.py")
 def test_chosen_by_name(tmp_path):
     options = {"project": "p", "tags": "[a, b]", "mode": "offline", "checkpoints": "true"}
     given = [word for name, value in options.items() for word in (f"--wandb.{name}", value)]
-    done = geartrain("fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out", *given)
+    done = geartrain(
+        "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out", *given
+    )
     assert done.end == "0", done.printed
     (run,) = recorded(tmp_path / "out")
     assert (run.run.project, list(run.run.tags), run.exit_code) == ("p", ["a", "b"], 0)
-    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(run.rows) == len(logged)
     assert len(run.of("artifact")) == 2
 
@@ -101,7 +105,9 @@ def test_a_server_that_does_not_answer_makes_the_run_an_offline_one(tmp_path, mo
         monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
         monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
         monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")
-        done = geartrain("fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out")
+        done = geartrain(
+            "fit", DOWNHILL, "--max-epochs", "2", "--plugin", "wandb", "--output", "out"
+        )
     assert done.end == "0", done.printed
     assert done.err.count("its server does not answer") == 1
     (run,) = [run for run in recorded(tmp_path / "out") if run.of("history")]
@@ -147,9 +153,22 @@ from geartrain.commands import main
 sys.exit(main())
 """
     )
-    done = python("train.py", "fit", DOWNHILL, "--plugin", "wandb", "--wandb.mode", "offline", "--output", "out")
+    done = python(
+        "train.py",
+        "fit",
+        DOWNHILL,
+        "--plugin",
+        "wandb",
+        "--wandb.mode",
+        "offline",
+        "--output",
+        "out",
+    )
     assert done.returncode == 2, done.stderr
-    assert "geartrain-wandb[wandb]: the package wandb is not installed.\nFix: pip install wandb" in done.stderr
+    assert (
+        "geartrain-wandb[wandb]: the package wandb is not installed.\nFix: pip install wandb"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -24,7 +24,10 @@ from .record import recorded
 
 def plain(rows):
     """NaN equals itself here."""
-    return [{k: "nan" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+    return [
+        {k: "nan" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+        for row in rows
+    ]
 
 
 # --- metrics -------------------------------------------------------------------------------------------------------------
@@ -35,9 +38,17 @@ def test_every_metric_is_kept_with_its_step(tmp_path):
     trainer(offline(), Late(), handed).fit(Net(), loader(), loader())
     (run,) = recorded(tmp_path)
     assert plain(run.rows) == plain(handed.rows)
-    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == list(range(1, 9))
-    assert [(row["trainer/global_step"], row["late"]) for row in run.rows if "late" in row] == [(1, 7.5), (5, 7.5)]
-    assert [(row["trainer/global_step"], row["epoch"]) for row in run.rows if "val" in row] == [(4, 0), (8, 1)]
+    assert [row["trainer/global_step"] for row in run.rows if "loss_step" in row] == list(
+        range(1, 9)
+    )
+    assert [(row["trainer/global_step"], row["late"]) for row in run.rows if "late" in row] == [
+        (1, 7.5),
+        (5, 7.5),
+    ]
+    assert [(row["trainer/global_step"], row["epoch"]) for row in run.rows if "val" in row] == [
+        (4, 0),
+        (8, 1),
+    ]
 
 
 def test_the_axis_of_the_charts_is_the_optimizer_step(tmp_path):
@@ -53,7 +64,9 @@ def test_a_record_longer_than_a_block_of_the_file_comes_back(tmp_path):
     class Many:
         @hookimpl
         def on_epoch_end(self, run):
-            run.hooks.log_metrics(run=run, metrics={f"figure {i}": i / 7 for i in range(3000)}, step=run.step)
+            run.hooks.log_metrics(
+                run=run, metrics={f"figure {i}": i / 7 for i in range(3000)}, step=run.step
+            )
 
     trainer(offline(), Many(), max_epochs=1).fit(Net(), loader())
     (run,) = recorded(tmp_path)
@@ -90,15 +103,31 @@ def test_the_configuration_holds_hyperparameters_and_the_plan(tmp_path):
     assert run.config["lr"] == 0.25
     assert run.config["geartrain"]["command"] == "fit"
     assert run.config["geartrain"]["options"]["max_epochs"] == 2
-    assert run.config["geartrain"].keys() == (one.plan.as_dict().keys() | {"command"}) - {"hyperparameters"}
+    assert run.config["geartrain"].keys() == (one.plan.as_dict().keys() | {"command"}) - {
+        "hyperparameters"
+    }
 
 
 def test_options_reach_wandb(tmp_path):
-    given = {"project": "p", "name": "n", "entity": "e", "group": "g", "tags": ["a", "b"], "notes": "long"}
+    given = {
+        "project": "p",
+        "name": "n",
+        "entity": "e",
+        "group": "g",
+        "tags": ["a", "b"],
+        "notes": "long",
+    }
     trainer(offline(**given)).fit(Net(), loader())
     (run,) = recorded(tmp_path)
     found = run.run
-    assert (found.project, found.display_name, found.entity, found.run_group, list(found.tags), found.notes) == (
+    assert (
+        found.project,
+        found.display_name,
+        found.entity,
+        found.run_group,
+        list(found.tags),
+        found.notes,
+    ) == (
         "p",
         "n",
         "e",
@@ -155,14 +184,22 @@ def test_variables_are_honoured_and_options_win(tmp_path, monkeypatch):
     trainer(WandB(project="given")).fit(Net(), loader())
     monkeypatch.setenv("WANDB_MODE", "disabled")
     trainer(WandB(mode="offline", project="third")).fit(Net(), loader())
-    assert [run.run.project for run in recorded(tmp_path)] == ["from the environment", "given", "third"]
+    assert [run.run.project for run in recorded(tmp_path)] == [
+        "from the environment",
+        "given",
+        "third",
+    ]
 
 
 @pytest.mark.parametrize("how", ["variable", "option", "fast_dev_run"])
 def test_nothing_is_written(tmp_path, monkeypatch, how):
     if how == "variable":
         monkeypatch.setenv("WANDB_MODE", "disabled")
-    one = {"variable": WandB(), "option": WandB(mode="disabled"), "fast_dev_run": WandB(mode="offline")}[how]
+    one = {
+        "variable": WandB(),
+        "option": WandB(mode="disabled"),
+        "fast_dev_run": WandB(mode="offline"),
+    }[how]
     trainer(one, fast_dev_run=how == "fast_dev_run", output="out").fit(Net(), loader())
     assert not list(tmp_path.rglob("*.wandb"))
     assert not (tmp_path / "wandb").exists()
@@ -178,11 +215,17 @@ def test_each_checkpoint_is_an_artifact(tmp_path):
     (run,) = recorded(tmp_path)
     first, last = run.of("artifact")
     for artifact, step in ((first, 4), (last, 8)):
-        assert (artifact.type, list(artifact.aliases), artifact.name) == ("model", ["latest"], f"model-{run.id}")
+        assert (artifact.type, list(artifact.aliases), artifact.name) == (
+            "model",
+            ["latest"],
+            f"model-{run.id}",
+        )
         assert json.loads(artifact.metadata)["step"] == step
         (file,) = artifact.manifest.contents
         assert file.path == "last.ckpt"
-        assert torch.load(file.local_path)["step"] == step  # a copy of its own: the second has not overwritten the first
+        assert (
+            torch.load(file.local_path)["step"] == step
+        )  # a copy of its own: the second has not overwritten the first
 
 
 def test_the_best_are_artifacts_that_outlive_their_files(tmp_path):
@@ -215,7 +258,11 @@ def test_checkpoints_that_nobody_saves_are_missed():
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(ValueError("too bad"), "failed", 1), (KeyboardInterrupt(), "interrupted", 255), (SystemExit(3), "failed", 1)],
+    [
+        (ValueError("too bad"), "failed", 1),
+        (KeyboardInterrupt(), "interrupted", 255),
+        (SystemExit(3), "failed", 1),
+    ],
 )
 def test_a_run_that_ends_early_is_marked(tmp_path, error, status, code):
     with pytest.raises(type(error)):
@@ -240,7 +287,9 @@ def test_a_second_fit_is_a_second_run(tmp_path):
 
 def test_the_scripts_own_run_is_used_and_stays_open(tmp_path):
     mine = wandb.init(mode="offline", project="script", name="mine", config={"own": 1, "lr": 3})
-    with pytest.warns(UserWarning, match="own run mine is used, and stays open; not used: mode, project"):
+    with pytest.warns(
+        UserWarning, match="own run mine is used, and stays open; not used: mode, project"
+    ):
         trainer(offline()).fit(Net(), loader())
     assert wandb.run is mine
     mine.log({"after": 1})

@@ -80,7 +80,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         from geartrain.errors.hints import write_instead
 
-        raise AttributeError(f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}")
+        raise AttributeError(
+            f"module 'geartrain' has no attribute {name!r}{write_instead('geartrain', name)}"
+        )
     module, _, attribute = _LAZY[name].partition(":")
     if module.startswith("geartrain_"):
         from geartrain.planning.lazy_exports import import_from

@@ -242,7 +242,9 @@ def clip_gradients(run: Run) -> torch.Tensor | None:
 
 
 @single
-def optimizer_step(run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool | None:
+def optimizer_step(
+    run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
+) -> bool | None:
     """Step one optimizer.
 
     Fired: once a step for each optimizer; in manual optimisation, in each ``optimizer.step()``.

@@ -47,22 +47,42 @@ class Options:
         options = {field.name: arguments[field.name] for field in fields(cls)}
         batches = options["fast_dev_run"]
         if not isinstance(batches, int) or batches < 0:
-            raise UsageError(f"fast_dev_run={batches!r} must be True, False or a number of batches.")
+            raise UsageError(
+                f"fast_dev_run={batches!r} must be True, False or a number of batches."
+            )
         options["fast_dev_run"] = int(batches)
         if batches:
-            amounts = ("max_steps", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+            amounts = (
+                "max_steps",
+                "limit_train_batches",
+                "limit_val_batches",
+                "limit_test_batches",
+                "limit_predict_batches",
+            )
             options |= dict.fromkeys(amounts, int(batches))
-            options |= {"max_epochs": 1, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "num_sanity_val_steps": 0}
+            options |= {
+                "max_epochs": 1,
+                "val_check_interval": 1.0,
+                "check_val_every_n_epoch": 1,
+                "num_sanity_val_steps": 0,
+            }
         elif options["max_epochs"] is None:
             options["max_epochs"] = _MAX_EPOCHS if options["max_steps"] == -1 else -1
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        for name in (
+            "limit_train_batches",
+            "limit_val_batches",
+            "limit_test_batches",
+            "limit_predict_batches",
+        ):
             _check_limit(name, getattr(self, name))
         _check_limit("val_check_interval", self.val_check_interval, least=1)
         if not self.val_check_interval:
-            raise UsageError(f"val_check_interval={self.val_check_interval!r}: a fraction of an epoch above 0.0, or a number of batches.")
+            raise UsageError(
+                f"val_check_interval={self.val_check_interval!r}: a fraction of an epoch above 0.0, or a number of batches."
+            )
         _check_least("max_epochs", self.max_epochs, -1)
         _check_least("max_steps", self.max_steps, -1)
         _check_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
@@ -76,10 +96,16 @@ class Options:
                 "check_val_every_n_epoch=None counts batches across epochs: val_check_interval must be a whole number of batches."
             )
         if self.gradient_clip_algorithm not in ("norm", "value"):
-            raise UsageError(f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: it is 'norm' or 'value'.")
+            raise UsageError(
+                f"gradient_clip_algorithm={self.gradient_clip_algorithm!r}: it is 'norm' or 'value'."
+            )
         clip = self.gradient_clip_val
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-            raise UsageError(f"gradient_clip_val={clip!r} must be a number above 0; None turns clipping off.")
+        if clip is not None and (
+            isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
+        ):
+            raise UsageError(
+                f"gradient_clip_val={clip!r} must be a number above 0; None turns clipping off."
+            )
         if self.seed is not None:
             _check_least("seed", self.seed, 0)
             if self.seed >= 2**32:
@@ -110,9 +136,18 @@ def _check_limit(name: str, value: Any, least: int = 0) -> None:
     if value is None:
         return
     if isinstance(value, float) and not 0.0 <= value <= 1.0:
-        raise UsageError(f"{name}={value!r}: a fraction lies between 0.0 and 1.0; a number of batches is a whole number.")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (isinstance(value, int) and value < least):
-        raise UsageError(f"{name}={value!r} must be a number of batches (at least {least}) or a fraction between 0.0 and 1.0.")
+        raise UsageError(
+            f"{name}={value!r}: a fraction lies between 0.0 and 1.0; a number of batches is a whole number."
+        )
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value < 0
+        or (isinstance(value, int) and value < least)
+    ):
+        raise UsageError(
+            f"{name}={value!r} must be a number of batches (at least {least}) or a fraction between 0.0 and 1.0."
+        )
 
 
 def refuse_unknown(of: str, unknown: Iterable[str], function: Callable[..., Any]) -> None:
@@ -129,6 +164,8 @@ def refuse_unknown(of: str, unknown: Iterable[str], function: Callable[..., Any]
     answers = []
     for name in unknown:
         instead = hint(f"{of}()", name)
-        answers.append(f"{of} has no argument {name!r}. {f'Write: {instead}' if instead else nearest(name, known)}")
+        answers.append(
+            f"{of} has no argument {name!r}. {f'Write: {instead}' if instead else nearest(name, known)}"
+        )
     if answers:
         raise UsageError("\n".join(answers))

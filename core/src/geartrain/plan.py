@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 #: Single hooks whose defaults are right for one process only.
 _OF_SEVERAL_PROCESSES = (
-    *("launch", "setup_process_group", "make_ranks", "shard_dataloader", "wrap_model", "log_sync", "all_gather", "broadcast", "barrier"),
+    *(
+        "launch",
+        "setup_process_group",
+        "make_ranks",
+        "shard_dataloader",
+        "wrap_model",
+        "log_sync",
+        "all_gather",
+        "broadcast",
+        "barrier",
+    ),
     "teardown_process_group",
 )
 
@@ -43,8 +53,14 @@ class Layout:
 
     def is_whole(self) -> bool:
         """True if both are whole numbers above 0."""
-        numbers = [self.devices_per_process, 1 if self.processes_per_node is None else self.processes_per_node]
-        return all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
+        numbers = [
+            self.devices_per_process,
+            1 if self.processes_per_node is None else self.processes_per_node,
+        ]
+        return all(
+            isinstance(number, int) and not isinstance(number, bool) and number > 0
+            for number in numbers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +129,13 @@ class Plan:
 
 
 def make_plan(
-    hooks: Hooks, *, accelerator: PluginInfo, strategy: LoadedPlugin, devices: tuple[int, ...], num_nodes: int, **rest: Any
+    hooks: Hooks,
+    *,
+    accelerator: PluginInfo,
+    strategy: LoadedPlugin,
+    devices: tuple[int, ...],
+    num_nodes: int,
+    **rest: Any,
 ) -> Plan:
     """Ask the strategy for its processes and put the plan together."""
     layout = hooks.plan_processes(request=PlanRequest(accelerator.name, devices, num_nodes))
@@ -123,7 +145,14 @@ def make_plan(
             f"{owner.label if owner else 'geartrain'}: plan_processes returned {layout!r}. "
             "Fix: return geartrain.Layout(processes_per_node, devices_per_process), of whole numbers above 0"
         )
-    plan = Plan(accelerator=accelerator, strategy=strategy.info, devices=devices, num_nodes=num_nodes, layout=layout, **rest)
+    plan = Plan(
+        accelerator=accelerator,
+        strategy=strategy.info,
+        devices=devices,
+        num_nodes=num_nodes,
+        layout=layout,
+        **rest,
+    )
     notes = getattr(strategy.plugin, "notes", None)
     return replace(plan, notes=notes(plan)) if callable(notes) else plan
 
@@ -136,8 +165,16 @@ def check_joins(plan: Plan, hooks: Hooks) -> None:
     """
     if plan.processes == 1:
         return
-    count = "as many processes as its launcher starts" if plan.processes is None else f"{plan.processes} processes"
-    missing = [hook for hook in _OF_SEVERAL_PROCESSES if (owner := hooks.owner(hook)) is None or owner.kind == "default"]
+    count = (
+        "as many processes as its launcher starts"
+        if plan.processes is None
+        else f"{plan.processes} processes"
+    )
+    missing = [
+        hook
+        for hook in _OF_SEVERAL_PROCESSES
+        if (owner := hooks.owner(hook)) is None or owner.kind == "default"
+    ]
     if "setup_process_group" in missing:
         raise UsageError(
             f"{plan.strategy.label} plans {count} but has no setup_process_group: each would train alone. "

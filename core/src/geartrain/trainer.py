@@ -129,10 +129,14 @@ class Trainer(RankProperties):
         refuse_unknown("Trainer", unknown, Trainer)
         options = Options.of(arguments)
         if seed is not None:
-            seed_everything(seed)  # now, so that a module made after this trainer has the seed's weights
+            seed_everything(
+                seed
+            )  # now, so that a module made after this trainer has the seed's weights
         self._block, self._assume = list(block), dict(assume or {})
         self.registry, self.cluster = Registry(block), detect()
-        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, TrainerArguments.of(arguments))
+        self._parts, self.hooks, self.plan = build_components(
+            self.registry, self.cluster, options, TrainerArguments.of(arguments)
+        )
         self.output = self.plan.output
         self._run: Run | None = None
 
@@ -170,9 +174,23 @@ class Trainer(RankProperties):
         """
         refuse_unknown("Trainer.fit", unknown, self.fit)
         if ckpt_path is not None and checkpoint is not None:
-            raise UsageError("ckpt_path= resumes everything, checkpoint= starts from the weights alone. Fix: give one of them")
-        given, resumes = {"train": train_dataloaders, "validate": val_dataloaders}, ckpt_path is not None
-        self._start("fit", model, given, datamodule, ckpt_path if resumes else checkpoint, loss, optimizer, resumes)
+            raise UsageError(
+                "ckpt_path= resumes everything, checkpoint= starts from the weights alone. Fix: give one of them"
+            )
+        given, resumes = (
+            {"train": train_dataloaders, "validate": val_dataloaders},
+            ckpt_path is not None,
+        )
+        self._start(
+            "fit",
+            model,
+            given,
+            datamodule,
+            ckpt_path if resumes else checkpoint,
+            loss,
+            optimizer,
+            resumes,
+        )
 
     def validate(
         self,
@@ -193,7 +211,10 @@ class Trainer(RankProperties):
         Returns:
             One dict a loader, of its metrics by name; names without a loader's suffix are in each.
         """
-        return self._per_loader("validate", self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path, loss))
+        return self._per_loader(
+            "validate",
+            self._start("validate", model, {"validate": dataloaders}, datamodule, ckpt_path, loss),
+        )
 
     def test(
         self,
@@ -204,7 +225,9 @@ class Trainer(RankProperties):
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> list[dict[str, float]]:
         """Test once; arguments and return as for :meth:`validate`."""
-        return self._per_loader("test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path, loss))
+        return self._per_loader(
+            "test", self._start("test", model, {"test": dataloaders}, datamodule, ckpt_path, loss)
+        )
 
     def predict(
         self,
@@ -223,7 +246,9 @@ class Trainer(RankProperties):
         Raises:
             TrainingError: the run failed; or an output cannot be pickled to reach the other ranks.
         """
-        outputs: list[Any] = self._start("predict", model, {"predict": dataloaders}, datamodule, ckpt_path)
+        outputs: list[Any] = self._start(
+            "predict", model, {"predict": dataloaders}, datamodule, ckpt_path
+        )
         return outputs
 
     def check(
@@ -254,9 +279,16 @@ class Trainer(RankProperties):
                 modules=False,
             )
             if datamodule is not None:
-                warn_of_others(datamodule, type(datamodule).__name__, "the same method of the module", DataModule)
+                warn_of_others(
+                    datamodule,
+                    type(datamodule).__name__,
+                    "the same method of the module",
+                    DataModule,
+                )
         known = hyperparameters(None if isinstance(model, type) else model, datamodule)
-        self.plan = replace(self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes)
+        self.plan = replace(
+            self.plan, loader_batch_size=batch_size, hyperparameters=known, resumes=resumes
+        )
         if command == "fit" and not model.automatic_optimization:
             # First without the parts of manual optimisation: a strategy's refusal is clearer than two owners of a hook.
             Hooks(self._parts).check_plan(plan=self.plan, module=model)
@@ -293,21 +325,37 @@ class Trainer(RankProperties):
         if datamodule is not None:
             check_data(datamodule)
         if self._assume:
-            raise UsageError(f"this trainer assumes hardware that this machine lacks ({self._assume}): it can be explained, not run.")
+            raise UsageError(
+                f"this trainer assumes hardware that this machine lacks ({self._assume}): it can be explained, not run."
+            )
         with reserved_folder(self._parts, resumes):
             return self._launch(command, model, given, datamodule, checkpoint, resumes)
 
     def _launch(
-        self, command: str, model: Module, given: dict[str, Any], datamodule: DataModule | None, checkpoint: Any, resumes: bool
+        self,
+        command: str,
+        model: Module,
+        given: dict[str, Any],
+        datamodule: DataModule | None,
+        checkpoint: Any,
+        resumes: bool,
     ) -> Any:
         size = loader_batch_size(given.get("train"))
-        self.check(model, command, getattr(datamodule, "batch_size", None) if size is None else size, datamodule, resumes)
+        self.check(
+            model,
+            command,
+            getattr(datamodule, "batch_size", None) if size is None else size,
+            datamodule,
+            resumes,
+        )
         start = Start(find_checkpoint_file(checkpoint, self.hooks, self.output, resumes), resumes)
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self
         hooks = self.hooks
-        steps, epochs = (0, 0) if command == "fit" else (self.global_step, self.current_epoch)  # an evaluation reports at which step it is
+        steps, epochs = (
+            (0, 0) if command == "fit" else (self.global_step, self.current_epoch)
+        )  # an evaluation reports at which step it is
         run = self._run = Run(
             plan=self.plan,
             hooks=hooks,
@@ -323,7 +371,9 @@ class Trainer(RankProperties):
         source = DataSource(given, datamodule)
         result = hooks.launch(run=run, worker=partial(work, run, source, start))
         owner = hooks.owner("launch")
-        if not hasattr(run, "logs"):  # set by the worker, or with the result of a rank 0 that is another process
+        if not hasattr(
+            run, "logs"
+        ):  # set by the worker, or with the result of a rank 0 that is another process
             raise TrainingError(
                 f"launch of {owner.label if owner else 'geartrain'} returned, and {command} has not run in this process. "
                 "Fix: call worker(local_rank) of rank 0, or apply its result (docs/write-a-strategy.md)"
@@ -334,16 +384,23 @@ class Trainer(RankProperties):
             )
         return result
 
-    def _as_before(self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any) -> tuple[Any, Any, Any]:
+    def _as_before(
+        self, command: str, given: Mapping[str, Any], datamodule: DataModule | None, checkpoint: Any
+    ) -> tuple[Any, Any, Any]:
         """Return the last run's model, its data unless data is given, and the best weights unless others are asked for, as in Lightning."""
         if self._run is None:
-            raise UsageError(f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first")
+            raise UsageError(
+                f"there is no model to {command}. Fix: {command}(model, ...), or fit one with this trainer first"
+            )
         if datamodule is None and given[command] is None:
             datamodule = self.datamodule
         if checkpoint is None and best_checkpoints(self.hooks, self.output):
             checkpoint = "best"
             if self.is_global_zero:
-                warnings.warn(f"{command} without a model reads the best weights. Say ckpt_path='best', or give the model", stacklevel=4)
+                warnings.warn(
+                    f"{command} without a model reads the best weights. Say ckpt_path='best', or give the model",
+                    stacklevel=4,
+                )
         return self._run.module, datamodule, checkpoint
 
     def _per_loader(self, stage: str, metrics: dict[str, float]) -> list[dict[str, float]]:
@@ -351,7 +408,10 @@ class Trainer(RankProperties):
         if count == 1:
             return [metrics]
         suffix = "/dataloader_idx_"
-        return [{k: v for k, v in metrics.items() if suffix not in k or k.endswith(f"{suffix}{i}")} for i in range(count)]
+        return [
+            {k: v for k, v in metrics.items() if suffix not in k or k.endswith(f"{suffix}{i}")}
+            for i in range(count)
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state from which another process makes this trainer again."""
@@ -373,9 +433,13 @@ class Trainer(RankProperties):
         def __getattr__(self, name: str) -> Any:
             """Called for names that do not exist only: for Lightning's, the error has the replacement."""
             try:
-                return object.__getattribute__(self, name)  # again, for its error: a property's own among them
+                return object.__getattribute__(
+                    self, name
+                )  # again, for its error: a property's own among them
             except AttributeError as error:
-                raise AttributeError(f"{error}{write_instead('Trainer', name)}", name=name, obj=self) from None
+                raise AttributeError(
+                    f"{error}{write_instead('Trainer', name)}", name=name, obj=self
+                ) from None
 
     # --- properties -------------------------------------------------------------------------------------------------------
 
@@ -413,7 +477,9 @@ class Trainer(RankProperties):
     @property
     def checkpoint_callback(self) -> Any:
         """The first ``ModelCheckpoint`` among the plugins, or ``None``."""
-        return next((part.plugin for part in self._parts if hasattr(part.plugin, "best_model_path")), None)
+        return next(
+            (part.plugin for part in self._parts if hasattr(part.plugin, "best_model_path")), None
+        )
 
     @property
     def precision(self) -> str:

@@ -103,7 +103,10 @@ def test_without_a_limit_nothing_is_clipped():
     assert torch.equal(torch.stack(watch.before), torch.stack(watch.after))
 
 
-@pytest.mark.parametrize("wrong", [{"gradient_clip_val": 0.0}, {"gradient_clip_val": -1}, {"gradient_clip_algorithm": "l2"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"gradient_clip_val": 0.0}, {"gradient_clip_val": -1}, {"gradient_clip_algorithm": "l2"}],
+)
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(UsageError, match="gradient_clip"):
         fit(**wrong)

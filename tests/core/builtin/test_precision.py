@@ -9,7 +9,21 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import SGD, EvalNet, Loggers, Net, Stream, assert_equal, by_hand, differ, fit, loader, samples, trainer, weights
+from small_models import (
+    SGD,
+    EvalNet,
+    Loggers,
+    Net,
+    Stream,
+    assert_equal,
+    by_hand,
+    differ,
+    fit,
+    loader,
+    samples,
+    trainer,
+    weights,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -110,7 +124,9 @@ def test_batches_outputs_and_new_tensors_have_the_dtype_in_every_stage(precision
     one.validate(net, loader())
     one.test(net, loader())
     outputs = one.predict(net, loader())
-    assert net.dtypes == {stage: {(dtype, dtype, dtype)} for stage in ("train", "validate", "test", "predict")}
+    assert net.dtypes == {
+        stage: {(dtype, dtype, dtype)} for stage in ("train", "validate", "test", "predict")
+    }
     assert {output.dtype for output in outputs} == {dtype}
     assert torch.get_default_dtype() == torch.float32
 
@@ -143,8 +159,16 @@ def test_only_floating_point_changes_in_any_nesting():
     fit(net, Stream([batch]), precision="64-true")
     seen = net.seen
     assert (seen["pair"].x.dtype, seen["pair"].y.dtype) == (torch.float64, torch.int64)
-    assert (seen["mask"][0].dtype, seen["name"], seen["phase"].dtype) == (torch.bool, "a", torch.complex64)
-    assert (net.scale.dtype, net.turn.dtype, net.count.dtype) == (torch.float64, torch.complex64, torch.int64)
+    assert (seen["mask"][0].dtype, seen["name"], seen["phase"].dtype) == (
+        torch.bool,
+        "a",
+        torch.complex64,
+    )
+    assert (net.scale.dtype, net.turn.dtype, net.count.dtype) == (
+        torch.float64,
+        torch.complex64,
+        torch.int64,
+    )
     assert x.dtype == torch.float32
 
 
@@ -212,7 +236,10 @@ def test_every_stage_runs_under_autocast(precision):
     one.validate(net, loader())
     one.test(net, loader())
     one.predict(net, loader())
-    assert net.dtypes == {stage: {(torch.float32, dtype, torch.float32)} for stage in ("train", "validate", "test", "predict")}
+    assert net.dtypes == {
+        stage: {(torch.float32, dtype, torch.float32)}
+        for stage in ("train", "validate", "test", "predict")
+    }
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -266,12 +293,18 @@ class Overflowing(Gentle):
 
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
-        self.optimizer, self.schedule = optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        self.optimizer, self.schedule = (
+            optimizer,
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma),
+        )
         return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
 
     def moved(self):
         """Whether each step changed any weight."""
-        return [any(not torch.equal(a[k], b[k]) for k in a) for a, b in zip(self.history, self.history[1:], strict=False)]
+        return [
+            any(not torch.equal(a[k], b[k]) for k in a)
+            for a, b in zip(self.history, self.history[1:], strict=False)
+        ]
 
 
 OPTIMIZERS = {
@@ -298,7 +331,9 @@ def test_skipped_steps_are_counted_anew_each_epoch_and_no_skip_is_zero():
     net = Overflowing({0})
     lines = Loggers()
     fit(net, precision="16-mixed", plugins=[lines], max_epochs=2)
-    assert [metrics["skipped_steps"] for _, metrics in lines.lines if "skipped_steps" in metrics] == [1.0, 1.0]
+    assert [
+        metrics["skipped_steps"] for _, metrics in lines.lines if "skipped_steps" in metrics
+    ] == [1.0, 1.0]
     fine = fit(Overflowing(()), precision="16-mixed")
     assert fine.callback_metrics["skipped_steps"] == 0
     assert "skipped_steps" not in fit(Net(), precision="bf16-mixed").callback_metrics
@@ -398,7 +433,10 @@ def test_a_step_without_a_loss_leaves_the_scaler_ready():
 
 def test_an_optimizer_with_a_closure_is_refused_in_16_mixed_and_trains_in_bf16():
     lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=2)
-    with pytest.raises(UsageError, match=r"geartrain\[16-mixed\] cannot skip .* closure. Fix: --precision bf16-mixed"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain\[16-mixed\] cannot skip .* closure. Fix: --precision bf16-mixed",
+    ):
         fit(Net(lbfgs), precision="16-mixed")
     net = Net(lbfgs)
     before = copy.deepcopy(net)
@@ -413,7 +451,10 @@ def test_float16_weights_are_refused_before_anything_starts():
             raise AssertionError("something has started")
             yield
 
-    with pytest.raises(UsageError, match=r"geartrain\[16-mixed\]: Net\.layers\.0\.weight is float16.*Fix: take out \.half\(\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain\[16-mixed\]: Net\.layers\.0\.weight is float16.*Fix: take out \.half\(\)",
+    ):
         fit(Net().half(), precision="16-mixed", plugins=[Never()])
 
 
@@ -422,7 +463,9 @@ def test_two_optimizers_that_share_a_parameter_are_refused():
         def configure_optimizers(self):
             return [SGD(self.parameters()), SGD(self.layers[0].parameters())]
 
-    with pytest.raises(UsageError, match=r"geartrain\[16-mixed\]: two optimizers share a parameter"):
+    with pytest.raises(
+        UsageError, match=r"geartrain\[16-mixed\]: two optimizers share a parameter"
+    ):
         fit(Shared(), precision="16-mixed")
 
 
@@ -432,7 +475,9 @@ def test_a_plugin_that_replaces_what_the_scaler_owns_is_refused(hook):
         raise AssertionError
 
     replacing = type("Mine", (), {"replaces": {hook}, hook: hookimpl(own)})
-    with pytest.raises(UsageError, match=rf"geartrain\[16-mixed\] must own the hook '{hook}', and Mine does"):
+    with pytest.raises(
+        UsageError, match=rf"geartrain\[16-mixed\] must own the hook '{hook}', and Mine does"
+    ):
         trainer(precision="16-mixed", plugins=[replacing()])
     trainer(precision="bf16-mixed", plugins=[replacing()])
 
@@ -451,7 +496,10 @@ def test_a_device_without_autocast_is_refused():
         def setup_device(self):
             return torch.device("meta")
 
-    with pytest.raises(UsageError, match=r"geartrain\[bf16-mixed\]: torch has no autocast for meta. Fix: --precision 32"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain\[bf16-mixed\]: torch has no autocast for meta. Fix: --precision 32",
+    ):
         fit(Net(), accelerator=Meta(), devices=1, precision="bf16-mixed")
 
 
@@ -460,11 +508,17 @@ def test_a_device_that_cannot_compute_in_the_format_is_refused(monkeypatch):
     real = torch.autocast
 
     def cannot(device_type, dtype):
-        warnings.warn(f"In MPS autocast, but the target dtype {dtype} is not supported. Disabling autocast.", stacklevel=2)
+        warnings.warn(
+            f"In MPS autocast, but the target dtype {dtype} is not supported. Disabling autocast.",
+            stacklevel=2,
+        )
         return real(device_type, dtype, enabled=False)
 
     monkeypatch.setattr(torch, "autocast", cannot)
-    with pytest.raises(UsageError, match=r"geartrain\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast. Fix: --pre"):
+    with pytest.raises(
+        UsageError,
+        match=r"geartrain\[bf16-mixed\]: cpu does not support torch.bfloat16: .*Disabling autocast. Fix: --pre",
+    ):
         fit(Net(), precision="bf16-mixed")
 
 
@@ -502,7 +556,9 @@ def test_32_true_adds_no_part_and_wraps_nothing():
     one = trainer()
     assert one.precision == "32-true"
     assert [choice.name for choice in one.hooks.wrappers("forward")] == []
-    assert [choice.name for choice in trainer(precision=16).hooks.wrappers("forward")] == ["16-mixed"]
+    assert [choice.name for choice in trainer(precision=16).hooks.wrappers("forward")] == [
+        "16-mixed"
+    ]
 
 
 def test_the_second_fit_starts_with_a_scale_of_its_own():

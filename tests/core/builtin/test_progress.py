@@ -75,10 +75,16 @@ def test_the_time_of_validation_does_not_count_in_the_rate_of_an_epoch(clock, ca
 
 def test_the_closing_figures(clock, capsys):
     fit(Logging(logs), max_epochs=2, plugins=[Tick(clock)], **ALONE)
-    assert capsys.readouterr().out.splitlines() == ["fit: 12 steps, 2 epochs, 120.0 s", "hidden  7", "loss    1.5"]
+    assert capsys.readouterr().out.splitlines() == [
+        "fit: 12 steps, 2 epochs, 120.0 s",
+        "hidden  7",
+        "loss    1.5",
+    ]
 
 
-@pytest.mark.parametrize(("command", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)])
+@pytest.mark.parametrize(
+    ("command", "metric"), [("validate", "val_loss"), ("test", "test_loss"), ("predict", None)]
+)
 def test_the_line_and_the_figures_of_an_evaluation(command, metric, capsys):
     getattr(trainer(**ALONE), command)(EvalNet(), [loader(), loader(8)])
     printed = capsys.readouterr()
@@ -99,7 +105,9 @@ def test_an_evaluation_of_unknown_length(capsys):
 
 
 def test_other_ranks_print_nothing(capsys):
-    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    strategy = type(
+        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
+    )
     fit(Logging(logs), strategy=strategy(), devices=2, **ALONE)
     assert capsys.readouterr() == ("", "")
 
@@ -109,7 +117,9 @@ def test_a_file_that_cannot_be_written_does_not_end_the_run(monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("geartrain.builtin.progress._say", gone)
-    with pytest.warns(UserWarning, match=r"geartrain\[progress_lines\]: on_epoch_end raised OSError"):
+    with pytest.warns(
+        UserWarning, match=r"geartrain\[progress_lines\]: on_epoch_end raised OSError"
+    ):
         one = fit(max_epochs=2, **ALONE)
     assert one.current_epoch == 2
 
@@ -138,7 +148,9 @@ def test_the_plugin_progress_is_chosen_if_it_is_installed_and_otherwise_cores_li
     assert part.reason == "enable_progress_bar=True"
 
 
-@pytest.mark.parametrize(("plugin", "label"), [("progress_lines", "geartrain[progress_lines]"), (Mine, "Mine")])
+@pytest.mark.parametrize(
+    ("plugin", "label"), [("progress_lines", "geartrain[progress_lines]"), (Mine, "Mine")]
+)
 def test_a_plugin_that_is_given_and_shows_progress_is_the_only_one(plugin, label, capsys):
     assert chosen(plugins=[plugin]) == [label]
     fit(plugins=[plugin], enable_progress_bar=True)
@@ -147,11 +159,16 @@ def test_a_plugin_that_is_given_and_shows_progress_is_the_only_one(plugin, label
 
 def test_a_bar_that_cannot_be_imported_is_warned_of_and_replaced(dists):
     dists.add("geartrain-callbacks", "1 / 0", plugins={"progress": "Bar"})
-    with pytest.warns(UserWarning, match=r"geartrain-callbacks\[progress\] is not used: .*ZeroDivisionError.*Fix: "):
+    with pytest.warns(
+        UserWarning,
+        match=r"geartrain-callbacks\[progress\] is not used: .*ZeroDivisionError.*Fix: ",
+    ):
         assert chosen() == ["geartrain[progress_lines]"]
 
 
-@pytest.mark.parametrize(("options", "imported"), [({"enable_progress_bar": False}, False), (ALONE, False), ({}, True)])
+@pytest.mark.parametrize(
+    ("options", "imported"), [({"enable_progress_bar": False}, False), (ALONE, False), ({}, True)]
+)
 def test_a_run_without_a_bar_does_not_import_rich(options, imported):
     program = f"""
 import sys, torch, geartrain as gt
@@ -166,5 +183,7 @@ class Net(gt.Module):
 gt.Trainer(accelerator="cpu", max_epochs=1, **{options!r}).fit(Net(), [torch.ones(1, 1)])
 print("rich.console" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
+    )
     assert done.stdout.splitlines()[-1] == str(imported)

@@ -11,7 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import DEADLINE, EvalNet, Logging, Net, Pretend, assert_equal, by_hand, differ, fit, loader, trainer, weights
+from small_models import (
+    DEADLINE,
+    EvalNet,
+    Logging,
+    Net,
+    Pretend,
+    assert_equal,
+    by_hand,
+    differ,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 from torch import nn
 
 import geartrain as gt
@@ -56,18 +69,35 @@ def test_the_plan_has_the_batch_size_of_a_loader_that_the_module_made(tmp_path):
     for number, (module, data, size) in enumerate([(Makes(), None, 5), (Logs(), Data(), 6)]):
         one = trainer(output=tmp_path / str(number), accumulate_grad_batches=2)
         one.fit(module, datamodule=data)
-        assert read(tmp_path / str(number) / "plan.json")["batch_size"] == {"per_device": size, "global": 2 * size}
+        assert read(tmp_path / str(number) / "plan.json")["batch_size"] == {
+            "per_device": size,
+            "global": 2 * size,
+        }
         assert one.plan.global_batch == 2 * size
 
 
 def test_a_run_leaves_plan_metrics_summary_and_checkpoint(tmp_path):
     folder = tmp_path / "new" / "run"
     one = fit(Logs(), val=loader(), output=str(folder), max_epochs=2, log_every_n_steps=4)
-    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "last.ckpt",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+    ]
 
     plan = read(folder / "plan.json")
     assert plan == json.loads(json.dumps(one.plan.as_dict()))
-    assert {"accelerator", "devices", "strategy", "processes", "nodes", "precision", "batch_size", "plugins"} <= plan.keys()
+    assert {
+        "accelerator",
+        "devices",
+        "strategy",
+        "processes",
+        "nodes",
+        "precision",
+        "batch_size",
+        "plugins",
+    } <= plan.keys()
     assert plan["accelerator"]["name"] == "cpu"
     assert plan["batch_size"] == {"per_device": 4, "global": 4}
 
@@ -102,7 +132,9 @@ def test_metrics_are_on_disk_while_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ZeroDivisionError("by hand"), "failed"), (KeyboardInterrupt(), "interrupted")], ids=["error", "Ctrl-C"]
+    ("error", "status"),
+    [(ZeroDivisionError("by hand"), "failed"), (KeyboardInterrupt(), "interrupted")],
+    ids=["error", "Ctrl-C"],
 )
 def test_the_summary_of_a_run_that_did_not_finish(tmp_path, error, status):
     class Fails(Logs):
@@ -116,7 +148,10 @@ def test_the_summary_of_a_run_that_did_not_finish(tmp_path, error, status):
     assert (summary["status"], summary["steps"], summary["epochs"]) == (status, 8, 1)
     assert type(error).__name__ in summary["error"]
     assert set(summary["metrics"]) == {"loss", "hidden", "val_loss"}
-    assert set(torch.load(tmp_path / "last.ckpt", weights_only=True)) >= {"model", "step"}  # the first epoch's
+    assert set(torch.load(tmp_path / "last.ckpt", weights_only=True)) >= {
+        "model",
+        "step",
+    }  # the first epoch's
 
 
 def test_several_commands_of_one_trainer_share_the_folder(tmp_path):
@@ -130,7 +165,9 @@ def test_several_commands_of_one_trainer_share_the_folder(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path):
-    strategy = type("Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)})
+    strategy = type(
+        "Second", (Pretend,), {"world": gt.World(rank=1, size=2, local_rank=1, local_size=2)}
+    )
     fit(strategy=strategy(), devices=2, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -174,14 +211,18 @@ def test_a_folder_that_another_run_uses_is_refused(tmp_path):
 
         def on_train_batch_start(self, batch, batch_idx):
             if self.refused is None:
-                with pytest.raises(UsageError, match=r"another run uses output=.*Fix: another folder") as self.refused:
+                with pytest.raises(
+                    UsageError, match=r"another run uses output=.*Fix: another folder"
+                ) as self.refused:
                     trainer(output=tmp_path).fit(Net(), loader(), ckpt_path="auto")
 
     net = Meets()
     fit(net, output=tmp_path)
     assert net.refused is not None
     assert read(tmp_path / "summary.json")["steps"] == 6
-    trainer(output=tmp_path, max_epochs=2).fit(Net(), loader(), ckpt_path="auto")  # the other has ended
+    trainer(output=tmp_path, max_epochs=2).fit(
+        Net(), loader(), ckpt_path="auto"
+    )  # the other has ended
 
 
 @pytest.mark.parametrize("with_function", [False, True])
@@ -246,7 +287,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UsageError, match=r"file/run'? cannot be created: Not a directory. Fix: another folder"):
+    with pytest.raises(
+        UsageError, match=r"file/run'? cannot be created: Not a directory. Fix: another folder"
+    ):
         fit(output=tmp_path / "file" / "run")
 
 
@@ -286,9 +329,16 @@ def test_a_full_disk_is_the_error_and_leaves_whole_files(tmp_path):
     class Fills(Logs):
         def on_train_batch_start(self, batch, batch_idx):
             if self.global_step == 2:
-                limit.enter_context(files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 20))
+                limit.enter_context(
+                    files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 20)
+                )
 
-    with ExitStack() as limit, pytest.raises(TrainingError, match=r"^disk full: \S+metrics.jsonl could not be written") as caught:
+    with (
+        ExitStack() as limit,
+        pytest.raises(
+            TrainingError, match=r"^disk full: \S+metrics.jsonl could not be written"
+        ) as caught,
+    ):
         fit(Fills(), output=tmp_path, log_every_n_steps=1)
     assert any("disk full" in note and "summary.json" in note for note in caught.value.__notes__)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -354,7 +404,10 @@ def test_a_folder_that_has_become_read_only_is_named(tmp_path, monkeypatch):
     one = fit(Net(), output=tmp_path / "run")
     monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.setattr(whole_files, "_File", refuse)
-    with pytest.raises(TrainingError, match=r"run/plan\.json could not be written: Read-only file system\. Fix: another output"):
+    with pytest.raises(
+        TrainingError,
+        match=r"run/plan\.json could not be written: Read-only file system\. Fix: another output",
+    ):
         one.fit(Net(), loader())
 
 
@@ -480,10 +533,22 @@ def write_half(path):
         lambda path: torch.save({"state_dict": Net().state_dict()}, path),
         lambda path: torch.save({"model": 3}, path),
         lambda path: torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, path),
-        lambda path: torch.save({"model": {**Net().state_dict(), "layers.0.bias": torch.ones(7)}}, path),
+        lambda path: torch.save(
+            {"model": {**Net().state_dict(), "layers.0.bias": torch.ones(7)}}, path
+        ),
         lambda path: torch.save({"model": {**Net().state_dict(), "more": torch.ones(7)}}, path),
     ],
-    ids=["text", "half a file", "empty", "list", "Lightning's", "number as model", "other model", "other shape", "more weights"],
+    ids=[
+        "text",
+        "half a file",
+        "empty",
+        "list",
+        "Lightning's",
+        "number as model",
+        "other model",
+        "other shape",
+        "more weights",
+    ],
 )
 def test_a_checkpoint_that_does_not_fit_or_is_none(write, tmp_path):
     path, net = tmp_path / "some.ckpt", EvalNet()
@@ -496,12 +561,18 @@ def test_a_checkpoint_of_another_model_names_both_and_changes_nothing(tmp_path):
     path, net = tmp_path / "other.ckpt", EvalNet()
     torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, path)
     before = weights(net)
-    with pytest.raises(TrainingError, match=r"(?s)other\.ckpt does not fit EvalNet.*layers\.0\.weight"):
+    with pytest.raises(
+        TrainingError, match=r"(?s)other\.ckpt does not fit EvalNet.*layers\.0\.weight"
+    ):
         trainer().test(net, loader(), ckpt_path=path)
     assert_equal(net, before)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))], ids=["torch", "pickle"])
+@pytest.mark.parametrize(
+    "save",
+    [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))],
+    ids=["torch", "pickle"],
+)
 def test_code_in_a_checkpoint_is_never_run(save, tmp_path):
     path, harm = tmp_path / "bad.ckpt", tmp_path / "harm"
     save({"model": Net().state_dict(), "more": Code(harm)}, path)
@@ -522,8 +593,15 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_no_other_file(tmp_path
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(TrainingError, match=r"last\.ckpt could not be written: disk full"):
         fit(output=tmp_path, max_epochs=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "metrics.jsonl", "plan.json", "summary.json"]
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6  # the first epoch's, whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "last.ckpt",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+    ]
+    assert (
+        torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 6
+    )  # the first epoch's, whole
     assert read(tmp_path / "summary.json")["status"] == "failed"
 
 
@@ -546,7 +624,12 @@ def test_metrics_that_are_no_numbers_can_be_read_back(tmp_path):
 
         return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
-    fit(Logging(lambda self, batch, batch_idx: self.log_dict({"nan": float("nan"), "inf": float("inf")})), output=tmp_path)
+    fit(
+        Logging(
+            lambda self, batch, batch_idx: self.log_dict({"nan": float("nan"), "inf": float("inf")})
+        ),
+        output=tmp_path,
+    )
     (line,) = strict(tmp_path / "metrics.jsonl")
     assert {"nan", "inf"} <= line.keys()
 
@@ -561,7 +644,9 @@ def test_a_plugin_may_replace_how_checkpoints_are_written_and_read(tmp_path):
         @hookimpl
         def save_checkpoint(self, state, path):
             path.write_text("elsewhere")
-            self.states[path] = {"model": {name: tensor.clone() for name, tensor in state["model"].items()}}
+            self.states[path] = {
+                "model": {name: tensor.clone() for name, tensor in state["model"].items()}
+            }
 
         @hookimpl
         def load_checkpoint(self, path):

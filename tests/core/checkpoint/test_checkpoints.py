@@ -26,8 +26,16 @@ class Worse(EvalNet):
 def fitted(tmp_path):
     """A trainer, the module that it fitted for three epochs, and the weights of its best and its last."""
     module = Worse()
-    one = fit(module, val=loader(), output=tmp_path / "run", max_epochs=3, plugins=[ModelCheckpoint("rising")])
-    best = torch.load(tmp_path / "run" / "checkpoints" / "epoch=0-step=6.ckpt", weights_only=True)["model"]
+    one = fit(
+        module,
+        val=loader(),
+        output=tmp_path / "run",
+        max_epochs=3,
+        plugins=[ModelCheckpoint("rising")],
+    )
+    best = torch.load(tmp_path / "run" / "checkpoints" / "epoch=0-step=6.ckpt", weights_only=True)[
+        "model"
+    ]
     return one, module, best, {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -43,7 +51,11 @@ def test_best_and_last_without_a_model(fitted, method):
         if method == "validate":  # says which epoch it was, and the other trainer has had none
             assert result == [{"rising": 3.0}]
         else:
-            assert all(map(torch.equal, result, expected)) if method == "predict" else result == expected
+            assert (
+                all(map(torch.equal, result, expected))
+                if method == "predict"
+                else result == expected
+            )
 
 
 def test_best_into_a_model_that_is_given(fitted):
@@ -141,13 +153,22 @@ def refused(words, one, which, **options):
 
 def test_best_of_a_trainer_that_keeps_none(tmp_path):
     refused(r"has no ModelCheckpoint\. Fix: plugins=", fit(EvalNet()), "best")
-    refused("has saved no checkpoint that could be the best", trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)]), "best")
+    refused(
+        "has saved no checkpoint that could be the best",
+        trainer(plugins=[ModelCheckpoint(dirpath=tmp_path)]),
+        "best",
+    )
 
 
 def test_best_of_several(tmp_path):
-    two = [ModelCheckpoint("val_loss", dirpath=tmp_path / "a"), ModelCheckpoint("val_loss", mode="max", dirpath=tmp_path / "b")]
+    two = [
+        ModelCheckpoint("val_loss", dirpath=tmp_path / "a"),
+        ModelCheckpoint("val_loss", mode="max", dirpath=tmp_path / "b"),
+    ]
     one = fit(EvalNet(), val=loader(), plugins=two)
-    refused(r"'best' may be .*a/.*\.ckpt or .*b/.*\.ckpt\. Fix: give one of these files", one, "best")
+    refused(
+        r"'best' may be .*a/.*\.ckpt or .*b/.*\.ckpt\. Fix: give one of these files", one, "best"
+    )
     one.test(EvalNet(), loader(), ckpt_path=two[1].best_model_path)
 
 
@@ -163,7 +184,9 @@ def test_a_plugin_may_know_the_best_and_the_last(tmp_path, fitted):
         one = trainer(plugins=[Knows()])
         one.test(EvalNet(), loader(), ckpt_path=which)
     (tmp_path / "best.ckpt").unlink()
-    refused(r"the best checkpoint, .*best\.ckpt, no longer exists", trainer(plugins=[Knows()]), "best")
+    refused(
+        r"the best checkpoint, .*best\.ckpt, no longer exists", trainer(plugins=[Knows()]), "best"
+    )
 
 
 def test_last_where_none_was_saved(tmp_path):
@@ -174,7 +197,11 @@ def test_last_where_none_was_saved(tmp_path):
 def test_a_best_that_is_gone(fitted):
     one, *_ = fitted
     os.unlink(one.checkpoint_callback.best_model_path)
-    refused(r"the best checkpoint, .*epoch=0-step=6\.ckpt, no longer exists\. Fix: pass an existing file", one, "best")
+    refused(
+        r"the best checkpoint, .*epoch=0-step=6\.ckpt, no longer exists\. Fix: pass an existing file",
+        one,
+        "best",
+    )
 
 
 def test_a_folder_names_its_files(fitted, tmp_path):
@@ -196,7 +223,12 @@ def test_ranks_that_would_read_different_files(tmp_path):
         def broadcast(self, obj):
             return {**obj, "the checkpoint": "a.ckpt"} if isinstance(obj, dict) else obj
 
-    with pytest.raises(TrainingError, match="differs from rank 0 in the checkpoint: 'a.ckpt' there and 'b.ckpt' here".replace(".", r"\.")):
+    with pytest.raises(
+        TrainingError,
+        match="differs from rank 0 in the checkpoint: 'a.ckpt' there and 'b.ckpt' here".replace(
+            ".", r"\."
+        ),
+    ):
         trainer(strategy=Second(), devices=2).test(EvalNet(), loader(), ckpt_path=path)
 
 
@@ -216,7 +248,8 @@ def test_a_checkpoint_of_a_plugin_needs_that_plugin(tmp_path):
     trainer(plugins=[Saves()]).test(other, loader(), ckpt_path=tmp_path / "last.ckpt")
     assert_equal(net, other)
     with pytest.raises(
-        TrainingError, match=r"last\.ckpt was written by the plugin Saves, which this run does not have\. Fix: select Saves"
+        TrainingError,
+        match=r"last\.ckpt was written by the plugin Saves, which this run does not have\. Fix: select Saves",
     ):
         trainer().test(EvalNet(), loader(), ckpt_path=tmp_path / "last.ckpt")
 

@@ -30,7 +30,11 @@ def mutations(data, number):
 
     def swapped(a, b, block=512):
         a, b = a - a % block, b - b % block
-        return changed(a, data[b : b + block])[:b] + data[a : a + block] + data[b + block :] if a < b else data[1:]
+        return (
+            changed(a, data[b : b + block])[:b] + data[a : a + block] + data[b + block :]
+            if a < b
+            else data[1:]
+        )
 
     kinds = [
         lambda: changed(begin := at(size), bytes([data[begin] ^ (1 << at(8))])),
@@ -50,7 +54,9 @@ def test_a_damaged_file_is_refused_in_one_line_however_it_is_damaged(tmp_path):
     data, path = saved(tmp_path).read_bytes(), tmp_path / "odd.ckpt"
     for damaged in mutations(data, 60):
         path.write_bytes(damaged)
-        with pytest.raises(TrainingError, match=r"odd\.ckpt .*damaged.*Fix: another file") as caught:
+        with pytest.raises(
+            TrainingError, match=r"odd\.ckpt .*damaged.*Fix: another file"
+        ) as caught:
             checkpoint_file.read(path)
         assert "\n" not in str(caught.value)
 
@@ -70,7 +76,9 @@ def test_every_way_to_load_refuses_a_bit_that_flipped(tmp_path):
         lambda: session.load(path),
     ]
     for way in ways:
-        with pytest.raises(TrainingError, match=r"last\.ckpt is damaged: its bytes are not those that were saved"):
+        with pytest.raises(
+            TrainingError, match=r"last\.ckpt is damaged: its bytes are not those that were saved"
+        ):
             way()
 
 
@@ -88,7 +96,9 @@ def test_other_programs_read_a_whole_file(tmp_path):
 def test_a_file_of_ones_own_weights_needs_no_digest(tmp_path):
     path, module = tmp_path / "mine.ckpt", EvalNet()
     for legacy in (False, True):
-        torch.save({"model": EvalNet().state_dict()}, path, _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            {"model": EvalNet().state_dict()}, path, _use_new_zipfile_serialization=not legacy
+        )
         trainer().test(module, loader(), ckpt_path=path)
         assert_equal(module, torch.load(path, weights_only=True)["model"])
 
@@ -96,7 +106,10 @@ def test_a_file_of_ones_own_weights_needs_no_digest(tmp_path):
 def test_a_checkpoint_that_another_program_saved_again_is_refused(tmp_path):
     path = saved(tmp_path)
     torch.save(torch.load(path, weights_only=True), path)
-    with pytest.raises(TrainingError, match=r"last\.ckpt is damaged, or was saved again.*Fix: .*without the key 'geartrain'"):
+    with pytest.raises(
+        TrainingError,
+        match=r"last\.ckpt is damaged, or was saved again.*Fix: .*without the key 'geartrain'",
+    ):
         trainer().test(EvalNet(), loader(), ckpt_path=path)
     with pytest.raises(UsageError, match="there is no checkpoint"):
         checkpoint_file.read(tmp_path / "none")
@@ -121,11 +134,17 @@ def damage(path):
 @pytest.mark.parametrize("which", ["last", "auto"])
 def test_the_newest_whole_file_is_used_instead_of_a_damaged_one(tmp_path, which):
     steps(tmp_path, 2)
-    shutil.copy(tmp_path / "checkpoints" / "step=4.ckpt", tmp_path / "checkpoints" / "zcopy.ckpt")  # the newest by time alone
-    checkpoint_file.write({"fit": {"epoch": "x", "step": 0, "batch_idx": 0}}, tmp_path / "checkpoints" / "odd.ckpt")
+    shutil.copy(
+        tmp_path / "checkpoints" / "step=4.ckpt", tmp_path / "checkpoints" / "zcopy.ckpt"
+    )  # the newest by time alone
+    checkpoint_file.write(
+        {"fit": {"epoch": "x", "step": 0, "batch_idx": 0}}, tmp_path / "checkpoints" / "odd.ckpt"
+    )
     damage(tmp_path / "last.ckpt")
     damage(tmp_path / "checkpoints" / "step=12.ckpt")
-    with pytest.warns(UserWarning, match=r"damaged.*last\.ckpt, .*step=12\.ckpt\. Used instead: .*step=8\.ckpt") as caught:
+    with pytest.warns(
+        UserWarning, match=r"damaged.*last\.ckpt, .*step=12\.ckpt\. Used instead: .*step=8\.ckpt"
+    ) as caught:
         module = steps(tmp_path, 3, path=which)
     assert len([one for one in caught if "Used instead" in str(one.message)]) == 1
     assert module.trainer.global_step == 18
@@ -144,7 +163,9 @@ def test_all_damaged_is_an_error_and_never_a_run_from_scratch(tmp_path):
         damage(path)
     for name in ("last", "step=4"):
         for which in ("last", "auto"):
-            with pytest.raises(TrainingError, match=rf"all checkpoints of this run are damaged: .*{name}\.ckpt"):
+            with pytest.raises(
+                TrainingError, match=rf"all checkpoints of this run are damaged: .*{name}\.ckpt"
+            ):
                 steps(tmp_path, 2, path=which)
         (tmp_path / "checkpoints" / "step=4.ckpt").write_bytes(bytes(1000))
         (tmp_path / "last.ckpt").unlink(missing_ok=True)
@@ -153,6 +174,9 @@ def test_all_damaged_is_an_error_and_never_a_run_from_scratch(tmp_path):
 def test_a_run_that_was_killed_in_its_first_epoch_continues(tmp_path):
     steps(tmp_path, 1)
     (tmp_path / "last.ckpt").unlink()
-    with pytest.warns(UserWarning, match=r"stopped before it saved a last checkpoint\. Used instead: .*step=4\.ckpt"):
+    with pytest.warns(
+        UserWarning,
+        match=r"stopped before it saved a last checkpoint\. Used instead: .*step=4\.ckpt",
+    ):
         steps(tmp_path, 1, path="auto")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step=4.ckpt"]

@@ -12,7 +12,18 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from small_models import EvalNet, Loggers, Net, Stream, assert_equal, differ, loader, samples, trainer, weights
+from small_models import (
+    EvalNet,
+    Loggers,
+    Net,
+    Stream,
+    assert_equal,
+    differ,
+    loader,
+    samples,
+    trainer,
+    weights,
+)
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,7 +41,9 @@ class Random(gt.Module):
 
     def __init__(self, scheduler=None, interval="step", monitor=None):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 6), nn.Dropout(0.3), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        )
         self.scheduler, self.interval, self.monitor = scheduler, interval, monitor
 
     def training_step(self, batch, batch_idx):
@@ -49,19 +62,47 @@ class Random(gt.Module):
         optimizer = Adam(self.parameters())
         if self.scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval, "monitor": self.monitor}
+        scheduler = {
+            "scheduler": self.scheduler(optimizer),
+            "interval": self.interval,
+            "monitor": self.monitor,
+        }
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def train(folder, epochs=3, path=None, module=Random, train=None, val=None, plugins=(), steps=True, **options):
+def train(
+    folder,
+    epochs=3,
+    path=None,
+    module=Random,
+    train=None,
+    val=None,
+    plugins=(),
+    steps=True,
+    **options,
+):
     """One fit into a folder, with a checkpoint every third step; the trainer and what was logged."""
     lines = Loggers()
-    every = [ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=3, save_top_k=-1)] if steps else []
+    every = (
+        [
+            ModelCheckpoint(
+                dirpath=folder / "steps", filename="{step}", every_n_train_steps=3, save_top_k=-1
+            )
+        ]
+        if steps
+        else []
+    )
     options = {"seed": 3, "log_every_n_steps": 2, **options}
-    one = trainer(output=folder / "run", max_epochs=epochs, plugins=[lines, *every, *plugins], **options)
-    module = module if isinstance(module, nn.Module) else module()  # made after the trainer, which seeds
+    one = trainer(
+        output=folder / "run", max_epochs=epochs, plugins=[lines, *every, *plugins], **options
+    )
+    module = (
+        module if isinstance(module, nn.Module) else module()
+    )  # made after the trainer, which seeds
     train = DataLoader(samples(28), batch_size=4, shuffle=True) if train is None else train
-    one.fit(module, train, DataLoader(samples(9), batch_size=4) if val is None else val, ckpt_path=path)
+    one.fit(
+        module, train, DataLoader(samples(9), batch_size=4) if val is None else val, ckpt_path=path
+    )
     return one, lines.lines
 
 
@@ -73,12 +114,16 @@ def assert_same_end(a, b):
         assert mine["param_groups"] == theirs["param_groups"]
         assert mine["state"].keys() == theirs["state"].keys()
         for index, state in mine["state"].items():
-            assert all(torch.equal(value, theirs["state"][index][name]) for name, value in state.items())
+            assert all(
+                torch.equal(value, theirs["state"][index][name]) for name, value in state.items()
+            )
     for mine, theirs in zip(a.run.schedulers, b.run.schedulers, strict=True):
         assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
     assert a.callback_metrics == b.callback_metrics
     counters = ("step", "epoch", "batch_idx", "batches_seen")
-    assert [getattr(a.run, name) for name in counters] == [getattr(b.run, name) for name in counters]
+    assert [getattr(a.run, name) for name in counters] == [
+        getattr(b.run, name) for name in counters
+    ]
 
 
 def assert_rest(lines, of):
@@ -96,12 +141,24 @@ OneCycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=
 Plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.9, patience=0)
 CASES = {
     "plateau by step": ({"scheduler": Plateau, "monitor": "loss"}, {"log_every_n_steps": 50}),
-    "plateau by step after validations": ({"scheduler": Plateau, "monitor": "val_loss"}, {"val_check_interval": 2}),
+    "plateau by step after validations": (
+        {"scheduler": Plateau, "monitor": "val_loss"},
+        {"val_check_interval": 2},
+    ),
     "plateau by epoch": ({"scheduler": Plateau, "interval": "epoch", "monitor": "val_loss"}, {}),
-    "schedule by step": ({"scheduler": StepLR}, {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}),
+    "schedule by step": (
+        {"scheduler": StepLR},
+        {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2},
+    ),
     "one cycle": ({"scheduler": OneCycle}, {"gradient_clip_val": 0.001, "val_check_interval": 2}),
-    "schedule by epoch": ({"scheduler": StepLR, "interval": "epoch"}, {"check_val_every_n_epoch": 2}),
-    "validation across epochs": ({}, {"val_check_interval": 5, "check_val_every_n_epoch": None, "limit_train_batches": 6}),
+    "schedule by epoch": (
+        {"scheduler": StepLR, "interval": "epoch"},
+        {"check_val_every_n_epoch": 2},
+    ),
+    "validation across epochs": (
+        {},
+        {"val_check_interval": 5, "check_val_every_n_epoch": None, "limit_train_batches": 6},
+    ),
     "16-mixed": ({"scheduler": StepLR}, {"precision": "16-mixed", "accumulate_grad_batches": 3}),
     "bf16-mixed": ({}, {"precision": "bf16-mixed"}),
     "bf16-true": ({}, {"precision": "bf16-true"}),
@@ -114,11 +171,22 @@ def test_the_rest_is_what_it_would_have_been(tmp_path, case):
     whole, lines = train(tmp_path / "whole", module=partial(Random, **made), **options)
     after = torch.get_rng_state()
     train(tmp_path / "first", epochs=1, module=partial(Random, **made), **options)
-    files = sorted((tmp_path / "whole" / "steps").iterdir(), key=lambda path: int(path.stem.partition("=")[2]))
-    for path in ("last", files[0], files[-1]):  # after the first epoch, within it, and within or at the end of the last
+    files = sorted(
+        (tmp_path / "whole" / "steps").iterdir(), key=lambda path: int(path.stem.partition("=")[2])
+    )
+    for path in (
+        "last",
+        files[0],
+        files[-1],
+    ):  # after the first epoch, within it, and within or at the end of the last
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(99)
-        rest, more = train(tmp_path / ("first" if path == "last" else path.stem), path=path, module=partial(Random, **made), **options)
+        rest, more = train(
+            tmp_path / ("first" if path == "last" else path.stem),
+            path=path,
+            module=partial(Random, **made),
+            **options,
+        )
         assert_same_end(rest, whole)
         assert_rest(more, lines)
         assert torch.equal(torch.get_rng_state(), after)
@@ -132,14 +200,20 @@ Cosine = torch.optim.lr_scheduler.CosineAnnealingLR
     [
         (None, None, "Adam's lr 0.02 and not 0.5"),
         (StepLR, StepLR, "Adam's lr 0.02 and not 0.5"),
-        (partial(Cosine, T_max=7), partial(Cosine, T_max=21), "CosineAnnealingLR's T_max 7 and not 21"),
+        (
+            partial(Cosine, T_max=7),
+            partial(Cosine, T_max=21),
+            "CosineAnnealingLR's T_max 7 and not 21",
+        ),
     ],
 )
 def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, other, words):
     class Changed(Random):
         def configure_optimizers(self):
             optimizer = torch.optim.Adam(self.parameters(), lr=0.5 if scheduler is other else 0.02)
-            return [optimizer], [] if other is None else [{"scheduler": other(optimizer), "interval": "step"}]
+            return [optimizer], [] if other is None else [
+                {"scheduler": other(optimizer), "interval": "step"}
+            ]
 
     train(tmp_path, epochs=1, module=partial(Random, scheduler), steps=False)
     with pytest.warns(UserWarning, match=f"last.ckpt has {words}: the checkpoint's settings stand"):
@@ -149,7 +223,9 @@ def test_settings_that_the_code_now_has_otherwise_are_told(tmp_path, scheduler, 
 def test_without_a_seed(tmp_path):
     whole, lines = train(tmp_path / "whole", seed=None)
     for step in (3, 15):
-        rest, more = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), seed=None)
+        rest, more = train(
+            tmp_path / str(step), path=step_file(tmp_path / "whole", step), seed=None
+        )
         assert_same_end(rest, whole)
         assert_rest(more, lines)
 
@@ -169,9 +245,16 @@ def test_persistent_workers_draw_their_seed_once(tmp_path, sanity):
     """A loader draws it from the generator that dropout and the order of a shuffled loader draw from, where its workers start."""
 
     def fit(name, path=None):
-        data = DataLoader(samples(28), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+        data = DataLoader(
+            samples(28), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True
+        )
         val = DataLoader(samples(9), batch_size=4, num_workers=1, persistent_workers=True)
-        options = {"train": data, "val": val, "num_sanity_val_steps": sanity, "val_check_interval": 4}
+        options = {
+            "train": data,
+            "val": val,
+            "num_sanity_val_steps": sanity,
+            "val_check_interval": 4,
+        }
         return train(tmp_path / name, epochs=2, path=path, **options)
 
     whole, lines = fit("whole")
@@ -185,7 +268,9 @@ def test_persistent_workers_draw_their_seed_once(tmp_path, sanity):
 
 def test_a_loaders_own_generator_goes_on(tmp_path):
     def own():
-        return DataLoader(samples(28), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(8))
+        return DataLoader(
+            samples(28), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(8)
+        )
 
     whole, _ = train(tmp_path / "whole", train=own())
     for step in (3, 9, 12, 18):
@@ -195,11 +280,25 @@ def test_a_loaders_own_generator_goes_on(tmp_path):
 
 def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again(tmp_path):
     def after_validation():
-        return ModelCheckpoint("val_loss", dirpath=tmp_path / "of", filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
+        return ModelCheckpoint(
+            "val_loss",
+            dirpath=tmp_path / "of",
+            filename="{step}",
+            save_top_k=-1,
+            save_on_train_epoch_end=False,
+        )
 
     schedules = {"loss": Plateau, "val_loss": Plateau, None: StepLR}
     # At an epoch's end, within, and at both.
-    for interval, monitor in ((1.0, None), (1.0, "val_loss"), (1.0, "loss"), (3, None), (3, "val_loss"), (7, None), (0.5, "loss")):
+    for interval, monitor in (
+        (1.0, None),
+        (1.0, "val_loss"),
+        (1.0, "loss"),
+        (3, None),
+        (3, "val_loss"),
+        (7, None),
+        (0.5, "loss"),
+    ):
         folder = tmp_path / f"{interval} {monitor}"
         own = partial(Random, schedules[monitor], "step" if monitor == "loss" else "epoch", monitor)
         options = {"val_check_interval": interval, "steps": False, "epochs": 2, "module": own}
@@ -212,7 +311,11 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
             rest, more = train(folder / path.stem, path=path, plugins=[again], **options)
             assert_same_end(rest, whole)
             assert_rest(more, lines)
-            later = [one.name for one in (folder / "of").iterdir() if int(one.stem[5:]) > int(path.stem[5:])]
+            later = [
+                one.name
+                for one in (folder / "of").iterdir()
+                if int(one.stem[5:]) > int(path.stem[5:])
+            ]
             assert sorted(one.name for one in again.dirpath.glob("*")) == sorted(later)
 
 
@@ -222,7 +325,9 @@ def test_a_checkpoint_after_a_validation_within_an_epoch_does_not_validate_again
 def test_callbacks_go_on(tmp_path):
     def callbacks():
         best = ModelCheckpoint("val_loss", save_top_k=2, filename="{epoch}", save_last=True)
-        by_steps = ModelCheckpoint("val_loss", save_top_k=-1, every_n_train_steps=5, filename="by_steps-{step}")
+        by_steps = ModelCheckpoint(
+            "val_loss", save_top_k=-1, every_n_train_steps=5, filename="by_steps-{step}"
+        )
         return [EMA(0.8), EarlyStopping("val_loss", patience=30), best, by_steps]
 
     whole_own, rest_own = callbacks(), callbacks()
@@ -232,19 +337,34 @@ def test_callbacks_go_on(tmp_path):
     assert_same_end(rest, whole)
     assert rest_own[0].updates == whole_own[0].updates == 28
     assert rest_own[1].state_dict() == whole_own[1].state_dict()
-    theirs = {path.replace("first", "whole"): score for path, score in rest_own[2].best_k_models.items()}
+    theirs = {
+        path.replace("first", "whole"): score for path, score in rest_own[2].best_k_models.items()
+    }
     assert theirs == whole_own[2].best_k_models
-    files = [sorted(path.name for path in (tmp_path / name / "run" / "checkpoints").iterdir()) for name in ("whole", "first")]
+    files = [
+        sorted(path.name for path in (tmp_path / name / "run" / "checkpoints").iterdir())
+        for name in ("whole", "first")
+    ]
     assert files[0] == files[1]
-    assert [path.rpartition("/")[2] for path in whole_own[3].best_k_models] == [f"by_steps-step={step}.ckpt" for step in (7, 14, 21, 28)]
+    assert [path.rpartition("/")[2] for path in whole_own[3].best_k_models] == [
+        f"by_steps-step={step}.ckpt" for step in (7, 14, 21, 28)
+    ]
     for step in (3, 6, 9):
         again = callbacks()
-        rest, _ = train(tmp_path / str(step), epochs=4, path=step_file(tmp_path / "whole", step), plugins=again)
+        rest, _ = train(
+            tmp_path / str(step), epochs=4, path=step_file(tmp_path / "whole", step), plugins=again
+        )
         assert_same_end(rest, whole)
         assert again[0].updates == 28
         # After step 6 the look at step 5 is still to come: it finds its value after the validation of step 7.
-        later = [path for path in whole_own[3].best_k_models if int(path.rpartition("=")[2].removesuffix(".ckpt")) > step]
-        assert [path.rpartition("/")[2] for path in again[3].best_k_models] == [path.rpartition("/")[2] for path in later]
+        later = [
+            path
+            for path in whole_own[3].best_k_models
+            if int(path.rpartition("=")[2].removesuffix(".ckpt")) > step
+        ]
+        assert [path.rpartition("/")[2] for path in again[3].best_k_models] == [
+            path.rpartition("/")[2] for path in later
+        ]
 
 
 def test_averaged_weights_go_on_from_the_trained_ones(tmp_path):
@@ -265,8 +385,13 @@ def test_a_checkpoint_names_itself_as_the_best(tmp_path):
     best = ModelCheckpoint("val_loss", save_top_k=1, filename="best")
     train(tmp_path, epochs=1, plugins=[best], steps=False)
     state = torch.load(best.best_model_path, weights_only=True)["fit"]["parts"]["model_checkpoint"]
-    assert (state["best_model_path"], state["best_k_models"]) == ("best.ckpt", {"best.ckpt": best.best_model_score})
-    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["fit"]["parts"]["model_checkpoint"]
+    assert (state["best_model_path"], state["best_k_models"]) == (
+        "best.ckpt",
+        {"best.ckpt": best.best_model_score},
+    )
+    last = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["fit"]["parts"][
+        "model_checkpoint"
+    ]
     assert last == state
 
 
@@ -276,7 +401,9 @@ def test_early_stopping_goes_on_counting(tmp_path):
             self.log("flat", 1.0)
 
     train(tmp_path, epochs=2, module=Flat, plugins=[EarlyStopping("flat", patience=3)])
-    rest, _ = train(tmp_path, epochs=50, path="last", module=Flat, plugins=[EarlyStopping("flat", patience=3)])
+    rest, _ = train(
+        tmp_path, epochs=50, path="last", module=Flat, plugins=[EarlyStopping("flat", patience=3)]
+    )
     assert rest.current_epoch == 4
 
 
@@ -350,7 +477,9 @@ def test_parts_that_came_and_went(tmp_path):
         train(tmp_path, epochs=2, path="last", plugins=[EarlyStopping("val_loss")])
     (text,) = [str(one.message) for one in caught if "state" in str(one.message)]
     assert "it has state of Counts, which this run does not have" in text
-    assert "no saved state for geartrain-callbacks[early_stopping], which starts from scratch" in text
+    assert (
+        "no saved state for geartrain-callbacks[early_stopping], which starts from scratch" in text
+    )
 
 
 def test_state_that_could_not_be_read_again_is_left_out_and_says_so(tmp_path):
@@ -379,12 +508,16 @@ class Replaces:
         return other
 
 
-def test_an_optimizer_that_a_strategy_puts_in_place_gets_the_state_and_its_scheduler_still_moves_it(tmp_path):
+def test_an_optimizer_that_a_strategy_puts_in_place_gets_the_state_and_its_scheduler_still_moves_it(
+    tmp_path,
+):
     made = {"scheduler": StepLR}
     whole, _ = train(tmp_path / "whole", module=partial(Random, **made), plugins=[Replaces()])
     for step in (3, 9):
         path = step_file(tmp_path / "whole", step)
-        rest, _ = train(tmp_path / str(step), path=path, module=partial(Random, **made), plugins=[Replaces()])
+        rest, _ = train(
+            tmp_path / str(step), path=path, module=partial(Random, **made), plugins=[Replaces()]
+        )
         assert_same_end(rest, whole)
     assert whole.run.optimizers[0].param_groups[0]["lr"] < 0.001
 
@@ -403,7 +536,12 @@ def test_manual_optimisation(tmp_path):
         folder = tmp_path / precision
         whole, lines = train(folder / "whole", module=Manual, precision=precision)
         for step in (3, 9):
-            rest, more = train(folder / str(step), path=step_file(folder / "whole", step), module=Manual, precision=precision)
+            rest, more = train(
+                folder / str(step),
+                path=step_file(folder / "whole", step),
+                module=Manual,
+                precision=precision,
+            )
             assert_same_end(rest, whole)
             assert_rest(more, lines)
 
@@ -419,10 +557,16 @@ def test_a_scale_of_16_mixed_goes_on(tmp_path):
     class Looks:
         @hookimpl
         def on_epoch_start(self, run):
-            scales.append(next(part.plugin for part in run.hooks.parts if part.info.name == "16-mixed")._scaler.get_scale())
+            scales.append(
+                next(
+                    part.plugin for part in run.hooks.parts if part.info.name == "16-mixed"
+                )._scaler.get_scale()
+            )
 
     train(tmp_path, epochs=1, module=Overflows, precision="16-mixed", plugins=[Looks()])
-    train(tmp_path, epochs=2, path="last", module=Overflows, precision="16-mixed", plugins=[Looks()])
+    train(
+        tmp_path, epochs=2, path="last", module=Overflows, precision="16-mixed", plugins=[Looks()]
+    )
     assert scales == [65536.0, 65536.0 / 8]
 
 
@@ -455,7 +599,12 @@ def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
     state = torch.load(saved / "run" / "last.ckpt", weights_only=True)
     del state["fit"]
     checkpoint_file.write(state, tmp_path / "weights.ckpt")
-    refused(tmp_path, tmp_path / "weights.ckpt", "holds weights, and not what a fit needs.*Fix: checkpoint=", TrainingError)
+    refused(
+        tmp_path,
+        tmp_path / "weights.ckpt",
+        "holds weights, and not what a fit needs.*Fix: checkpoint=",
+        TrainingError,
+    )
     module = Random()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -466,10 +615,22 @@ def test_weights_alone_are_not_enough_to_go_on(tmp_path, saved):
     ("change", "words"),
     [
         (lambda fit: fit.update(format=99), "whose format 99 this version does not know"),
-        (lambda fit: fit["optimizers"][0].update({"class": "SGD"}), "has the optimizers SGD, and configure_optimizers made Adam.*Fix"),
-        (lambda fit: fit["optimizers"].append(fit["optimizers"][0]), "has the optimizers Adam, Adam, and configure_optimizers made Adam"),
-        (lambda fit: fit["optimizers"][0]["state"]["param_groups"].append({"params": []}), "the state of Adam does not fit"),
-        (lambda fit: fit["schedulers"].append({"class": "StepLR", "state": {}}), "has the schedulers StepLR.*made none"),
+        (
+            lambda fit: fit["optimizers"][0].update({"class": "SGD"}),
+            "has the optimizers SGD, and configure_optimizers made Adam.*Fix",
+        ),
+        (
+            lambda fit: fit["optimizers"].append(fit["optimizers"][0]),
+            "has the optimizers Adam, Adam, and configure_optimizers made Adam",
+        ),
+        (
+            lambda fit: fit["optimizers"][0]["state"]["param_groups"].append({"params": []}),
+            "the state of Adam does not fit",
+        ),
+        (
+            lambda fit: fit["schedulers"].append({"class": "StepLR", "state": {}}),
+            "has the schedulers StepLR.*made none",
+        ),
     ],
 )
 def test_a_file_that_does_not_fit(tmp_path, saved, change, words):
@@ -498,7 +659,10 @@ class Reordered(Random):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"swapped": True}, r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters in the same order"),
+        (
+            {"swapped": True},
+            r"parameter 6 of Adam was a\.weight, and is b\.weight now\. Fix: the same parameters in the same order",
+        ),
         ({"all_of_it": False}, r"parameter 9 of Adam was b\.bias, and is none now\. Fix"),
     ],
 )
@@ -516,8 +680,14 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
         torch.save(Random(), odd)
     else:
         odd.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[kind])
-    words = {"code": "could not be read as a checkpoint", "text": "could not be read as a checkpoint"}.get(kind, "is damaged: its bytes")
-    for path, expected in ((odd, rf"last\.ckpt {words}.*Fix: another file"), ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:")):
+    words = {
+        "code": "could not be read as a checkpoint",
+        "text": "could not be read as a checkpoint",
+    }.get(kind, "is damaged: its bytes")
+    for path, expected in (
+        (odd, rf"last\.ckpt {words}.*Fix: another file"),
+        ("auto", r"all checkpoints.*damaged: .*last\.ckpt\. Fix:"),
+    ):
         with pytest.raises(TrainingError, match=expected) as caught:
             train(tmp_path, path=path)
         assert "weights_only" not in str(caught.value)
@@ -527,8 +697,14 @@ def test_a_file_that_is_no_checkpoint(tmp_path, saved, kind):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"epochs": 1}, "nothing left to do.*has 1 epochs done, and max_epochs=1.*Fix: a larger max_epochs"),
-        ({"epochs": -1, "max_steps": 7}, "nothing left to do.*has 7 steps done, and max_steps=7.*Fix"),
+        (
+            {"epochs": 1},
+            "nothing left to do.*has 1 epochs done, and max_epochs=1.*Fix: a larger max_epochs",
+        ),
+        (
+            {"epochs": -1, "max_steps": 7},
+            "nothing left to do.*has 7 steps done, and max_steps=7.*Fix",
+        ),
         ({"epochs": -1, "max_steps": 5}, "nothing left to do.*max_steps=5"),
     ],
 )
@@ -561,7 +737,10 @@ def test_the_runs_folder_goes_on(tmp_path):
     first = (tmp_path / "run" / "metrics.jsonl").read_text(), (tmp_path / "table.csv").read_text()
     train(tmp_path, epochs=2, path="last", plugins=["csv"], plugin_options=csv, steps=False)
     whole = (tmp_path / "run" / "metrics.jsonl").read_text(), (tmp_path / "table.csv").read_text()
-    assert all(after.startswith(before) and len(after) > len(before) for before, after in zip(first, whole, strict=True))
+    assert all(
+        after.startswith(before) and len(after) > len(before)
+        for before, after in zip(first, whole, strict=True)
+    )
     epochs = [json.loads(line)["epoch"] for line in whole[0].splitlines()]
     assert epochs == sorted(epochs)
     assert set(epochs) == {0, 1}
@@ -571,7 +750,9 @@ def test_the_runs_folder_goes_on(tmp_path):
 def test_auto_begins_anew_where_there_is_nothing_and_goes_on_where_there_is(tmp_path):
     one, _ = train(tmp_path, epochs=1, path="auto")
     assert one.global_step == 7
-    (tmp_path / "run" / "last.ckpt").unlink()  # as after a crash in the first epoch: the folder has a plan and no checkpoint
+    (
+        tmp_path / "run" / "last.ckpt"
+    ).unlink()  # as after a crash in the first epoch: the folder has a plan and no checkpoint
     one, _ = train(tmp_path, epochs=1, path="auto")
     assert one.global_step == 7
     one, _ = train(tmp_path, epochs=2, path="auto")
@@ -593,7 +774,9 @@ def test_last_is_the_newest_in_the_runs_folder(tmp_path):
     with pytest.raises(KeyError):
         train(tmp_path / "run", epochs=2, module=Stops, plugins=plugins(), steps=False)
     rest, more = train(tmp_path / "run", epochs=2, path="last", plugins=plugins(), steps=False)
-    assert more[0][0] == 10  # whose flush came after its checkpoint; and not after the first epoch, which is step 7
+    assert (
+        more[0][0] == 10
+    )  # whose flush came after its checkpoint; and not after the first epoch, which is step 7
     assert_same_end(rest, whole)
     assert_rest(more, lines)
 
@@ -605,7 +788,12 @@ def test_one_trainer_may_go_on_by_itself(tmp_path):
     other = trainer(output=tmp_path / "one" / "run", max_epochs=2, seed=3, log_every_n_steps=2)
     module = Random()
     with pytest.warns(UserWarning, match="it has state of model_checkpoint"):
-        other.fit(module, DataLoader(samples(28), batch_size=4, shuffle=True), DataLoader(samples(9), batch_size=4), ckpt_path="last")
+        other.fit(
+            module,
+            DataLoader(samples(28), batch_size=4, shuffle=True),
+            DataLoader(samples(9), batch_size=4),
+            ckpt_path="last",
+        )
     assert_same_end(other, whole)
 
 
@@ -640,8 +828,14 @@ class Lines(IterableDataset):
 
 def test_a_stream_is_read_over_and_says_so(tmp_path):
     whole, _ = train(tmp_path / "whole", train=DataLoader(Lines(), batch_size=4))
-    with pytest.warns(UserWarning, match="DataLoader of Lines cannot be told where to resume: 3 batches are taken"):
-        rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 3), train=DataLoader(Lines(), batch_size=4))
+    with pytest.warns(
+        UserWarning, match="DataLoader of Lines cannot be told where to resume: 3 batches are taken"
+    ):
+        rest, _ = train(
+            tmp_path / "rest",
+            path=step_file(tmp_path / "whole", 3),
+            train=DataLoader(Lines(), batch_size=4),
+        )
     assert_same_end(rest, whole)
 
 
@@ -654,10 +848,18 @@ def test_an_iterator_says_so(tmp_path):
 
 def test_batches_without_a_length(tmp_path):
     whole, _ = train(tmp_path / "whole", train=Stream(loader(28)))
-    rest, _ = train(tmp_path / "rest", path=step_file(tmp_path / "whole", 9), train=Stream(loader(28)))
+    rest, _ = train(
+        tmp_path / "rest", path=step_file(tmp_path / "whole", 9), train=Stream(loader(28))
+    )
     assert_same_end(rest, whole)
-    with pytest.raises(TrainingError, match="saved after 6 batches of an epoch, and the loader has only 3"):
-        train(tmp_path / "short", path=step_file(tmp_path / "whole", 6), train=Stream(itertools.islice(loader(28), 3)))
+    with pytest.raises(
+        TrainingError, match="saved after 6 batches of an epoch, and the loader has only 3"
+    ):
+        train(
+            tmp_path / "short",
+            path=step_file(tmp_path / "whole", 6),
+            train=Stream(itertools.islice(loader(28), 3)),
+        )
 
 
 def test_workers(tmp_path):
@@ -673,14 +875,28 @@ def test_a_reduction_of_ones_own_goes_on_where_it_is_logged_again(tmp_path):
     class Middle(Random):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            self.log("own", loss, on_step=False, on_epoch=True, reduce_fx=lambda values: values.median())
+            self.log(
+                "own", loss, on_step=False, on_epoch=True, reduce_fx=lambda values: values.median()
+            )
             return loss
 
     whole, lines = train(tmp_path / "whole", epochs=1, module=Middle, limit_train_batches=6)
-    rest, more = train(tmp_path / "rest", epochs=1, path=step_file(tmp_path / "whole", 3), module=Middle, limit_train_batches=6)
+    rest, more = train(
+        tmp_path / "rest",
+        epochs=1,
+        path=step_file(tmp_path / "whole", 3),
+        module=Middle,
+        limit_train_batches=6,
+    )
     assert_same_end(rest, whole)
     assert_rest(more, lines)
-    rest, _ = train(tmp_path / "end", epochs=1, path=step_file(tmp_path / "whole", 6), module=Middle, limit_train_batches=6)
+    rest, _ = train(
+        tmp_path / "end",
+        epochs=1,
+        path=step_file(tmp_path / "whole", 6),
+        module=Middle,
+        limit_train_batches=6,
+    )
     assert "own" not in rest.callback_metrics
     assert rest.callback_metrics["loss_epoch"] == whole.callback_metrics["loss_epoch"]
 
@@ -718,7 +934,9 @@ def test_torchmetrics_objects_go_on(tmp_path):
 
     whole, lines = train(tmp_path / "whole", module=Measured)
     for step in (3, 9):
-        rest, more = train(tmp_path / str(step), path=step_file(tmp_path / "whole", step), module=Measured)
+        rest, more = train(
+            tmp_path / str(step), path=step_file(tmp_path / "whole", step), module=Measured
+        )
         assert_same_end(rest, whole)
         assert_rest(more, lines)
 
@@ -763,7 +981,9 @@ def test_a_run_goes_on_in_the_same_process_from_a_checkpoint_in_memory(tmp_path,
     assert (broken.global_step, broken.current_epoch) == (21, 3)
     assert theirs[-1] == lines[-1]
     assert broken.run.resumed is None
-    assert json.loads((tmp_path / "broken" / "run" / "summary.json").read_text())["status"] == "done"
+    assert (
+        json.loads((tmp_path / "broken" / "run" / "summary.json").read_text())["status"] == "done"
+    )
 
 
 def test_a_run_that_broke_before_there_was_a_checkpoint_begins_anew(tmp_path):
@@ -794,13 +1014,17 @@ def best_of(folder, epochs, path=None, keep=None, **options):
         def validation_step(self, batch, batch_idx):
             self.log("falls", -float(self.current_epoch))
 
-    keep = keep or ModelCheckpoint(**{"monitor": "falls", "save_top_k": 2, "filename": "{epoch}", **options})
+    keep = keep or ModelCheckpoint(
+        **{"monitor": "falls", "save_top_k": 2, "filename": "{epoch}", **options}
+    )
     train(folder, epochs=epochs, path=path, module=Falls, plugins=[keep], steps=False)
     return keep
 
 
 def names_in(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt*") if path.is_file()
+    )
 
 
 def bytes_in(folder):
@@ -810,10 +1034,17 @@ def bytes_in(folder):
 def test_another_folder_leaves_the_files_of_the_one_it_comes_from(tmp_path):
     best_of(tmp_path / "a", 2)
     before = bytes_in(tmp_path / "a")
-    with pytest.warns(UserWarning, match=r"model_checkpoint\].*a/run/last\.ckpt belongs to another folder than.*d/run/checkpoints"):
+    with pytest.warns(
+        UserWarning,
+        match=r"model_checkpoint\].*a/run/last\.ckpt belongs to another folder than.*d/run/checkpoints",
+    ):
         keep = best_of(tmp_path / "d", 4, path=tmp_path / "a" / "run" / "last.ckpt")
     assert bytes_in(tmp_path / "a") == before
-    assert names_in(tmp_path / "d") == ["run/checkpoints/epoch=2.ckpt", "run/checkpoints/epoch=3.ckpt", "run/last.ckpt"]
+    assert names_in(tmp_path / "d") == [
+        "run/checkpoints/epoch=2.ckpt",
+        "run/checkpoints/epoch=3.ckpt",
+        "run/last.ckpt",
+    ]
     assert keep.best_model_path == str(tmp_path / "d" / "run" / "checkpoints" / "epoch=3.ckpt")
 
 
@@ -823,8 +1054,14 @@ def test_a_copy_continues_with_its_own_files(tmp_path):
     before = bytes_in(tmp_path / "a")
     keep = best_of(tmp_path / "b", 3, path="last")
     assert bytes_in(tmp_path / "a") == before
-    assert names_in(tmp_path / "b") == ["run/checkpoints/epoch=1.ckpt", "run/checkpoints/epoch=2.ckpt", "run/last.ckpt"]
-    assert list(keep.best_k_models) == [str(tmp_path / "b" / "run" / "checkpoints" / f"epoch={epoch}.ckpt") for epoch in (1, 2)]
+    assert names_in(tmp_path / "b") == [
+        "run/checkpoints/epoch=1.ckpt",
+        "run/checkpoints/epoch=2.ckpt",
+        "run/last.ckpt",
+    ]
+    assert list(keep.best_k_models) == [
+        str(tmp_path / "b" / "run" / "checkpoints" / f"epoch={epoch}.ckpt") for epoch in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("place", ["a", "b"])
@@ -834,7 +1071,9 @@ def test_a_dirpath_outside_the_runs_folder_is_of_the_run_and_not_of_a_copy(tmp_p
     warns = nullcontext() if place == "a" else pytest.warns(UserWarning, match="another folder")
     with warns:
         best_of(tmp_path / place, 3, path="last", dirpath=tmp_path / "out")
-    assert names_in(tmp_path / "out") == [f"epoch={epoch}.ckpt" for epoch in ((1, 2) if place == "a" else (0, 1, 2))]
+    assert names_in(tmp_path / "out") == [
+        f"epoch={epoch}.ckpt" for epoch in ((1, 2) if place == "a" else (0, 1, 2))
+    ]
 
 
 def test_one_object_in_two_folders_deletes_in_neither_what_the_other_wrote(tmp_path):
@@ -856,23 +1095,34 @@ def rewrite(path, change):
     checkpoint_file.write(state, path)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", "", 3])
-@pytest.mark.parametrize("where", ["best_model_path", "last_model_path", "best_k_models", "replaced"])
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd.ckpt", "../../mine.ckpt", "checkpoints/../../../mine.ckpt", "mine", "..", "", 3],
+)
+@pytest.mark.parametrize(
+    "where", ["best_model_path", "last_model_path", "best_k_models", "replaced"]
+)
 def test_a_name_that_leads_out_of_the_folder_is_refused(name, where):
     keep = ModelCheckpoint("falls")
     state = keep.state_dict()
     if not name and where.endswith("path"):
         return  # none
-    state[where] = {name: 1.0} if where == "best_k_models" else [name] if where == "replaced" else name
+    state[where] = (
+        {name: 1.0} if where == "best_k_models" else [name] if where == "replaced" else name
+    )
     with pytest.raises(ValueError, match="is no name of a checkpoint inside the folder"):
         keep.load_state_dict(state)
 
 
 def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(tmp_path):
     best_of(tmp_path, 2)
-    rewrite(tmp_path / "run" / "last.ckpt", lambda state: state["best_k_models"].update({"../../mine.ckpt": 5.0}))
+    rewrite(
+        tmp_path / "run" / "last.ckpt",
+        lambda state: state["best_k_models"].update({"../../mine.ckpt": 5.0}),
+    )
     with pytest.raises(
-        TrainingError, match=r"last\.ckpt: the state of .*model_checkpoint.* does not fit: '\.\./\.\./mine\.ckpt' is no name"
+        TrainingError,
+        match=r"last\.ckpt: the state of .*model_checkpoint.* does not fit: '\.\./\.\./mine\.ckpt' is no name",
     ):
         best_of(tmp_path, 3, path="last")
 
@@ -889,8 +1139,14 @@ def test_links_out_of_the_folder_and_files_of_others_are_not_followed_and_not_de
     shutil.copy(tmp_path / "other" / "run" / "checkpoints" / "epoch=0.ckpt", folder / "others.ckpt")
     shutil.copy(folder / "epoch=1.ckpt", folder / "copy.ckpt")
     worse = {"link.ckpt": 9.0, "sub/b.ckpt": 8.0, "others.ckpt": 7.0, "gone.ckpt": 6.0}
-    rewrite(tmp_path / "run" / "last.ckpt", lambda state: state.update(best_k_models=worse | state["best_k_models"], replaced=[*worse]))
-    with pytest.warns(UserWarning, match=r"checkpoints no longer has link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run"):
+    rewrite(
+        tmp_path / "run" / "last.ckpt",
+        lambda state: state.update(best_k_models=worse | state["best_k_models"], replaced=[*worse]),
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"checkpoints no longer has link\.ckpt, sub/b\.ckpt, others\.ckpt, gone\.ckpt of this run",
+    ):
         keep = best_of(tmp_path, 4, path="last")
     assert sorted(path.name for path in mine.iterdir()) == ["a.ckpt", "b.ckpt"]
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -906,7 +1162,12 @@ def test_a_best_that_is_gone_is_not_the_best_any_more(tmp_path):
 
     class Looks(Callback):
         def on_train_start(self, trainer, pl_module):
-            seen.append((trainer.checkpoint_callback.best_model_path[-12:], trainer.checkpoint_callback.best_model_score))
+            seen.append(
+                (
+                    trainer.checkpoint_callback.best_model_path[-12:],
+                    trainer.checkpoint_callback.best_model_score,
+                )
+            )
 
     keep = ModelCheckpoint("val_loss", save_top_k=2)
     with pytest.warns(UserWarning, match=r"no longer has epoch=1\.ckpt of this run"):
@@ -948,7 +1209,9 @@ def whole_best(tmp_path_factory):
 
 
 @pytest.mark.parametrize("moment", [1, 2, 7, 9, 10, 11])
-def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkeypatch, whole_best, moment):
+def test_a_kill_between_two_files_leaves_nothing_after_a_resume(
+    tmp_path, monkeypatch, whole_best, moment
+):
     options = {"save_top_k": 2, "save_last": True}
     whole, unbroken = whole_best
     with monkeypatch.context() as patched:
@@ -958,12 +1221,24 @@ def test_a_kill_between_two_files_leaves_nothing_after_a_resume(tmp_path, monkey
     folder = tmp_path / "killed" / "run" / "checkpoints"
     for name in (".epoch=9.ckpt.12345", "mine.ckpt"):
         (folder / name).write_text("")
-    for name in (".last.ckpt.12345", ".summary.json.12345", ".metrics.csv.12345", ".predictions.pt.12345"):
+    for name in (
+        ".last.ckpt.12345",
+        ".summary.json.12345",
+        ".metrics.csv.12345",
+        ".predictions.pt.12345",
+    ):
         (folder.parent / name).write_text("")
     rest = best_of(tmp_path / "killed", 4, path="auto", **options)
-    assert names_in(tmp_path / "killed") == sorted([*names_in(unbroken), "run/checkpoints/mine.ckpt"])
-    assert [one.rpartition("/")[2] for one in rest.best_k_models] == [one.rpartition("/")[2] for one in whole.best_k_models]
-    last = [torch.load(one / "run" / "last.ckpt", weights_only=True)["model"] for one in (unbroken, tmp_path / "killed")]
+    assert names_in(tmp_path / "killed") == sorted(
+        [*names_in(unbroken), "run/checkpoints/mine.ckpt"]
+    )
+    assert [one.rpartition("/")[2] for one in rest.best_k_models] == [
+        one.rpartition("/")[2] for one in whole.best_k_models
+    ]
+    last = [
+        torch.load(one / "run" / "last.ckpt", weights_only=True)["model"]
+        for one in (unbroken, tmp_path / "killed")
+    ]
     assert all(torch.equal(value, last[1][name]) for name, value in last[0].items())
 
 
@@ -972,7 +1247,10 @@ def test_a_file_that_the_user_chose_leaves_the_later_ones(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     chosen = shutil.copy(folder / "epoch=0.ckpt", folder / "last-validated.ckpt")
     best_of(tmp_path, 3, path=chosen, save_top_k=-1)
-    assert names_in(folder) == [*(f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")), "last-validated.ckpt"]
+    assert names_in(folder) == [
+        *(f"epoch={name}.ckpt" for name in ("0", "1-v1", "1", "2-v1", "2")),
+        "last-validated.ckpt",
+    ]
 
 
 def test_what_only_an_earlier_epoch_logged_is_known(tmp_path):

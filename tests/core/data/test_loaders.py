@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 from geartrain import TrainingError, UsageError, hookimpl
-from geartrain.data.loaders import BatchSizer, DataSource, count_batches, first_size, loader_batch_size
+from geartrain.data.loaders import (
+    BatchSizer,
+    DataSource,
+    count_batches,
+    first_size,
+    loader_batch_size,
+)
 from geartrain.module.nested import map_tensors, move
 from geartrain.testing import run_plugin
 
@@ -94,7 +100,9 @@ def test_move_keeps_the_form_and_moves_every_tensor(name):
     moved = move(batch, META)
     assert same_form(batch, moved)
     assert {tensor.device for tensor in tensors_in(moved)} == {META}
-    assert {tensor.device for tensor in tensors_in(batch)} == {torch.device("cpu")}  # the loader's own batch is as it was
+    assert {tensor.device for tensor in tensors_in(batch)} == {
+        torch.device("cpu")
+    }  # the loader's own batch is as it was
     assert len(tensors_in(moved)) == len(tensors_in(batch))
 
 
@@ -103,7 +111,9 @@ def test_map_tensors_keeps_the_form(name):
     batch = nestings()[name]
     doubled = map_tensors(batch, lambda tensor: tensor * 2)
     assert same_form(batch, doubled)
-    assert all(torch.equal(b, a * 2) for a, b in zip(tensors_in(batch), tensors_in(doubled), strict=True))
+    assert all(
+        torch.equal(b, a * 2) for a, b in zip(tensors_in(batch), tensors_in(doubled), strict=True)
+    )
 
 
 def test_a_defaultdict_keeps_its_factory():
@@ -182,7 +192,11 @@ def image(_=None):
 
 def sizes(data, collate_fn=None, batch_size=4):
     """What is said of each batch, and what is warned of."""
-    data = torch.utils.data.DataLoader(data, batch_size=batch_size, collate_fn=collate_fn) if isinstance(data, range) else data
+    data = (
+        torch.utils.data.DataLoader(data, batch_size=batch_size, collate_fn=collate_fn)
+        if isinstance(data, range)
+        else data
+    )
     sizer = BatchSizer(data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -193,10 +207,20 @@ def sizes(data, collate_fn=None, batch_size=4):
     ("collate", "expected", "warned"),
     [
         (lambda n: torch.zeros(len(n), 2), [4, 4, 3], 0),
-        (lambda n: (torch.zeros(9, len(n)), torch.zeros(len(n))), [4, 4, 3], 0),  # time first, then labels
+        (
+            lambda n: (torch.zeros(9, len(n)), torch.zeros(len(n))),
+            [4, 4, 3],
+            0,
+        ),  # time first, then labels
         (lambda n: [image() for _ in n], [4, 4, 3], 0),
         (lambda n: ([image() for _ in n], torch.tensor(n)), [4, 4, 3], 0),
-        (lambda n: tuple(zip(*[(image(), {"boxes": torch.zeros(i % 3, 4)}) for i in n], strict=True)), [4, 4, 3], 0),
+        (
+            lambda n: tuple(
+                zip(*[(image(), {"boxes": torch.zeros(i % 3, 4)}) for i in n], strict=True)
+            ),
+            [4, 4, 3],
+            0,
+        ),
         (lambda n: [(image(), i) for i in n], [4, 4, 3], 0),
         (lambda n: {"images": [image() for _ in n]}, [4, 4, 3], 0),
         (lambda n: [f"text {i}" for i in n], [4, 4, 3], 0),
@@ -224,7 +248,9 @@ def test_size_of_a_batch_of_a_loader_that_does_not_know():
     assert sizes(Stream([torch.zeros(5, 2), torch.zeros(2, 2)])) == ([5, 2], 0)
     assert sizes(Stream([(torch.zeros(5, 2), torch.zeros(5))])) == ([5], 0)
     assert sizes(Stream([Graphs(9, told=2)])) == ([2], 0)
-    assert sizes(Stream([(torch.zeros(5, 2), torch.zeros(2)), (torch.zeros(7, 2), torch.zeros(2))])) == ([5, 7], 1)
+    assert sizes(
+        Stream([(torch.zeros(5, 2), torch.zeros(2)), (torch.zeros(7, 2), torch.zeros(2))])
+    ) == ([5, 7], 1)
 
 
 def test_size_of_a_short_stream():
@@ -259,7 +285,10 @@ def test_ambiguous_size_is_told_once():
             self.log("val_loss", 1.0)
             self.log("val_acc", 1.0)
 
-    with pytest.warns(UserWarning, match=r"batch of Stream does not say.*\[2, 5\].*Fix: self.log\(\.\.\., batch_size=NUMBER\)") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=r"batch of Stream does not say.*\[2, 5\].*Fix: self.log\(\.\.\., batch_size=NUMBER\)",
+    ) as caught:
         trainer().validate(Logs(), Stream([(torch.zeros(5, 2), torch.zeros(2))] * 3))
     assert len(caught) == 1
 
@@ -268,7 +297,8 @@ def test_ambiguous_size_is_told_once():
 
 
 @pytest.mark.parametrize(
-    ("limit", "with_length", "without"), [(None, 6, None), (0, 0, 0), (4, 4, 4), (9, 6, 9), (1.0, 6, None), (0.0, 0, 0)]
+    ("limit", "with_length", "without"),
+    [(None, 6, None), (0, 0, 0), (4, 4, 4), (9, 6, 9), (1.0, 6, None), (0.0, 0, 0)],
 )
 def test_count_batches(limit, with_length, without):
     assert count_batches(loader(), limit, "train") == with_length
@@ -279,7 +309,12 @@ def test_count_batches(limit, with_length, without):
     ("data", "limit", "error", "words"),
     [
         ([], None, TrainingError, "train is empty: list"),
-        (loader(3, 4, drop_last=True), 5, TrainingError, r"train is empty: DataLoader of TensorDataset.*drop_last"),
+        (
+            loader(3, 4, drop_last=True),
+            5,
+            TrainingError,
+            r"train is empty: DataLoader of TensorDataset.*drop_last",
+        ),
         (Stream([]), 0.5, UsageError, r"fraction \(0.5\).*no length"),
         ([1, 2, 3], 0.3, UsageError, r"0.3 of the 3 batches"),
     ],
@@ -299,18 +334,30 @@ def test_loader_batch_size():
 
 # --- where loaders come from ---------------------------------------------------------------------------------------------
 
-METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 
 
 def having(base, name):
     """An object of ``base`` whose loaders each say ``name`` and the stage."""
-    methods = {method: lambda self, stage=stage: Stream([f"{name} {stage}"]) for stage, method in METHODS.items()}
+    methods = {
+        method: lambda self, stage=stage: Stream([f"{name} {stage}"])
+        for stage, method in METHODS.items()
+    }
     return type("Having", (base,), methods)()
 
 
 @pytest.mark.parametrize("stage", METHODS)
 def test_precedence(stage):
-    module, datamodule, given = having(gt.Module, "module"), having(gt.DataModule, "datamodule"), Stream(["given"])
+    module, datamodule, given = (
+        having(gt.Module, "module"),
+        having(gt.DataModule, "datamodule"),
+        Stream(["given"]),
+    )
 
     def first(source, module=module):
         (one,) = source.loaders(stage, module)
@@ -318,7 +365,9 @@ def test_precedence(stage):
 
     assert first(DataSource({stage: given}, datamodule)) == "given"
     assert first(DataSource({stage: None}, datamodule)) == f"datamodule {stage}"
-    assert first(DataSource({}, gt.DataModule())) == f"module {stage}"  # a DataModule that does not have this one
+    assert (
+        first(DataSource({}, gt.DataModule())) == f"module {stage}"
+    )  # a DataModule that does not have this one
     assert first(DataSource({})) == f"module {stage}"
     assert DataSource({}).loaders(stage, gt.Module()) == []
 
@@ -398,7 +447,10 @@ def test_a_list_of_loaders_and_a_list_of_batches(given, loaders):
     data = given()
     found = DataSource({"validate": data}).loaders("validate", gt.Module())
     assert len(found) == loaders
-    assert all(isinstance(one, torch.utils.data.DataLoader | Stream) for one in found) or found[0] is data
+    assert (
+        all(isinstance(one, torch.utils.data.DataLoader | Stream) for one in found)
+        or found[0] is data
+    )
     assert DataSource({"train": list(loader(8))}).loaders("train", gt.Module()) != []
 
 
@@ -435,14 +487,29 @@ class Frame:
     ],
 )
 def test_what_holds_no_loaders_is_refused_before_anything_starts(command, data, words):
-    one = trainer(plugins=[type("Launches", (), {"launch": hookimpl(wrapper=True)(lambda self: (yield 1 / 0))})()])
+    one = trainer(
+        plugins=[
+            type("Launches", (), {"launch": hookimpl(wrapper=True)(lambda self: (yield 1 / 0))})()
+        ]
+    )
     with pytest.raises(UsageError, match=f"{words}.*Fix:"):
         getattr(one, command)(EvalNet(), data)
 
 
-@pytest.mark.parametrize("data", [{"a": loader()}, {"a": loader(), "b": loader()}, [loader(), loader()], [loader(), {"a": loader()}]])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": loader()},
+        {"a": loader(), "b": loader()},
+        [loader(), loader()],
+        [loader(), {"a": loader()}],
+    ],
+)
 def test_several_loaders_to_train_on_are_refused(data):
-    with pytest.raises(UsageError, match=r"training takes one loader\. Fix: a DataLoader of torch.utils.data.ConcatDataset"):
+    with pytest.raises(
+        UsageError,
+        match=r"training takes one loader\. Fix: a DataLoader of torch.utils.data.ConcatDataset",
+    ):
         fit(EvalNet(), data)
 
     class Data(gt.DataModule):
@@ -459,7 +526,9 @@ def test_a_loader_whose_length_is_not_implemented_has_none(ranks):
         def __len__(self):
             raise NotImplementedError
 
-    results = run_plugin(ranks=ranks, data=Unknown(loader()), val_data=Unknown(loader()), module=EvalNet())
+    results = run_plugin(
+        ranks=ranks, data=Unknown(loader()), val_data=Unknown(loader()), module=EvalNet()
+    )
     assert [result.trainer.global_step for result in results] == [6] * ranks
 
 
@@ -468,7 +537,9 @@ def test_a_dict_of_loaders_is_evaluated_as_their_list(command):
     net, loaders = EvalNet(), {"b": loader(8), "a": loader(12, 3)}
     metrics = getattr(trainer(), command)(net, loaders)
     assert metrics == getattr(trainer(), command)(net, list(loaders.values()))
-    assert [list(one) for one in metrics] == [[f"{'val' if command == 'validate' else 'test'}_loss/dataloader_idx_{i}"] for i in range(2)]
+    assert [list(one) for one in metrics] == [
+        [f"{'val' if command == 'validate' else 'test'}_loss/dataloader_idx_{i}"] for i in range(2)
+    ]
 
 
 def test_a_dict_of_loaders_is_predicted_loader_by_loader():
@@ -487,7 +558,9 @@ def test_a_val_dataloader_that_forgets_return_is_told():
         def val_dataloader(self):
             loader()
 
-    with pytest.warns(UserWarning, match="Forgets.val_dataloader returned None, so there is nothing to validate"):
+    with pytest.warns(
+        UserWarning, match="Forgets.val_dataloader returned None, so there is nothing to validate"
+    ):
         fit(Forgets())
 
 
@@ -536,10 +609,14 @@ def test_each_batch_is_transferred_once_in_evaluation(command):
     assert net.calls == [*once(1), *once(2), *once(3, idx=1)]
 
 
-@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+)
 def test_a_transfer_hook_that_forgets_return_is_named(hook):
     net = type("Forgets", (Net,), {hook: lambda self, batch, *_: None})()
-    with pytest.raises(TrainingError, match=f"Forgets: {hook} made None of a batch. Fix: return the batch"):
+    with pytest.raises(
+        TrainingError, match=f"Forgets: {hook} made None of a batch. Fix: return the batch"
+    ):
         fit(net)
 
 
@@ -564,7 +641,9 @@ def test_one_transfer_hook_alone(hook):
     net, batches = One(), Batches()
     fit(net, plugins=[batches])
     assert net.calls == 6
-    assert all(torch.equal(got[0], x * 2) for got, (x, _) in zip(batches.got, loader(), strict=True))
+    assert all(
+        torch.equal(got[0], x * 2) for got, (x, _) in zip(batches.got, loader(), strict=True)
+    )
 
 
 def test_numpy_arrays_are_sized_by_their_shape():
@@ -582,7 +661,9 @@ def test_training_takes_one_loader():
         one.fit(Net(), [loader(8), loader(8)])
 
 
-@pytest.mark.parametrize(("command", "option"), [("fit", "limit_train_batches"), ("test", "limit_test_batches")])
+@pytest.mark.parametrize(
+    ("command", "option"), [("fit", "limit_train_batches"), ("test", "limit_test_batches")]
+)
 def test_a_limit_of_zero_leaves_nothing_to_do(command, option):
     with pytest.raises(UsageError, match=f"{option}=0"):
         getattr(trainer(**{option: 0}), command)(EvalNet(), loader())
@@ -608,13 +689,17 @@ class Fails(EvalNet):
 def test_loader_workers_end_with_the_run_and_start_again_in_the_next(command, module, persistent):
     loader = DataLoader(samples(16), batch_size=2, num_workers=1, persistent_workers=persistent)
     for _ in range(2):
-        with pytest.raises(KeyError) if module is Fails else nullcontext() as error:  # a traceback refers to the frames of the run
+        with (
+            pytest.raises(KeyError) if module is Fails else nullcontext() as error
+        ):  # a traceback refers to the frames of the run
             getattr(trainer(), command)(module(), loader)
         assert multiprocessing.active_children() == [], error
 
 
 def test_loader_workers_end_with_a_session():
     with gt.Session() as session:
-        loader = session.setup_dataloaders(DataLoader(samples(8), batch_size=2, num_workers=1, persistent_workers=True))
+        loader = session.setup_dataloaders(
+            DataLoader(samples(8), batch_size=2, num_workers=1, persistent_workers=True)
+        )
         assert len(list(loader)) == 4
     assert multiprocessing.active_children() == []

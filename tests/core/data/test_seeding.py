@@ -92,7 +92,9 @@ class Asks(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("mode", "inside"), [(True, (True, False, False)), ("warn", (True, True, False))])
+@pytest.mark.parametrize(
+    ("mode", "inside"), [(True, (True, False, False)), ("warn", (True, True, False))]
+)
 def test_deterministic_is_set_in_the_run_and_taken_back(before, mode, inside):
     net = Asks()
     fit(net, deterministic=mode)
@@ -129,7 +131,9 @@ def test_an_operation_without_a_deterministic_form_is_an_error(monkeypatch):
 
     class Put(Net):
         def training_step(self, batch, batch_idx):
-            torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two wins is not determined
+            torch.zeros(3).put_(
+                torch.tensor([0, 0]), torch.ones(2)
+            )  # which of the two wins is not determined
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="deterministic"):

@@ -24,18 +24,39 @@ TOOLS = {
     "geartrain.testing": geartrain_testing,
     "geartrain.tuning": geartrain_tuner,
 }
-NAMES = [(module, name) for module, package in TOOLS.items() for name in package.__all__ if not name.startswith("__")]
+NAMES = [
+    (module, name)
+    for module, package in TOOLS.items()
+    for name in package.__all__
+    if not name.startswith("__")
+]
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """Core finds no other distribution than the command line, whose commands it does not find."""
-    for package in ("callbacks", "csv", "doctor", "manual", "parallel", "port", "session", "testing", "tuner"):
-        for name in [name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"]:
+    for package in (
+        "callbacks",
+        "csv",
+        "doctor",
+        "manual",
+        "parallel",
+        "port",
+        "session",
+        "testing",
+        "tuner",
+    ):
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] == f"geartrain_{package}"
+        ]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, f"geartrain_{package}", None)
     own = lambda **wanted: [ep for ep in entry_points(**wanted) if ep.dist.name == "geartrain"]  # noqa: E731
-    for module in ("geartrain.planning.registry", "geartrain.planning.lazy_exports", "geartrain.errors.hints"):
+    for module in (
+        "geartrain.planning.registry",
+        "geartrain.planning.lazy_exports",
+        "geartrain.errors.hints",
+    ):
         monkeypatch.setattr(f"{module}.entry_points", own)
     for name in ("Session", "Fabric", "cli"):
         monkeypatch.delitem(vars(gt), name, raising=False)
@@ -49,7 +70,9 @@ def no_command_line(alone, monkeypatch):
     monkeypatch.setitem(sys.modules, "geartrain_cli", None)
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+@pytest.mark.parametrize(
+    ("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES]
+)
 def test_a_name_of_a_tool(alone, module, name):
     home = TOOLS[module].__name__.replace("_", "-")
     with pytest.raises(ImportError, match=f"^{module} is not installed. Fix: pip install {home}$"):
@@ -58,18 +81,26 @@ def test_a_name_of_a_tool(alone, module, name):
 
 @pytest.mark.parametrize("name", ["Session", "Fabric"])
 def test_a_session(alone, name):
-    with pytest.raises(ImportError, match=rf"^geartrain.{name} is not installed. Fix: pip install geartrain-session$"):
+    with pytest.raises(
+        ImportError,
+        match=rf"^geartrain.{name} is not installed. Fix: pip install geartrain-session$",
+    ):
         getattr(gt, name)
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["fit", "net.py"]])
 def test_the_command_line(no_command_line, capsys, argv):
     assert main(argv) == 2
-    assert capsys.readouterr().err == "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
+    assert (
+        capsys.readouterr().err
+        == "geartrain: the command line is not installed. Fix: pip install geartrain-cli\n"
+    )
 
 
 def test_the_command_line_of_a_script(no_command_line):
-    with pytest.raises(ImportError, match=r"^geartrain.cli is not installed. Fix: pip install geartrain-cli$"):
+    with pytest.raises(
+        ImportError, match=r"^geartrain.cli is not installed. Fix: pip install geartrain-cli$"
+    ):
         _ = gt.cli
 
 
@@ -77,21 +108,36 @@ def test_the_command_line_of_a_script(no_command_line):
 def test_a_command(alone, capsys, name):
     assert main([name]) == 2
     said = capsys.readouterr().err
-    assert said == f"geartrain {name}: geartrain {name} is not installed.\nFix: pip install {KNOWN['command', name]}\n"
+    assert (
+        said
+        == f"geartrain {name}: geartrain {name} is not installed.\nFix: pip install {KNOWN['command', name]}\n"
+    )
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name in KNOWN if kind != "command"], ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, name in KNOWN if kind != "command"],
+    ids=lambda value: value,
+)
 def test_a_plugin(alone, kind, name):
-    with pytest.raises(gt.UsageError, match=rf"^{kind} '{name}' is not installed. Fix: pip install {KNOWN[kind, name]}$"):
+    with pytest.raises(
+        gt.UsageError,
+        match=rf"^{kind} '{name}' is not installed. Fix: pip install {KNOWN[kind, name]}$",
+    ):
         registry.Registry().find(kind, name)
 
 
-@pytest.mark.parametrize("module", ["geartrain.loggers", "geartrain.strategies", "geartrain.accelerators"])
+@pytest.mark.parametrize(
+    "module", ["geartrain.loggers", "geartrain.strategies", "geartrain.accelerators"]
+)
 def test_a_class_of_a_plugin(alone, module):
     homes = importlib.import_module(module)._HOMES
     assert homes
     for name in homes:
-        with pytest.raises(ImportError, match=rf"^{re.escape(module)}.{name} is not installed. Fix: pip install geartrain-\w+$"):
+        with pytest.raises(
+            ImportError,
+            match=rf"^{re.escape(module)}.{name} is not installed. Fix: pip install geartrain-\w+$",
+        ):
             getattr(importlib.import_module(module), name)
 
 
@@ -100,11 +146,15 @@ def test_help_names_the_distributions_of_missing_commands(alone, capsys):
     said = capsys.readouterr().out
     for (kind, name), home in KNOWN.items():
         if kind == "command":
-            assert re.search(rf"^  {name} .*\(not installed: pip install {home}\)$", said, re.MULTILINE)
+            assert re.search(
+                rf"^  {name} .*\(not installed: pip install {home}\)$", said, re.MULTILINE
+            )
 
 
 def test_core_trains_without_the_tools(alone, tmp_path):
-    one = gt.Trainer(accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False)
+    one = gt.Trainer(
+        accelerator="cpu", max_epochs=1, output=tmp_path / "run", enable_progress_bar=False
+    )
     one.fit(Net(), loader())
     assert one.global_step == 6
     assert (tmp_path / "run" / "last.ckpt").exists()
@@ -114,7 +164,10 @@ def test_a_module_in_manual_optimisation(alone):
     class Manual(Net):
         automatic_optimization = False
 
-    one, said = gt.Trainer(accelerator="cpu"), r"^Manual\.automatic_optimization is False, which geartrain-manual runs\. Fix: pip install"
+    one, said = (
+        gt.Trainer(accelerator="cpu"),
+        r"^Manual\.automatic_optimization is False, which geartrain-manual runs\. Fix: pip install",
+    )
     for start in (lambda: one.fit(Manual(), loader()), lambda: one.check(Manual)):
         with pytest.raises(gt.UsageError, match=f"{said} geartrain-manual$"):
             start()

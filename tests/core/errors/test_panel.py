@@ -23,7 +23,12 @@ make()
 def run(folder, source=SCRIPT, **environment):
     (folder / "train.py").write_text(source)
     return subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [sys.executable, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
     )
 
 
@@ -42,7 +47,9 @@ def test_the_variable_shows_the_whole_traceback(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):")
     assert "in select" in done.stderr
-    assert done.stderr.endswith("geartrain.errors.UsageError: there is no strategy 'sngle'. Did you mean 'single'?\n")
+    assert done.stderr.endswith(
+        "geartrain.errors.UsageError: there is no strategy 'sngle'. Did you mean 'single'?\n"
+    )
 
 
 def test_other_errors_are_pythons(tmp_path):
@@ -69,7 +76,10 @@ def test_the_traceback_of_another_rank_stays_in_one_piece():
 
 
 def test_control_characters_are_escaped():
-    assert panel(gt.UsageError("\x1b[31mred\r\x9b\tok\n"), "geartrain", "-x") == "geartrain: \\x1b[31mred\\r\\x9b\tok\n"
+    assert (
+        panel(gt.UsageError("\x1b[31mred\r\x9b\tok\n"), "geartrain", "-x")
+        == "geartrain: \\x1b[31mred\\r\\x9b\tok\n"
+    )
 
 
 def test_frames_of_installed_packages_are_not_the_users():
@@ -103,7 +113,10 @@ def test_packages_that_stand_beside_their_metadata_are_installed(tmp_path, monke
 
 def test_a_notebook_shows_it_too():
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
-    assert "_render_traceback_" in shell.showtraceback.__code__.co_consts + shell.showtraceback.__code__.co_names
+    assert (
+        "_render_traceback_"
+        in shell.showtraceback.__code__.co_consts + shell.showtraceback.__code__.co_names
+    )
     lines = caught(lambda: gt.Trainer(strategy="sngle"))._render_traceback_()
     assert lines[0] == "geartrain: there is no strategy 'sngle'. Did you mean 'single'?"
     assert "Traceback" not in lines[1]

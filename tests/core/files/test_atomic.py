@@ -38,7 +38,9 @@ def test_folders_are_created_and_nothing_is_left_beside_the_file(tmp_path):
     assert os.listdir(path.parent) == ["file"]
 
 
-def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(tmp_path, monkeypatch):
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
+    tmp_path, monkeypatch
+):
     done = []
     fsync, replace = os.fsync, os.replace
 
@@ -72,18 +74,30 @@ def test_an_error_leaves_the_old_file(tmp_path, error):
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("size", [10, 3 * 2**20])  # in the buffer until the end, and written at once
+@pytest.mark.parametrize(
+    "size", [10, 3 * 2**20]
+)  # in the buffer until the end, and written at once
 def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path, size):
     path = tmp_path / "file"
     write(path, b"old")
-    with files_of_at_most(5), pytest.raises(TrainingError, match=r"^disk full: \S+file could not be written \(.*MiB free\)\. Fix: free"):
+    with (
+        files_of_at_most(5),
+        pytest.raises(
+            TrainingError,
+            match=r"^disk full: \S+file could not be written \(.*MiB free\)\. Fix: free",
+        ),
+    ):
         write(path, bytes(size))
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_full_disk_is_named_under_torch_save(tmp_path):
-    with files_of_at_most(2**20), pytest.raises(TrainingError, match=r"^disk full"), replacing(tmp_path / "file") as file:
+    with (
+        files_of_at_most(2**20),
+        pytest.raises(TrainingError, match=r"^disk full"),
+        replacing(tmp_path / "file") as file,
+    ):
         torch.save(torch.zeros(2**20), file)
     assert os.listdir(tmp_path) == []
 
@@ -101,7 +115,10 @@ def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
     path.write_bytes(b"one\n")
     file = AppendedFile(path)
     file.append(b"two\n")
-    with files_of_at_most(10), pytest.raises(TrainingError, match=r"^disk full: \S+file could not be written"):
+    with (
+        files_of_at_most(10),
+        pytest.raises(TrainingError, match=r"^disk full: \S+file could not be written"),
+    ):
         file.append(b"three\n")
     assert path.read_bytes() == b"one\ntwo\n"
     file.append(b"four\n")
@@ -110,7 +127,14 @@ def test_a_full_disk_leaves_no_part_of_what_was_appended(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    others = ["last.ckpt", ".last.ckpt", ".ckpt.1", ".last.ckpt.old", "last.ckpt.1", ".summary.json.1"]
+    others = [
+        "last.ckpt",
+        ".last.ckpt",
+        ".ckpt.1",
+        ".last.ckpt.old",
+        "last.ckpt.1",
+        ".summary.json.1",
+    ]
     for name in (*others, ".last.ckpt.1", ".a.b.ckpt.23"):
         (tmp_path / name).write_text("")
     (tmp_path / "below").mkdir()
@@ -125,9 +149,13 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
 
 
 def test_a_process_that_is_killed_leaves_a_file_that_is_removed(tmp_path):
-    body = "import os, sys; from pathlib import Path; from geartrain.files.atomic import replacing\n"
+    body = (
+        "import os, sys; from pathlib import Path; from geartrain.files.atomic import replacing\n"
+    )
     body += "with replacing(Path(sys.argv[1])) as file:\n    file.write(bytes(2**21))\n    os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", body, str(tmp_path / "last.ckpt")]).returncode == -9
+    assert (
+        subprocess.run([sys.executable, "-c", body, str(tmp_path / "last.ckpt")]).returncode == -9
+    )
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".last.ckpt.")
     remove_abandoned(tmp_path, ".ckpt")

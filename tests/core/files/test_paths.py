@@ -26,30 +26,51 @@ def home(tmp_path, monkeypatch):
     assert not list((tmp_path / "here").iterdir())
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/r", "https://host/x.ckpt", "file:///tmp/x", "hdfs:/b", Path("s3://bucket/run")])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/run",
+        "gs://b/r",
+        "https://host/x.ckpt",
+        "file:///tmp/x",
+        "hdfs:/b",
+        Path("s3://bucket/run"),
+    ],
+)
 def test_a_url_is_refused_by_its_option(url):
     with pytest.raises(
-        UsageError, match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: a path on this machine"
+        UsageError,
+        match=r"^output='\w+:/.* is a URL, and geartrain reads and writes files only. Fix: a path on this machine",
     ):
         user_path(url, "output")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [("", "is no path"), (3, "is no path"), (True, "is no path"), ("~nobody-of-this-name/x", "no such user")]
+    ("given", "words"),
+    [
+        ("", "is no path"),
+        (3, "is no path"),
+        (True, "is no path"),
+        ("~nobody-of-this-name/x", "no such user"),
+    ],
 )
 def test_what_is_no_path(given, words):
     with pytest.raises(UsageError, match=f"output=.*{words}"):
         user_path(given, "output")
 
 
-@pytest.mark.parametrize("given", ["runs/1", "/abs/run", "./s3:/folder", "C:/run", "a~b", "./~", "key=1:2/x", Path("x")])
+@pytest.mark.parametrize(
+    "given", ["runs/1", "/abs/run", "./s3:/folder", "C:/run", "a~b", "./~", "key=1:2/x", Path("x")]
+)
 def test_other_paths_stay_as_they_are(given):
     assert user_path(given, "output") == Path(given)
 
 
 GIVEN = {
     "output": lambda path: fit(output=path),
-    "dirpath": lambda path: fit(EvalNet(), val=loader(4), plugins=[ModelCheckpoint("val_loss", dirpath=path)]),
+    "dirpath": lambda path: fit(
+        EvalNet(), val=loader(4), plugins=[ModelCheckpoint("val_loss", dirpath=path)]
+    ),
     "csv": lambda path: fit(plugins=[CSVLogger(path=path)]),
     "session": lambda path: gt.Session(accelerator="cpu", output=path).launch(),
     "new": lambda path: main(["new", "plugin", "mine", "--output", path]),
@@ -81,9 +102,16 @@ class Net(Module):
     def configure_optimizers(self): ...
 """
     (home / "net_at_home.py").write_text(own)
-    (home / "hooks_at_home.py").write_text("from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run): ...\n")
+    (home / "hooks_at_home.py").write_text(
+        "from geartrain import hookimpl\n@hookimpl\ndef on_step_end(run): ...\n"
+    )
     (home / "options.yaml").write_text("max_epochs: 7\n")
-    given = ["~/net_at_home.py", "--config=~/options.yaml", "--plugin=~/hooks_at_home.py", "--accelerator=cpu"]
+    given = [
+        "~/net_at_home.py",
+        "--config=~/options.yaml",
+        "--plugin=~/hooks_at_home.py",
+        "--accelerator=cpu",
+    ]
     assert main(["explain", *given, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["options"]["max_epochs"] == 7

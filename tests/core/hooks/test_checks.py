@@ -204,7 +204,9 @@ def test_data_and_imported_functions_may_have_a_hooks_name():
     module.step, module.forward = 3, sys.exit
     module.on_epoch_end = hookimpl(lambda: None)
     marked = {"on_epoch_end": hookimpl(lambda self: None)}
-    hooks_of(module, type("Plugin", (), {"step": 3, "barrier": property(lambda self: 1), **marked})())
+    hooks_of(
+        module, type("Plugin", (), {"step": 3, "barrier": property(lambda self: 1), **marked})()
+    )
 
 
 @pytest.mark.parametrize("plugin", [3, None, object(), int])
@@ -239,7 +241,8 @@ def test_replaces_as_a_string_is_refused():
         def optimizer_step(self, run, optimizer, closure): ...
 
     with pytest.raises(
-        UsageError, match=r"acme\[Plugin\]: its replaces = 'optimizer_step' is a string. Fix: replaces = \{'optimizer_step'\}"
+        UsageError,
+        match=r"acme\[Plugin\]: its replaces = 'optimizer_step' is a string. Fix: replaces = \{'optimizer_step'\}",
     ):
         hooks_of(part(Plugin(), distribution="acme"))
 
@@ -248,5 +251,7 @@ def test_forgotten_self():
     @hookimpl
     def on_step_end(run): ...
 
-    refused(on_step_end, "no 'self'", "would get the plugin as 'run'", "def on_step_end(self, run, ...)")
+    refused(
+        on_step_end, "no 'self'", "would get the plugin as 'run'", "def on_step_end(self, run, ...)"
+    )
     hooks_of(type("Plugin", (), {"on_step_end": staticmethod(on_step_end)})())

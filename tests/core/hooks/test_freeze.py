@@ -57,7 +57,9 @@ def test_is_default_only_while_no_plugin_owns_or_wraps_the_hook():
 
     hooks = hooks_of(strategy(owns("reduced", "reduce_gradients")), Wraps())
     hooks.freeze()
-    assert [hooks.is_default(name) for name in ("micro_step", "reduce_gradients", "clip_gradients")] == [True, False, False]
+    assert [
+        hooks.is_default(name) for name in ("micro_step", "reduce_gradients", "clip_gradients")
+    ] == [True, False, False]
     assert hooks.reduce_gradients(run=None) == "reduced"
     assert hooks.clip_gradients(run=None) is None
 
@@ -71,7 +73,9 @@ def test_frozen_hooks_refuse_changes():
 
 def watch(hooks):
     seen = []
-    stop = hooks.manager.add_hookcall_monitoring(lambda name, *_: seen.append(name), lambda *_: None)
+    stop = hooks.manager.add_hookcall_monitoring(
+        lambda name, *_: seen.append(name), lambda *_: None
+    )
     return seen, stop
 
 

@@ -112,7 +112,11 @@ def plugin(label, hook, impl, deeds):
     if impl.form == "own_default":
         parameters.append("mine='own'")
     received = "dict(" + ", ".join(f"{name}={name}" for name in impl.takes) + ")"
-    body = "return (yield from deeds.around(label, impl, {}))" if impl.wrapper else "return deeds.plain(label, impl, {})"
+    body = (
+        "return (yield from deeds.around(label, impl, {}))"
+        if impl.wrapper
+        else "return deeds.plain(label, impl, {})"
+    )
     source = f"""
 class Plugin:
     {above}
@@ -127,11 +131,17 @@ class Plugin:
 
 def takes(hook):
     """Any subset of the hook's arguments in any order."""
-    return st.permutations(ARGUMENTS[hook]).flatmap(lambda names: st.integers(0, len(names)).map(lambda n: tuple(names[:n])))
+    return st.permutations(ARGUMENTS[hook]).flatmap(
+        lambda names: st.integers(0, len(names)).map(lambda n: tuple(names[:n]))
+    )
 
 
 def plains(hook):
-    deeds = ["value", "raise", "stop"] if hook in ("plan_processes", "micro_step") else ["value", "none", "raise", "stop"]  # they need one
+    deeds = (
+        ["value", "raise", "stop"]
+        if hook in ("plan_processes", "micro_step")
+        else ["value", "none", "raise", "stop"]
+    )  # they need one
     return st.builds(Impl, takes(hook), st.sampled_from(sorted(FORMS)), st.sampled_from(deeds))
 
 
@@ -149,7 +159,9 @@ def wrappers(hook):
 def singles(hook):
     """At most one owner, any number of wrappers around it, in any order of registration."""
     owner = st.lists(plains(hook), max_size=1)
-    both = st.tuples(owner, st.lists(wrappers(hook), max_size=3)).flatmap(lambda two: st.permutations([*two[0], *two[1]]))
+    both = st.tuples(owner, st.lists(wrappers(hook), max_size=3)).flatmap(
+        lambda two: st.permutations([*two[0], *two[1]])
+    )
     return st.tuples(st.just(hook), both)
 
 
@@ -159,7 +171,11 @@ def every(hook):
 
 def which(error):
     """A hookimpl's exception is one object; the caller makes a new one where a wrapper misbehaves or loses the result."""
-    return (type(error), str(error)) if type(error) is RuntimeError or isinstance(error, GeartrainError) else error
+    return (
+        (type(error), str(error))
+        if type(error) is RuntimeError or isinstance(error, GeartrainError)
+        else error
+    )
 
 
 def outcome(caller, deeds, arguments):
@@ -168,14 +184,19 @@ def outcome(caller, deeds, arguments):
     try:
         result = caller(**arguments)
     except BaseException as error:
-        return ("raised", which(error), which(error.__cause__), error.__suppress_context__), list(deeds.trace)
+        return ("raised", which(error), which(error.__cause__), error.__suppress_context__), list(
+            deeds.trace
+        )
     return ("returned", result), list(deeds.trace)
 
 
 def assert_same(hook, impls):
     deeds = Deeds()
     kind = "strategy" if hook in SINGLE else "plugin"
-    parts = [part(plugin(f"p{n}", hook, impl, deeds), "plugin" if impl.wrapper else kind, f"p{n}") for n, impl in enumerate(impls)]
+    parts = [
+        part(plugin(f"p{n}", hook, impl, deeds), "plugin" if impl.wrapper else kind, f"p{n}")
+        for n, impl in enumerate(impls)
+    ]
     hooks = Hooks(parts)
     arguments = {name: object() for name in ARGUMENTS[hook]}
     pluggys = getattr(hooks.manager.hook, hook)
@@ -203,32 +224,52 @@ def test_single_hook(case):
 
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(sorted(EVERY)).flatmap(every))
-@example(("log_metrics", [Impl(("step",)), Impl(("run",), does="none"), Impl((), before="", after="change")]))
+@example(
+    (
+        "log_metrics",
+        [Impl(("step",)), Impl(("run",), does="none"), Impl((), before="", after="change")],
+    )
+)
 @example(("on_step_end", [Impl(()), Impl((), does="raise"), Impl(())]))
 def test_all_hook(case):
     assert_same(*case)
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.sampled_from(sorted(ARGUMENTS)).flatmap(lambda hook: (singles if hook in SINGLE else every)(hook)))
-@example(("forward", [Impl((), does="stop"), Impl((), before="", fails="from"), Impl((), before="")]))
-@example(("on_step_end", [Impl(()), Impl((), before="raise"), Impl((), before="", fails="swallow")]))
+@given(
+    st.sampled_from(sorted(ARGUMENTS)).flatmap(
+        lambda hook: (singles if hook in SINGLE else every)(hook)
+    )
+)
+@example(
+    ("forward", [Impl((), does="stop"), Impl((), before="", fails="from"), Impl((), before="")])
+)
+@example(
+    ("on_step_end", [Impl(()), Impl((), before="raise"), Impl((), before="", fails="swallow")])
+)
 def test_wrappers_that_yield_once_and_keep_the_result_are_called_as_pluggy_calls_them(case):
     hook, impls = case
-    impls = [replace(impl, after="pass") if impl.after in ("none", "yield") else impl for impl in impls]
+    impls = [
+        replace(impl, after="pass") if impl.after in ("none", "yield") else impl for impl in impls
+    ]
     impls = [replace(impl, before="") if impl.before == "return" else impl for impl in impls]
     deeds = Deeds()
     kind = "strategy" if hook in SINGLE else "plugin"
     plugins = [plugin(f"p{n}", hook, impl, deeds) for n, impl in enumerate(impls)]
     hooks = Hooks(
-        [part(one, "plugin" if impl.wrapper else kind, f"p{n}") for n, (one, impl) in enumerate(zip(plugins, impls, strict=True))]
+        [
+            part(one, "plugin" if impl.wrapper else kind, f"p{n}")
+            for n, (one, impl) in enumerate(zip(plugins, impls, strict=True))
+        ]
     )
     plain = PluginManager("geartrain")
     plain.add_hookspecs(hookspecs)
     for one in plugins:
         plain.register(one)
     arguments = {name: object() for name in ARGUMENTS[hook]}
-    assert outcome(getattr(hooks, hook), deeds, arguments) == outcome(getattr(plain.hook, hook), deeds, arguments)
+    assert outcome(getattr(hooks, hook), deeds, arguments) == outcome(
+        getattr(plain.hook, hook), deeds, arguments
+    )
 
 
 @pytest.mark.parametrize("hook", sorted(ARGUMENTS))

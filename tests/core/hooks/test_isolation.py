@@ -54,7 +54,10 @@ def test_training_goes_on_with_one_warning_and_without_the_plugin(hook):
     with pytest.warns(UserWarning, match="Breaks") as caught:
         one = fit(Logs(), max_epochs=3, log_every_n_steps=1, plugins=[other, broken])
     (warning,) = [str(w.message) for w in caught if "Breaks" in str(w.message)]
-    assert warning == f"Breaks: {hook} raised OSError: disk full. The run continues without this plugin."
+    assert (
+        warning
+        == f"Breaks: {hook} raised OSError: disk full. The run continues without this plugin."
+    )
     assert one.global_step == 18
     assert len(other.lines) == 18
     assert broken.called.count(hook) == 1
@@ -84,7 +87,10 @@ def test_an_error_of_the_users_own_is_not_hidden():
             raise ValueError("mine")
 
     broken = Breaks("on_exception")
-    with pytest.warns(UserWarning, match="Breaks: on_exception"), pytest.raises(ValueError, match="mine"):
+    with (
+        pytest.warns(UserWarning, match="Breaks: on_exception"),
+        pytest.raises(ValueError, match="mine"),
+    ):
         fit(Fails(), plugins=[broken])
 
 
@@ -131,7 +137,8 @@ def test_a_wrapper_is_refused(hook):
 
     wraps = type("Wraps", (), {"errors_are_warnings": True, "around": around})
     with pytest.raises(
-        UsageError, match=r"Wraps: its hookimpl 'around' is a wrapper, and errors_are_warnings = True .*\. Fix: use an event"
+        UsageError,
+        match=r"Wraps: its hookimpl 'around' is a wrapper, and errors_are_warnings = True .*\. Fix: use an event",
     ):
         trainer(plugins=[wraps()])
 

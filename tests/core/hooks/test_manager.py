@@ -8,7 +8,17 @@ from geartrain import TrainingError, UsageError, hookimpl, hookspec
 from geartrain.hooks.manager import Hooks
 from geartrain.plan import PlanRequest
 
-from ..contract_fixtures import ALONE, Doubles, accelerator, gather, hooks_of, owns, part, specs, strategy
+from ..contract_fixtures import (
+    ALONE,
+    Doubles,
+    accelerator,
+    gather,
+    hooks_of,
+    owns,
+    part,
+    specs,
+    strategy,
+)
 
 # --- owners --------------------------------------------------------------------------------------------------------------
 
@@ -18,7 +28,9 @@ KINDS = ["strategy", "accelerator", "precision", "core"]
 
 @pytest.mark.parametrize("first", range(len(KINDS)))
 @pytest.mark.parametrize("backwards", [False, True])
-def test_strategy_owns_before_accelerator_before_precision_before_core_before_default(first, backwards):
+def test_strategy_owns_before_accelerator_before_precision_before_core_before_default(
+    first, backwards
+):
     claims = [part(owns(kind), kind, kind) for kind in KINDS[first:]]
     hooks = hooks_of(*(reversed(claims) if backwards else claims))
     assert gather(hooks) == KINDS[first]
@@ -45,7 +57,10 @@ def test_owner_that_returns_none_is_not_asked_around():
 
 def test_owner_that_returns_none_where_a_value_is_needed_is_named():
     hooks = hooks_of(strategy(owns(None, "setup_process_group")))
-    with pytest.raises(TrainingError, match=r"geartrain-strat\[strat\]: .*'setup_process_group' returned None. Fix: return World"):
+    with pytest.raises(
+        TrainingError,
+        match=r"geartrain-strat\[strat\]: .*'setup_process_group' returned None. Fix: return World",
+    ):
         hooks.setup_process_group(run=None)
 
 
@@ -132,10 +147,17 @@ class Adds:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_wrapper_that_loses_the_owners_value_is_named_before_another_trips_over_it(frozen):
-    hooks = hooks_of(strategy(owns(1, "forward")), part(Forgets(), distribution="acme"), part(Adds(), distribution="other"))
+    hooks = hooks_of(
+        strategy(owns(1, "forward")),
+        part(Forgets(), distribution="acme"),
+        part(Adds(), distribution="other"),
+    )
     if frozen:
         hooks.freeze()
-    with pytest.raises(TrainingError, match=r"acme\[Forgets\]: its wrapper of the hook 'forward' made None of the owner's int\. Fix: .*"):
+    with pytest.raises(
+        TrainingError,
+        match=r"acme\[Forgets\]: its wrapper of the hook 'forward' made None of the owner's int\. Fix: .*",
+    ):
         hooks.forward(run=ALONE, method="training_step", args=())
 
 
@@ -150,7 +172,9 @@ def test_wrapper_that_loses_the_layout_is_an_error_of_usage():
         def plan_processes(self):
             yield
 
-    with pytest.raises(UsageError, match=r"Plugin: .*'plan_processes' made None of the owner's Layout"):
+    with pytest.raises(
+        UsageError, match=r"Plugin: .*'plan_processes' made None of the owner's Layout"
+    ):
         hooks_of(Plugin()).plan_processes(request=PlanRequest("cpu", (0,), 1))
 
 
@@ -160,7 +184,9 @@ def test_wrapper_that_loses_what_every_implementation_gave_is_named():
         def device_stats(self):
             yield
 
-    with pytest.raises(TrainingError, match=r"Plugin: .*'device_stats' made None of the owner's list"):
+    with pytest.raises(
+        TrainingError, match=r"Plugin: .*'device_stats' made None of the owner's list"
+    ):
         hooks_of(Plugin(), owns({"load": 1.0}, "device_stats")).device_stats(run=None)
 
 
@@ -209,8 +235,17 @@ def test_observer_that_forgot_the_wrapper_is_shown_the_wrapper_form():
             return 1.0
 
     with pytest.raises(UsageError) as caught:
-        hooks_of(strategy(owns(None, "reduce_gradients"), "ddp"), part(GradientNorm(), distribution="acme"))
-    for words in ("acme[GradientNorm]", "geartrain-strat[ddp]", "@hookimpl(wrapper=True)", "def reduce_gradients(self, run):", "yield"):
+        hooks_of(
+            strategy(owns(None, "reduce_gradients"), "ddp"),
+            part(GradientNorm(), distribution="acme"),
+        )
+    for words in (
+        "acme[GradientNorm]",
+        "geartrain-strat[ddp]",
+        "@hookimpl(wrapper=True)",
+        "def reduce_gradients(self, run):",
+        "yield",
+    ):
         assert words in str(caught.value)
     assert "replaces = {'reduce_gradients'}" in str(caught.value)
 
@@ -229,7 +264,9 @@ def test_plugin_that_replaces_owns_before_the_strategy():
     assert {c.name for c in hooks.passed_over("all_gather")} == {"defaults", "strat"}
 
 
-@pytest.mark.parametrize(("replaced", "words"), [("barrier", "not implemented"), ("on_step_end", "every implementation")])
+@pytest.mark.parametrize(
+    ("replaced", "words"), [("barrier", "not implemented"), ("on_step_end", "every implementation")]
+)
 def test_replaces_must_name_a_single_hook_that_is_implemented(replaced, words):
     class Plugin:
         replaces = frozenset({replaced})
@@ -292,7 +329,10 @@ def test_without_that_strategy_the_hook_is_unknown():
 
 
 def test_plugin_may_bring_hookspecs_alone():
-    hooks = hooks_of(type("Brings", (), {"hookspecs": specs(on_stall=hookspec(lambda run: None))})(), owns("stalled", "on_stall"))
+    hooks = hooks_of(
+        type("Brings", (), {"hookspecs": specs(on_stall=hookspec(lambda run: None))})(),
+        owns("stalled", "on_stall"),
+    )
     assert hooks.on_stall(run=None) == ["stalled"]
 
 
@@ -311,7 +351,10 @@ def test_own_hookspecs_may_not_hide_what_hooks_itself_offers(name):
 
 def test_module_that_imports_cores_hookspecs_brings_none_of_its_own():
     module = ModuleType("my_hooks")
-    exec("from geartrain import hookimpl, hookspecs\n@hookimpl\ndef on_epoch_end(run): return 'mine'", vars(module))
+    exec(
+        "from geartrain import hookimpl, hookspecs\n@hookimpl\ndef on_epoch_end(run): return 'mine'",
+        vars(module),
+    )
     assert hooks_of(module).on_epoch_end(run=None) == ["mine"]
 
 
@@ -334,7 +377,11 @@ def test_all_hooks_call_the_last_registered_first_and_drop_none():
         owns("last", "device_stats"),
     )
     assert hooks.device_stats(run=None) == ["last", "first", "strat", "chip", "core"]
-    assert [c.kind for c in hooks.implementers("device_stats")] == ["plugin"] * 3 + ["strategy", "accelerator", "core"]
+    assert [c.kind for c in hooks.implementers("device_stats")] == ["plugin"] * 3 + [
+        "strategy",
+        "accelerator",
+        "core",
+    ]
     assert not hooks.is_single("device_stats")
 
 

@@ -55,7 +55,11 @@ def test_misspelt_method_of_a_module(name, meant):
 
 
 def test_misspelt_optimizers():
-    refused(lambda: fit(type("Mine", (Net,), {"configure_optimisers": does})()), "configure_optimisers", "configure_optimizers")
+    refused(
+        lambda: fit(type("Mine", (Net,), {"configure_optimisers": does})()),
+        "configure_optimisers",
+        "configure_optimizers",
+    )
 
 
 def test_misspelt_attribute_of_a_module():
@@ -67,7 +71,10 @@ def test_misspelt_attribute_of_a_module():
     refused(lambda: fit(Mine()), "automatic_optimisation", "automatic_optimization")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("val_dataloder", "val_dataloader"), ("prepare_dta", "prepare_data"), ("set_up", "setup")])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("val_dataloder", "val_dataloader"), ("prepare_dta", "prepare_data"), ("set_up", "setup")],
+)
 def test_misspelt_method_of_a_data_module(name, meant):
     data = type("Data", (gt.DataModule,), {"train_dataloader": lambda self: loader(), name: does})()
     refused(lambda: trainer().fit(Net(), datamodule=data), name, meant)
@@ -86,7 +93,9 @@ def test_misspelt_attribute_of_a_callback(name, value, meant):
     refused(lambda: trainer(callbacks=[mine()]), name, meant)
 
 
-@pytest.mark.parametrize(("has", "lacks"), [("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")])
+@pytest.mark.parametrize(
+    ("has", "lacks"), [("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")]
+)
 def test_half_a_state_of_a_plugin_or_a_callback(has, lacks):
     says = rf"Mine: it has {has} and no {lacks}, so no checkpoint would hold its state\. Fix: add {lacks}"
     with pytest.raises(UsageError, match=says):
@@ -100,11 +109,19 @@ def on_step_end(self): ...
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("errors_are_warnings", True), ("replaces", {"backward"}), ("forward", hookimpl(lambda self: None))]
+    ("name", "value"),
+    [
+        ("errors_are_warnings", True),
+        ("replaces", {"backward"}),
+        ("forward", hookimpl(lambda self: None)),
+    ],
 )
 def test_what_is_for_plugins_alone_on_a_callback(name, value):
     mine = type("Mine", (Callback,), {"on_fit_start": does, name: value})
-    with pytest.raises(UsageError, match=rf"callback Mine\.{name} is for a plugin, and would be ignored here\. Fix: "):
+    with pytest.raises(
+        UsageError,
+        match=rf"callback Mine\.{name} is for a plugin, and would be ignored here\. Fix: ",
+    ):
         trainer(callbacks=[mine()])
 
 
@@ -126,7 +143,19 @@ def test_misspelt_attribute_of_a_plugin(name, value, meant):
     refused(lambda: hooks_of(part(mine(), distribution="acme")), name, meant)
 
 
-@pytest.mark.parametrize("name", ["steps", "launched", "note", "sep", "forward_all", "log_metric_of", "on_steps", "all_gathered_metrics"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steps",
+        "launched",
+        "note",
+        "sep",
+        "forward_all",
+        "log_metric_of",
+        "on_steps",
+        "all_gathered_metrics",
+    ],
+)
 def test_names_of_a_plugins_own(name):
     hooks_of(strategy(type("Mine", (), {"on_step_end": on_step_end, name: does})()))
 
@@ -134,14 +163,18 @@ def test_names_of_a_plugins_own(name):
 def test_the_error_names_the_plugin():
     mine = type("Mine", (), {"on_step_end": on_step_end, "errors_are_warning": True})
     with pytest.raises(
-        UsageError, match=r"^acme\[Mine\]: nothing reads its errors_are_warning = True\. Did you mean 'errors_are_warnings'\?"
+        UsageError,
+        match=r"^acme\[Mine\]: nothing reads its errors_are_warning = True\. Did you mean 'errors_are_warnings'\?",
     ):
         hooks_of(part(mine(), distribution="acme"))
 
 
 def test_what_a_plugin_requires_is_not_read():
     mine = type("Mine", (), {"on_step_end": on_step_end, "requires": ("backward",)})
-    with pytest.raises(UsageError, match=r"acme\[Mine\]: nothing reads its requires = \('backward',\). Fix: replaces = "):
+    with pytest.raises(
+        UsageError,
+        match=r"acme\[Mine\]: nothing reads its requires = \('backward',\). Fix: replaces = ",
+    ):
         hooks_of(part(mine(), distribution="acme"))
 
 
@@ -171,7 +204,15 @@ def test_misspelt_function_of_a_plugin_file():
 
 @pytest.mark.parametrize(
     "name",
-    ["on_train_epoch_end_custom", "validation_step_loss", "training_step2", "training_step_a", "text_dataloader", "last_step", "next_step"],
+    [
+        "on_train_epoch_end_custom",
+        "validation_step_loss",
+        "training_step2",
+        "training_step_a",
+        "text_dataloader",
+        "last_step",
+        "next_step",
+    ],
 )
 def test_names_of_the_users_own(name):
     fit(type("Mine", (Net,), {name: does})())
@@ -209,19 +250,41 @@ def test_values_that_geartrain_would_not_read_are_the_plugins_own():
 
 
 def _public_names():
-    modules = [torch.nn, torch.optim, torch.optim.lr_scheduler, torch.utils.data, logging, threading]
-    for name in ("torchmetrics", "sklearn.linear_model", "sklearn.ensemble", "sklearn.pipeline", "transformers.modeling_utils"):
+    modules = [
+        torch.nn,
+        torch.optim,
+        torch.optim.lr_scheduler,
+        torch.utils.data,
+        logging,
+        threading,
+    ]
+    for name in (
+        "torchmetrics",
+        "sklearn.linear_model",
+        "sklearn.ensemble",
+        "sklearn.pipeline",
+        "transformers.modeling_utils",
+    ):
         try:
             modules.append(importlib.import_module(name))
         except ImportError:
             continue
-    return {name for module in modules for cls in vars(module).values() if inspect.isclass(cls) for name in dir(cls) if name[0] != "_"}
+    return {
+        name
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls)
+        for name in dir(cls)
+        if name[0] != "_"
+    }
 
 
 def test_names_of_other_libraries_are_no_misspellings():
     """They are mixed into users' classes, and show how people name things."""
     examples = Path(__file__).parents[3].glob("examples/*.py")
-    names = _public_names() | {name for file in examples for name in re.findall(r"def ([a-z]\w+)", file.read_text())}
+    names = _public_names() | {
+        name for file in examples for name in re.findall(r"def ([a-z]\w+)", file.read_text())
+    }
     hooks = frozenset(hooks_of().names) | STATE
     assert len(names) > 200
     for known in (OF_A_MODULE, DATA, frozenset(CALLED) | STATE, hooks):
@@ -232,13 +295,34 @@ def test_names_of_other_libraries_are_no_misspellings():
 
 
 def test_hooks_of_other_frameworks_are_warned_of():
-    with pytest.warns(UserWarning, match=r"Mine: its on_epoch_begin is a method of a callback of Keras, and nothing calls it here\. Fix: "):
+    with pytest.warns(
+        UserWarning,
+        match=r"Mine: its on_epoch_begin is a method of a callback of Keras, and nothing calls it here\. Fix: ",
+    ):
         fit(type("Mine", (Net,), {"on_epoch_begin": does})())
-    with pytest.warns(UserWarning, match=r"Data: its training_step is a method of a Module or a Callback"):
-        trainer().fit(Net(), type("Data", (gt.DataModule,), {"train_dataloader": lambda self: loader(), "training_step": does})())
+    with pytest.warns(
+        UserWarning, match=r"Data: its training_step is a method of a Module or a Callback"
+    ):
+        trainer().fit(
+            Net(),
+            type(
+                "Data",
+                (gt.DataModule,),
+                {"train_dataloader": lambda self: loader(), "training_step": does},
+            )(),
+        )
 
 
-@pytest.mark.parametrize("name", ["on_log", "on_train_batch_begin", "on_train_epoch_end", "on_train_epoch_ends", "validaton_step"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "on_log",
+        "on_train_batch_begin",
+        "on_train_epoch_end",
+        "on_train_epoch_ends",
+        "validaton_step",
+    ],
+)
 def test_hooks_of_other_frameworks_on_a_plugin_are_warned_of(name):
     mine = type("Mine", (), {"on_step_end": on_step_end, name: does})
     with pytest.warns(UserWarning, match=rf"Mine: its {name} is a method of .*@hookimpl"):
@@ -254,4 +338,9 @@ def test_methods_of_ones_own_are_not_warned_of():
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fit(Mine(), plugins=[type("Logs", (), {"on_step_end": on_step_end, "setup": does, "on_new_line": does})()])
+        fit(
+            Mine(),
+            plugins=[
+                type("Logs", (), {"on_step_end": on_step_end, "setup": does, "on_new_line": does})()
+            ],
+        )

@@ -17,7 +17,14 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29400",
 }
-SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
+SBATCH = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "2",
+}
 SRUN = {
     **SBATCH,
     "SLURM_STEP_ID": "0",
@@ -54,7 +61,13 @@ LSF = {
     "JSM_NAMESPACE_LOCAL_RANK": "0",
     "JSM_NAMESPACE_LOCAL_SIZE": "2",
 }
-BY_HAND = {"MASTER_ADDR": "localhost", "MASTER_PORT": "12910", "WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "2"}
+BY_HAND = {
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "12910",
+    "WORLD_SIZE": "3",
+    "NODE_RANK": "0",
+    "LOCAL_RANK": "2",
+}
 
 
 def numbers(place: ClusterEnvironment) -> tuple[int, ...]:
@@ -70,17 +83,41 @@ def numbers(place: ClusterEnvironment) -> tuple[int, ...]:
         (OPEN_MPI, "Open MPI", (3, 4, 1, 2, 1), "a"),
         (MPICH, "MPICH", (1, 2, 1, 2, 0), "127.0.0.1"),
         (HOROVODRUN, "horovodrun", (3, 4, 1, 2, 1), None),
-        ({**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "4", "HOROVOD_CROSS_RANK": "0"}, "horovodrun", (3, 4, 1, 4, 0), "127.0.0.1"),
-        ({**HOROVODRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "horovodrun", (3, 4, 1, 2, 1), "a"),
+        (
+            {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "4", "HOROVOD_CROSS_RANK": "0"},
+            "horovodrun",
+            (3, 4, 1, 4, 0),
+            "127.0.0.1",
+        ),
+        (
+            {**HOROVODRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "horovodrun",
+            (3, 4, 1, 2, 1),
+            "a",
+        ),
         (BY_HAND, "environment", (2, 3, 2, 3, 0), "localhost"),
         (
-            {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "3", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            {
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "RANK": "3",
+                "NODE_RANK": "1",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1",
+            },
             "environment",
             (3, 4, 1, 2, 1),
             "a",
         ),
         (
-            {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            {
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "NODE_RANK": "1",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1",
+            },
             "environment",
             (3, 4, 1, 2, 1),
             "a",
@@ -102,8 +139,13 @@ def test_a_program_that_srun_starts_inside_an_interactive_job_is_a_rank(job):
     """The step has the job's name, and the task is this very process."""
     environ = {**SRUN, "SLURM_JOB_NAME": job, "SLURM_TASK_PID": str(os.getpid())}
     assert numbers(detect(environ)) == (6, 8, 2, 4, 1)
-    with pytest.warns(UserWarning, match=f"task 6 of 8 .* called '{job}' is taken for a shell. Fix: srun --job-name=NAME"):
-        assert detect({**environ, "SLURM_TASK_PID": "1"}) is None  # a script in between, or a shell that nobody sees
+    with pytest.warns(
+        UserWarning,
+        match=f"task 6 of 8 .* called '{job}' is taken for a shell. Fix: srun --job-name=NAME",
+    ):
+        assert (
+            detect({**environ, "SLURM_TASK_PID": "1"}) is None
+        )  # a script in between, or a shell that nobody sees
     assert detect({**environ, "SLURM_JOB_NAME": "bash-training", "SLURM_TASK_PID": "1"}).rank == 6
 
 
@@ -114,7 +156,13 @@ def test_a_program_that_srun_starts_inside_an_interactive_job_is_a_rank(job):
         SBATCH,
         {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
         {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "bash"},
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "interactive", "SLURM_TASK_PID": "1"},
+        {
+            **SRUN,
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_JOB_NAME": "interactive",
+            "SLURM_TASK_PID": "1",
+        },
         {"WORLD_SIZE": "4", "MASTER_ADDR": "a"},
         {**TORCHRUN, STARTED_BY: str(os.getpid() + 1)},
         {**BY_HAND, STARTED_BY: "1"},
@@ -179,9 +227,15 @@ def test_lsf_reads_the_rank_file(tmp_path):
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0", "GROUP_RANK": ""}, ("local rank 1 of 0",)),
         ({**MPICH, "MPI_LOCALNRANKS": "0"}, ("MPICH", "of 0")),
         ({**LSF, "LSB_DJOB_RANKFILE": ""}, ("LSF", "2 nodes", "MASTER_ADDR")),
-        ({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}, ("Open MPI", "2 nodes", "MASTER_ADDR")),
+        (
+            {key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"},
+            ("Open MPI", "2 nodes", "MASTER_ADDR"),
+        ),
         ({**MPICH, "PMI_SIZE": "4", "MASTER_ADDR": "a"}, ("MPICH", "2 nodes", "MASTER_PORT")),
-        ({**BY_HAND, "NODE_RANK": "1", "LOCAL_RANK": "0"}, ("NODE_RANK=1", "RANK", "LOCAL_WORLD_SIZE")),
+        (
+            {**BY_HAND, "NODE_RANK": "1", "LOCAL_RANK": "0"},
+            ("NODE_RANK=1", "RANK", "LOCAL_WORLD_SIZE"),
+        ),
     ],
 )
 def test_contradictions_are_refused(environ, words):

@@ -26,10 +26,14 @@ def pipe():
     os.close(reading)
 
 
-def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_raises_in_the_child(pipe):
+def test_a_signal_to_a_forked_child_neither_wakes_the_watcher_of_its_rank_nor_raises_in_the_child(
+    pipe,
+):
     reading, writing = pipe
     started = multiprocessing.get_context("fork").Event()
-    child = multiprocessing.get_context("fork").Process(target=lambda: started.set() or signal.pause())
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: started.set() or signal.pause()
+    )
     before = signal.set_wakeup_fd(writing)
     try:
         with raise_on_signals():
@@ -76,7 +80,9 @@ def test_a_forked_child_holds_no_copy_of_a_watchers_pipe(pipe):
     child = multiprocessing.get_context("fork").Process(target=leave.wait, args=(20,))
     child.start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # no writing end of the pipe is left here
-    assert select.select([reading], [], [], 5)[0], "a child holds the writing end, so that its reader never sees the end"
+    assert select.select([reading], [], [], 5)[0], (
+        "a child holds the writing end, so that its reader never sees the end"
+    )
     leave.set()
     child.join(10)
 

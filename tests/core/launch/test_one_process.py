@@ -8,17 +8,28 @@ from small_models import Net, Pretend, fit, loader, trainer
 
 from geartrain import UsageError
 
-ONE_OF_TORCHRUNS = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONE_OF_TORCHRUNS = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+}
 
 
 def test_a_launcher_that_started_more_processes_than_are_planned_is_refused(monkeypatch):
     for name, value in {**ONE_OF_TORCHRUNS, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=r"the plan has 1 processes .* torchrun started 2 .*Fix: --devices 2 --num-nodes 1, or start 1"):
+    with pytest.raises(
+        UsageError,
+        match=r"the plan has 1 processes .* torchrun started 2 .*Fix: --devices 2 --num-nodes 1, or start 1",
+    ):
         fit(devices=1)
 
 
-def test_one_process_of_torchrun_trains_and_leaves_its_error_where_torchrun_looks(monkeypatch, tmp_path):
+def test_one_process_of_torchrun_trains_and_leaves_its_error_where_torchrun_looks(
+    monkeypatch, tmp_path
+):
     for name, value in ONE_OF_TORCHRUNS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -31,11 +42,24 @@ def test_one_process_of_torchrun_trains_and_leaves_its_error_where_torchrun_look
 
     with pytest.raises(KeyError, match="mine"):
         fit(Fails(), devices=1)
-    assert "KeyError: 'mine'" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert (
+        "KeyError: 'mine'"
+        in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    )
 
 
 @pytest.mark.parametrize(
-    "hook", ["launch", "shard_dataloader", "wrap_model", "log_sync", "all_gather", "broadcast", "barrier", "teardown_process_group"]
+    "hook",
+    [
+        "launch",
+        "shard_dataloader",
+        "wrap_model",
+        "log_sync",
+        "all_gather",
+        "broadcast",
+        "barrier",
+        "teardown_process_group",
+    ],
 )
 def test_a_hook_of_several_processes_that_is_left_to_core_is_refused_before_anything_starts(hook):
     strategy = type("Forgets", (Pretend,), {hook: None})

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from small_models import EvalNet, Loggers, Logging, Net, Stream, assert_equal, by_hand, fit, loader, trainer
+from small_models import (
+    EvalNet,
+    Loggers,
+    Logging,
+    Net,
+    Stream,
+    assert_equal,
+    by_hand,
+    fit,
+    loader,
+    trainer,
+)
 from torch import nn
 
 import geartrain as gt
@@ -40,7 +51,10 @@ class Times:
         ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [9]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 12}, [12]),
-        ({"accumulate_grad_batches": 2, "val_check_interval": 3}, [2, 3, 5, 6]),  # the step that takes the third batch takes the fourth too
+        (
+            {"accumulate_grad_batches": 2, "val_check_interval": 3},
+            [2, 3, 5, 6],
+        ),  # the step that takes the third batch takes the fourth too
         ({"accumulate_grad_batches": 2, "val_check_interval": 4}, [2, 5]),
         ({"accumulate_grad_batches": 4, "val_check_interval": 2}, [1, 2, 3, 4]),
         ({"limit_train_batches": 4, "val_check_interval": 0.5}, [2, 4, 6, 8]),
@@ -82,7 +96,9 @@ def test_a_batch_that_several_intervals_end_in_is_validated_once():
 
 
 @pytest.mark.parametrize(
-    ("limit", "batches"), [(None, 6), (2, 2), (100, 6), (0.5, 3), (1.0, 6), (1, 1)], ids=["all", "2", "100", "half", "1.0", "1"]
+    ("limit", "batches"),
+    [(None, 6), (2, 2), (100, 6), (0.5, 3), (1.0, 6), (1, 1)],
+    ids=["all", "2", "100", "half", "1.0", "1"],
 )
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_limits(command, limit, batches):
@@ -130,10 +146,19 @@ def test_sanity_check_leaves_no_metrics_and_trains_the_same():
 
         @hookimpl
         def on_epoch_start(self, run):
-            self.seen = dict(run.metrics), dict(run.trainer.logged_metrics), dict(run.logs.prog_bar), run.stage
+            self.seen = (
+                dict(run.metrics),
+                dict(run.trainer.logged_metrics),
+                dict(run.logs.prog_bar),
+                run.stage,
+            )
 
     peek, lines = Peek(), Loggers()
-    net = Logging(validate=lambda self, batch, _: self.log("loss", self.loss(batch), prog_bar=True, on_step=True, on_epoch=True))
+    net = Logging(
+        validate=lambda self, batch, _: self.log(
+            "loss", self.loss(batch), prog_bar=True, on_step=True, on_epoch=True
+        )
+    )
     expected = by_hand(net, loader())
     fit(net, val=loader(), num_sanity_val_steps=2, limit_train_batches=6, plugins=[peek, lines])
     assert peek.seen == ({}, {}, {}, "train")
@@ -147,7 +172,12 @@ def test_sanity_check_leaves_no_metrics_and_trains_the_same():
 def test_each_loader_has_an_index_and_metrics_of_its_own():
     net = EvalNet()
     one = fit(net, val=[loader(8), loader(12, 6)])
-    assert net.seen == [("validate", 0, 0), ("validate", 1, 0), ("validate", 0, 1), ("validate", 1, 1)]
+    assert net.seen == [
+        ("validate", 0, 0),
+        ("validate", 1, 0),
+        ("validate", 0, 1),
+        ("validate", 1, 1),
+    ]
     assert set(one.callback_metrics) == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
 
 
@@ -161,7 +191,9 @@ def test_validate_returns_a_dict_for_each_loader():
 
 
 def test_without_the_suffix_a_metric_is_one_over_all_loaders():
-    net = Logging(validate=lambda self, batch, _: self.log("loss", self.loss(batch), add_dataloader_idx=False))
+    net = Logging(
+        validate=lambda self, batch, _: self.log("loss", self.loss(batch), add_dataloader_idx=False)
+    )
     both = trainer().validate(net, [loader(8), loader(16)])
     firsts, seconds = (trainer().validate(net, loader(n))[0]["loss"] for n in (8, 16))
     assert both[0] == both[1]
@@ -169,7 +201,11 @@ def test_without_the_suffix_a_metric_is_one_over_all_loaders():
 
 
 def test_step_and_epoch_values_of_several_loaders_are_in_the_dict_of_theirs():
-    net = Logging(validate=lambda self, batch, _: self.log("n", float(len(batch[0])), on_step=True, on_epoch=True))
+    net = Logging(
+        validate=lambda self, batch, _: self.log(
+            "n", float(len(batch[0])), on_step=True, on_epoch=True
+        )
+    )
     results = trainer().validate(net, [loader(8, 4), loader(12, 6)])
     assert [list(result.values()) for result in results] == [[4.0], [6.0]]
 
@@ -297,7 +333,9 @@ def test_predict_brings_outputs_to_the_cpu():
         def predict_step(self, batch, batch_idx):
             return {"there": [torch.empty(1, device="meta")]}
 
-    with pytest.raises(NotImplementedError, match="copy out of meta"):  # the copy was tried, which no meta tensor allows
+    with pytest.raises(
+        NotImplementedError, match="copy out of meta"
+    ):  # the copy was tried, which no meta tensor allows
         trainer().predict(Elsewhere(), loader(4))
 
 
@@ -371,13 +409,18 @@ def test_validation_step_without_a_loader_is_no_error():
     assert times.steps == []
 
 
-@pytest.mark.parametrize(("command", "method"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
+@pytest.mark.parametrize(
+    ("command", "method"), [("validate", "val"), ("test", "test"), ("predict", "predict")]
+)
 def test_no_loader_is_an_error_that_names_the_method(command, method):
     with pytest.raises(TrainingError, match=f"{method}_dataloader"):
         getattr(trainer(), command)(EvalNet())
 
 
-@pytest.mark.parametrize(("command", "step"), [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")])
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
+)
 def test_no_step_method_is_an_error_that_names_it(command, step):
     with pytest.raises(UsageError, match=f"Net has no {step}"):
         getattr(trainer(), command)(Net(), loader())

@@ -58,7 +58,9 @@ def test_accumulation_equals_one_batch_k_times_as_large():
     """8 batches of 2 in windows of 3, 3 and 2 are batches of 6, 6 and 4."""
     accumulated = Net(dtype=torch.float64)
     whole = copy.deepcopy(accumulated)
-    small = fit(accumulated, loader(16, 2, dtype=torch.float64), accumulate_grad_batches=3, max_epochs=2)
+    small = fit(
+        accumulated, loader(16, 2, dtype=torch.float64), accumulate_grad_batches=3, max_epochs=2
+    )
     fit(whole, loader(16, 6, dtype=torch.float64), max_epochs=2)
     assert small.global_step == 6
     for name, tensor in weights(whole).items():
@@ -114,9 +116,18 @@ class Stopper:
 @pytest.mark.parametrize(
     ("asked_in", "flush_every", "stops_after"),
     [(1, 4, 4), (4, 4, 4), (5, 4, 6), (1, 50, 6), (7, 50, 12), (7, 1, 7)],
-    ids=["next flush", "this flush", "end of epoch before the flush", "end of epoch", "end of the second", "at once"],
+    ids=[
+        "next flush",
+        "this flush",
+        "end of epoch before the flush",
+        "end of epoch",
+        "end of the second",
+        "at once",
+    ],
 )
-def test_should_stop_takes_effect_at_a_flush_or_the_end_of_an_epoch(asked_in, flush_every, stops_after):
+def test_should_stop_takes_effect_at_a_flush_or_the_end_of_an_epoch(
+    asked_in, flush_every, stops_after
+):
     done = fit(plugins=[Stopper(asked_in)], log_every_n_steps=flush_every, max_epochs=5)
     assert done.global_step == stops_after
     assert done.should_stop
@@ -153,12 +164,16 @@ class Endless:
         return endless()
 
 
-@pytest.mark.parametrize("make", [Endless, endless], ids=["a new iterator an epoch", "one generator over all epochs"])
+@pytest.mark.parametrize(
+    "make", [Endless, endless], ids=["a new iterator an epoch", "one generator over all epochs"]
+)
 def test_a_limit_ends_the_epoch_of_an_endless_loader(make):
     assert fit(train=make(), limit_train_batches=7, max_epochs=2).global_step == 14
 
 
-@pytest.mark.parametrize("empty", [[], Stream([]), loader(2, 4, drop_last=True)], ids=["list", "no length", "drop_last"])
+@pytest.mark.parametrize(
+    "empty", [[], Stream([]), loader(2, 4, drop_last=True)], ids=["list", "no length", "drop_last"]
+)
 def test_an_empty_loader_is_an_error(empty):
     with pytest.raises(TrainingError, match=r"empty|no batch"):
         fit(train=empty)
@@ -196,7 +211,9 @@ def test_a_window_of_none_losses_steps_nothing():
     before = weights(net)
     fit(net, plugins=[recorder], accumulate_grad_batches=2)
     assert_equal(net, before)
-    assert not {"backward", "reduce_gradients", "clip_gradients", "optimizer_step 0"} & set(recorder.calls)
+    assert not {"backward", "reduce_gradients", "clip_gradients", "optimizer_step 0"} & set(
+        recorder.calls
+    )
 
 
 def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
@@ -205,12 +222,18 @@ def test_a_wrapper_of_forward_that_forgets_return_is_an_error_that_names_it():
         def forward(self, run):
             yield
 
-    with pytest.raises(TrainingError, match="Forgets: its wrapper of the hook 'forward' made None of the owner's Tensor"):
+    with pytest.raises(
+        TrainingError,
+        match="Forgets: its wrapper of the hook 'forward' made None of the owner's Tensor",
+    ):
         fit(plugins=[Forgets()])
 
 
 def test_an_iterator_that_an_earlier_epoch_has_read_to_its_end_is_said_so():
-    with pytest.raises(TrainingError, match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a list"):
+    with pytest.raises(
+        TrainingError,
+        match=r"is an iterator, which earlier epochs have read to its end\. Fix: a DataLoader or a list",
+    ):
         trainer(max_epochs=2).fit(Net(), iter(list(loader())))
 
 
@@ -219,10 +242,15 @@ def told(net, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(net, **options)
-    return [str(warning.message) for warning in caught if "trained anything" in str(warning.message)]
+    return [
+        str(warning.message) for warning in caught if "trained anything" in str(warning.message)
+    ]
 
 
-@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_epochs": None, "max_steps": 3}, {"accumulate_grad_batches": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_epochs": 2}, {"max_epochs": None, "max_steps": 3}, {"accumulate_grad_batches": 4}],
+)
 def test_a_first_epoch_of_none_losses_is_told_once(options):
     (message,) = told(Returning(lambda loss, _: None), **options)
     assert "every training_step returned None, or" in message
@@ -232,13 +260,20 @@ def test_a_first_epoch_in_which_no_stepped_parameter_got_a_gradient_is_told():
     net = Net()
     net.make_optimizer = lambda _: SGD([torch.nn.Parameter(torch.zeros(2))])
     (message,) = told(net)
-    assert "only parameters that no optimizer steps. Fix: give configure_optimizers the parameters" in message
+    assert (
+        "only parameters that no optimizer steps. Fix: give configure_optimizers the parameters"
+        in message
+    )
 
 
 @pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.0), torch.optim.LBFGS])
 @pytest.mark.parametrize("skipped", [(), range(1, 6), range(5)])
 def test_a_first_epoch_with_one_step_that_trained_is_none_to_tell_of(optimizer, skipped):
-    assert not told(Returning(lambda loss, batch_idx: None if batch_idx in skipped else loss, optimizer=optimizer))
+    assert not told(
+        Returning(
+            lambda loss, batch_idx: None if batch_idx in skipped else loss, optimizer=optimizer
+        )
+    )
 
 
 def test_a_dict_with_the_loss_trains_as_the_loss_does():
@@ -259,7 +294,15 @@ def test_a_dict_with_the_loss_trains_as_the_loss_does():
         (lambda loss, _: {"losses": loss}, "'losses'"),
         (lambda loss, _: {"loss": 1.0}, "training_step returned"),
     ],
-    ids=["detached", "detached in a dict", "not a scalar", "float", "list", "dict without loss", "number in a dict"],
+    ids=[
+        "detached",
+        "detached in a dict",
+        "not a scalar",
+        "float",
+        "list",
+        "dict without loss",
+        "number in a dict",
+    ],
 )
 def test_a_loss_that_cannot_be_learnt_from(what, words):
     with pytest.raises(TrainingError, match=words):
@@ -324,7 +367,9 @@ def test_training_epoch_end_gets_detached_outputs(as_dict):
     for output in net.epochs[0]:
         tensors = [output["loss"], output["two"][0]] if as_dict else [output]
         assert not any(tensor.requires_grad for tensor in tensors)
-    first, last = (output["loss"] if as_dict else output for output in (net.epochs[0][0], net.epochs[1][0]))
+    first, last = (
+        output["loss"] if as_dict else output for output in (net.epochs[0][0], net.epochs[1][0])
+    )
     assert last < first  # it learns
 
 
@@ -340,8 +385,17 @@ def test_hooks_of_a_step_in_order():
             return two, [{"scheduler": Noting(two[0], recorder.note), "interval": "step"}]
 
     recorder = Recorder()
-    fit(Two(), loader(12), plugins=[recorder], accumulate_grad_batches=2)  # 3 batches: a window of 2, one of 1
-    after = ["reduce_gradients", "clip_gradients", "optimizer_step 0", "optimizer_step 1", "scheduler", "step done"]
+    fit(
+        Two(), loader(12), plugins=[recorder], accumulate_grad_batches=2
+    )  # 3 batches: a window of 2, one of 1
+    after = [
+        "reduce_gradients",
+        "clip_gradients",
+        "optimizer_step 0",
+        "optimizer_step 1",
+        "scheduler",
+        "step done",
+    ]
     assert recorder.calls == [
         "step 2",
         "zero_grad 0",
@@ -368,7 +422,13 @@ def test_hooks_of_a_step_in_order():
 def test_the_modules_own_hooks_in_order():
     recorder = Recorder()
     fit(Own(recorder.note), loader(4), loader(4), plugins=[recorder], num_sanity_val_steps=1)
-    ours = ("step 1", "step done", "micro_step first last", "forward training_step 0", "forward validation_step 0")
+    ours = (
+        "step 1",
+        "step done",
+        "micro_step first last",
+        "forward training_step 0",
+        "forward validation_step 0",
+    )
     calls = [call for call in recorder.calls if call not in ours]
     calls.remove("on_before_zero_grad")
     evaluation = [
@@ -414,7 +474,10 @@ def test_on_before_zero_grad_comes_before_the_gradients():
 
     net = Before()
     fit(net, limit_train_batches=2)
-    assert net.grads == (False, True)  # the first step's gradients are still there before the second
+    assert net.grads == (
+        False,
+        True,
+    )  # the first step's gradients are still there before the second
 
 
 def test_on_train_batch_hooks_are_called_for_each_micro_batch():
@@ -452,14 +515,30 @@ class Leaves(EvalNet):
         super().__init__()
         self.at, self.epochs = at, []
         self.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == self.at else None
-        self.on_train_epoch_end = lambda: self.epochs.append((self.trainer.run.batch_idx, self.global_step))
+        self.on_train_epoch_end = lambda: self.epochs.append(
+            (self.trainer.run.batch_idx, self.global_step)
+        )
 
 
-@pytest.mark.parametrize(("at", "accumulate", "expected"), [(0, 1, [(0, 0), (0, 0)]), (2, 1, [(2, 2), (2, 4)]), (3, 2, [(2, 1), (2, 2)])])
-@pytest.mark.parametrize("callbacks", [[], [type("Watches", (Callback,), {"on_train_batch_start": lambda *_: None})()]])
-def test_minus_one_of_on_train_batch_start_leaves_out_the_rest_of_the_epoch(at, accumulate, expected, callbacks):
+@pytest.mark.parametrize(
+    ("at", "accumulate", "expected"),
+    [(0, 1, [(0, 0), (0, 0)]), (2, 1, [(2, 2), (2, 4)]), (3, 2, [(2, 1), (2, 2)])],
+)
+@pytest.mark.parametrize(
+    "callbacks", [[], [type("Watches", (Callback,), {"on_train_batch_start": lambda *_: None})()]]
+)
+def test_minus_one_of_on_train_batch_start_leaves_out_the_rest_of_the_epoch(
+    at, accumulate, expected, callbacks
+):
     net, wraps = Leaves(at), Recorder()
-    fit(net, val=loader(4), max_epochs=2, accumulate_grad_batches=accumulate, callbacks=callbacks, plugins=[wraps])
+    fit(
+        net,
+        val=loader(4),
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        plugins=[wraps],
+    )
     assert net.epochs == expected
     assert [stage for stage, *_ in net.seen] == ["validate", "validate"]
 
@@ -467,7 +546,9 @@ def test_minus_one_of_on_train_batch_start_leaves_out_the_rest_of_the_epoch(at, 
 def test_so_it_does_in_manual_optimisation():
     net = Leaves(2)
     net.automatic_optimization = False
-    net.training_step = lambda batch, batch_idx: net.manual_backward(net.loss(batch)) or net.optimizers().step()
+    net.training_step = lambda batch, batch_idx: (
+        net.manual_backward(net.loss(batch)) or net.optimizers().step()
+    )
     fit(net)
     assert net.epochs == [(2, 2)]
 
@@ -502,7 +583,9 @@ def test_outputs_of_on_train_batch_end_have_no_graph(manual):
 
     fit(Keeps(), **({} if manual else {"accumulate_grad_batches": 2}))
     assert len(kept) == 6
-    assert not any(tensor.requires_grad for outputs in kept for tensor in (outputs["loss"], *outputs["more"]))
+    assert not any(
+        tensor.requires_grad for outputs in kept for tensor in (outputs["loss"], *outputs["more"])
+    )
 
 
 # --- hooks and counters in the loop --------------------------------------------------------------------------------------
@@ -515,10 +598,19 @@ def test_a_wrapper_of_reduce_gradients_sees_the_gradients():
         @hookimpl(wrapper=True)
         def reduce_gradients(self, run):
             yield
-            self.norms = (*self.norms, torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]).item())
+            self.norms = (
+                *self.norms,
+                torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]).item(),
+            )
 
     net, watch, expected = Net(), GradientNorm(), []
-    by_hand(net, loader(), before_step=lambda m: expected.append(torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()))
+    by_hand(
+        net,
+        loader(),
+        before_step=lambda m: expected.append(
+            torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()
+        ),
+    )
     fit(net, plugins=[watch])
     assert watch.norms == tuple(expected)
 

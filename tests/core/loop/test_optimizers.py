@@ -6,7 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import SGD, EvalNet, Net, Stream, assert_equal, by_hand, differ, fit, loader, trainer, weights
+from small_models import (
+    SGD,
+    EvalNet,
+    Net,
+    Stream,
+    assert_equal,
+    by_hand,
+    differ,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from geartrain import GeartrainError, UsageError
@@ -19,7 +31,9 @@ class Configured(EvalNet):
     def __init__(self, what):
         super().__init__()
         self.what = what
-        self.first, self.second = (torch.optim.SGD(self.layers[i].parameters(), lr=1.0) for i in (0, 2))
+        self.first, self.second = (
+            torch.optim.SGD(self.layers[i].parameters(), lr=1.0) for i in (0, 2)
+        )
         self.halve, self.third = ExponentialLR(self.first, 1 / 2), ExponentialLR(self.second, 1 / 3)
 
     def configure_optimizers(self):
@@ -44,20 +58,42 @@ FORMS = {
     "two lists": (lambda n: ([n.first, n.second], [n.halve, n.third]), (1 / 4, 1 / 9)),
     "list of two lists": (lambda n: [[n.first], [n.halve]], (1 / 4, 1)),
     "two lists, one scheduler": (lambda n: ([n.first, n.second], [n.third]), (1, 1 / 9)),
-    "a dict with the other's scheduler": (lambda n: ({"optimizer": n.first, "lr_scheduler": n.third}, {"optimizer": n.second}), (1, 1 / 9)),
+    "a dict with the other's scheduler": (
+        lambda n: ({"optimizer": n.first, "lr_scheduler": n.third}, {"optimizer": n.second}),
+        (1, 1 / 9),
+    ),
     "two lists, no scheduler": (lambda n: ([n.first], []), (1, 1)),
-    "two lists with a dict": (lambda n: ([n.first], [{"scheduler": n.halve, "interval": "epoch"}]), (1 / 4, 1)),
+    "two lists with a dict": (
+        lambda n: ([n.first], [{"scheduler": n.halve, "interval": "epoch"}]),
+        (1 / 4, 1),
+    ),
     "dict": (lambda n: {"optimizer": n.first}, (1, 1)),
-    "dict with a scheduler": (lambda n: {"optimizer": n.first, "lr_scheduler": n.halve}, (1 / 4, 1)),
+    "dict with a scheduler": (
+        lambda n: {"optimizer": n.first, "lr_scheduler": n.halve},
+        (1 / 4, 1),
+    ),
     "dict without": (lambda n: {"optimizer": n.first, "lr_scheduler": None}, (1, 1)),
-    "dict with a dict": (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "name": "lr"}}, (1 / 4, 1)),
+    "dict with a dict": (
+        lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "name": "lr"}},
+        (1 / 4, 1),
+    ),
     "tuple of dicts": (
-        lambda n: ({"optimizer": n.first, "lr_scheduler": n.halve}, {"optimizer": n.second, "lr_scheduler": {"scheduler": n.third}}),
+        lambda n: (
+            {"optimizer": n.first, "lr_scheduler": n.halve},
+            {"optimizer": n.second, "lr_scheduler": {"scheduler": n.third}},
+        ),
         (1 / 4, 1 / 9),
     ),
-    "list of dicts": (lambda n: [{"optimizer": n.first}, {"optimizer": n.second, "lr_scheduler": n.third}], (1, 1 / 9)),
+    "list of dicts": (
+        lambda n: [{"optimizer": n.first}, {"optimizer": n.second, "lr_scheduler": n.third}],
+        (1, 1 / 9),
+    ),
     "monitor beside the scheduler": (
-        lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n)["scheduler"], "monitor": "val_loss"},
+        lambda n: {
+            "optimizer": n.first,
+            "lr_scheduler": plateau(n)["scheduler"],
+            "monitor": "val_loss",
+        },
         (1, 1),
     ),
 }
@@ -84,12 +120,33 @@ def test_forms(what, rates):
         (lambda n: {"lr_scheduler": n.halve}, "no optimizer"),
         (lambda n: {"optimizer": n.parameters()}, "no optimizer"),
         (lambda n: {"optimizer": n.first, "scheduler": n.halve}, "'scheduler'"),
-        (lambda n: ({"optimizer": n.first, "frequency": 1}, {"optimizer": n.second}), "'frequency'.*every optimizer steps"),
+        (
+            lambda n: ({"optimizer": n.first, "frequency": 1}, {"optimizer": n.second}),
+            "'frequency'.*every optimizer steps",
+        ),
         (lambda n: ([n.first], ["cosine"]), "'cosine' is not a scheduler"),
-        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "intervall": "step"}}, "Did you mean 'interval'"),
+        (
+            lambda n: {
+                "optimizer": n.first,
+                "lr_scheduler": {"scheduler": n.halve, "intervall": "step"},
+            },
+            "Did you mean 'interval'",
+        ),
         (lambda n: {"optimizer": n.first, "lr_scheduler": {"interval": "step"}}, "scheduler"),
-        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "interval": "batch"}}, "'epoch' or 'step'"),
-        (lambda n: {"optimizer": n.first, "lr_scheduler": {"scheduler": n.halve, "frequency": 0}}, "at least 1"),
+        (
+            lambda n: {
+                "optimizer": n.first,
+                "lr_scheduler": {"scheduler": n.halve, "interval": "batch"},
+            },
+            "'epoch' or 'step'",
+        ),
+        (
+            lambda n: {
+                "optimizer": n.first,
+                "lr_scheduler": {"scheduler": n.halve, "frequency": 0},
+            },
+            "at least 1",
+        ),
         (lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n)}, "monitor"),
         (lambda n: ([n.first], [plateau(n)["scheduler"]]), "monitor"),
     ],
@@ -117,7 +174,9 @@ class Wraps(torch.optim.SGD):
     ],
 )
 def test_a_scheduler_of_an_optimizer_that_is_not_returned_is_refused(what):
-    with pytest.raises(UsageError, match=r"is of SGD, which was not returned.*Fix: return that optimizer"):
+    with pytest.raises(
+        UsageError, match=r"is of SGD, which was not returned.*Fix: return that optimizer"
+    ):
         fit(Configured(what))
 
 
@@ -285,7 +344,12 @@ def test_an_overridden_zero_grad_is_called():
 )
 def test_interval_and_frequency(interval, frequency, options, steps):
     """Three epochs of 6 batches."""
-    net = Configured(lambda n: ([n.first], [{"scheduler": n.halve, "interval": interval, "frequency": frequency}]))
+    net = Configured(
+        lambda n: (
+            [n.first],
+            [{"scheduler": n.halve, "interval": interval, "frequency": frequency}],
+        )
+    )
     fit(net, **{"max_epochs": 3, **options})
     assert net.rates[0] == pytest.approx(0.5**steps)
 
@@ -300,7 +364,10 @@ def test_a_step_scheduler_equals_a_loop_written_by_hand():
 
     class Scheduled(Net):
         def configure_optimizers(self):
-            return {"optimizer": super().configure_optimizers(), "lr_scheduler": {"scheduler": schedule[0], "interval": "step"}}
+            return {
+                "optimizer": super().configure_optimizers(),
+                "lr_scheduler": {"scheduler": schedule[0], "interval": "step"},
+            }
 
     net = Scheduled(optimizer)
     expected = copy.deepcopy(net)
@@ -343,7 +410,9 @@ def test_plateau_follows_a_metric_of_training():
 
 
 def test_plateau_whose_metric_is_missing_is_an_error_that_names_it():
-    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val_los")})
+    net = Configured(
+        lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val_los")}
+    )
     with pytest.raises(GeartrainError, match=r"'val_los'.*not logged.*Did you mean 'val_loss'"):
         fit(net, val=loader())
 
@@ -366,16 +435,22 @@ def test_plateau_by_steps_judges_the_step(flush, frequency, rate):
 def test_plateau_by_steps_judges_each_validation_once(interval):
     """It is due after each step; validations come after every second one, or after each epoch."""
     epochs = 1 if interval == 2 else 3
-    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", interval="step")})
+    net = Configured(
+        lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", interval="step")}
+    )
     net.validation_step = lambda batch, batch_idx: net.log("val", 1.0)
     fit(net, val=loader(), val_check_interval=interval, max_epochs=epochs)
     assert net.rates[0] == 0.5**2  # 1, and twice no better
 
 
 def test_plateau_judges_each_value_once():
-    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", strict=False)})
+    net = Configured(
+        lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val", strict=False)}
+    )
     net.validation_step = lambda batch, batch_idx: net.log("val", 1.0)
-    with pytest.warns(UserWarning, match="monitors 'val', which was not logged"):  # in the first epoch
+    with pytest.warns(
+        UserWarning, match="monitors 'val', which was not logged"
+    ):  # in the first epoch
         fit(net, val=loader(), check_val_every_n_epoch=2, max_epochs=6)
     assert net.rates[0] == 0.5**2
 
@@ -398,8 +473,15 @@ def test_schedulers_of_epochs_step_before_the_validation_that_ends_one(interval)
 
 
 def test_plateau_that_is_not_strict_waits_for_its_metric_and_says_so():
-    net = Configured(lambda n: {"optimizer": n.first, "lr_scheduler": plateau(n, monitor="val_los", strict=False)})
-    with pytest.warns(UserWarning, match=r"'val_los', which was not logged. Did you mean 'val_loss'"):
+    net = Configured(
+        lambda n: {
+            "optimizer": n.first,
+            "lr_scheduler": plateau(n, monitor="val_los", strict=False),
+        }
+    )
+    with pytest.warns(
+        UserWarning, match=r"'val_los', which was not logged. Did you mean 'val_loss'"
+    ):
         fit(net, val=loader(), max_epochs=3)
     assert net.rates[0] == 1
 
@@ -430,7 +512,9 @@ def test_estimated_stepping_batches(options, expected):
     assert isinstance(net.asked, int)  # as OneCycleLR wants it
 
 
-@pytest.mark.parametrize("options", [{"max_epochs": 2, "data": Stream(loader())}, {"max_epochs": -1}])
+@pytest.mark.parametrize(
+    "options", [{"max_epochs": 2, "data": Stream(loader())}, {"max_epochs": -1}]
+)
 def test_estimated_stepping_batches_without_end(options):
     class Asks(Net):
         def configure_optimizers(self):
@@ -445,7 +529,9 @@ def test_estimated_stepping_batches_without_end(options):
 def test_before_an_lbfgs_step_the_module_sees_gradients():
     net = Net(torch.optim.LBFGS)
     seen = []
-    net.on_before_optimizer_step = lambda optimizer: seen.append(all(p.grad is not None for p in net.parameters()))
+    net.on_before_optimizer_step = lambda optimizer: seen.append(
+        all(p.grad is not None for p in net.parameters())
+    )
     fit(net, limit_train_batches=1)
     assert seen
     assert all(seen)

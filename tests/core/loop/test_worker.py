@@ -100,7 +100,12 @@ def test_set_up_goes_in_the_order_of_the_contract_and_teardown_backwards():
 def test_what_the_owners_return_is_what_trains():
     one = trainer(strategy=Strategy())
     one.fit(EvalNet(), loader(), loader())
-    assert one.global_step == one.run.optimizers[0].steps == len(one.run.stages["train"].loaders[0]) == 2
+    assert (
+        one.global_step
+        == one.run.optimizers[0].steps
+        == len(one.run.stages["train"].loaders[0])
+        == 2
+    )
     # Evaluation calls the bare module: a wrapper's forward may communicate, and ranks may have unequal numbers of batches.
     assert one.run.model.calls == ["training_step"] * 2
 
@@ -133,12 +138,17 @@ class _Launches(Strategy):
 
 
 def test_a_launch_that_never_calls_its_worker_is_an_error():
-    with pytest.raises(gt.TrainingError, match=r"launch of _Launches returned, and fit has not run.*Fix: call worker"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"launch of _Launches returned, and fit has not run.*Fix: call worker",
+    ):
         trainer(strategy=_Launches(calls=False)).fit(EvalNet(), loader(), loader())
 
 
 def test_a_launch_that_forgets_the_result_of_its_worker_is_an_error():
-    with pytest.raises(gt.TrainingError, match=r"launch of _Launches returned None. Fix: return what worker"):
+    with pytest.raises(
+        gt.TrainingError, match=r"launch of _Launches returned None. Fix: return what worker"
+    ):
         trainer(strategy=_Launches(calls=True)).validate(EvalNet(), loader())
 
 
@@ -148,7 +158,10 @@ def test_a_world_of_another_type_is_an_error():
         def setup_process_group(self):
             return (0, 1, 0, 1, 0)
 
-    with pytest.raises(gt.TrainingError, match=r"Tuple: setup_process_group returned \(0, 1, 0, 1, 0\). Fix: return geartrain.World"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"Tuple: setup_process_group returned \(0, 1, 0, 1, 0\). Fix: return geartrain.World",
+    ):
         trainer(strategy=Tuple()).fit(EvalNet(), loader(), loader())
 
 

@@ -29,14 +29,18 @@ def by_hand(module, batches, epochs=1):
     return module
 
 
-@pytest.mark.parametrize("make", [lambda net: SGD, lambda net: SGD(net.parameters())], ids=["made", "given"])
+@pytest.mark.parametrize(
+    "make", [lambda net: SGD, lambda net: SGD(net.parameters())], ids=["made", "given"]
+)
 def test_it_trains_as_a_loop_written_by_hand(make):
     net = model()
     expected = by_hand(net, loader(), epochs=2)
     one = trainer(max_epochs=2)
     one.fit(net, loader(), loader(), loss=functional.mse_loss, optimizer=make(net))
     assert_equal(net, expected)
-    assert {"train_loss", "train_loss_step", "train_loss_epoch", "val_loss"} == set(one.callback_metrics)
+    assert {"train_loss", "train_loss_step", "train_loss_epoch", "val_loss"} == set(
+        one.callback_metrics
+    )
 
 
 def test_the_other_commands():
@@ -44,8 +48,12 @@ def test_the_other_commands():
     x, y = samples().tensors
     with torch.no_grad():
         expected = float(functional.mse_loss(net(x), y))
-    assert one.validate(net, loader(), loss=functional.mse_loss) == [{"val_loss": pytest.approx(expected)}]
-    assert one.test(net, loader(), loss=functional.mse_loss) == [{"test_loss": pytest.approx(expected)}]
+    assert one.validate(net, loader(), loss=functional.mse_loss) == [
+        {"val_loss": pytest.approx(expected)}
+    ]
+    assert one.test(net, loader(), loss=functional.mse_loss) == [
+        {"test_loss": pytest.approx(expected)}
+    ]
     assert torch.allclose(torch.cat(one.predict(net, loader())), net(x), atol=1e-6)
 
 
@@ -55,7 +63,9 @@ def test_the_model_of_the_last_run_takes_another_loss():
     x, y = samples().tensors
     with torch.no_grad():
         expected = float(functional.l1_loss(net(x), y))
-    assert one.validate(dataloaders=loader(), loss=functional.l1_loss) == [{"val_loss": pytest.approx(expected)}]
+    assert one.validate(dataloaders=loader(), loss=functional.l1_loss) == [
+        {"val_loss": pytest.approx(expected)}
+    ]
 
 
 def test_checkpoints_have_the_models_own_names(tmp_path):
@@ -131,10 +141,19 @@ def test_what_the_model_and_the_loss_get(batch, inputs, target):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"loss": functional.mse_loss}, r"Sequential is a plain nn.Module, and optimizer=None.*Fix: optimizer=torch.optim.AdamW"),
+        (
+            {"loss": functional.mse_loss},
+            r"Sequential is a plain nn.Module, and optimizer=None.*Fix: optimizer=torch.optim.AdamW",
+        ),
         ({"loss": "mse", "optimizer": SGD}, "loss='mse' is no function"),
-        ({"loss": nn.MSELoss, "optimizer": SGD}, r"loss=MSELoss is a class\. Fix: loss=MSELoss\(\)"),
-        ({"loss": functional.mse_loss, "optimizer": SGD(nn.Linear(1, 1).parameters())}, "steps parameters that Sequential does not have"),
+        (
+            {"loss": nn.MSELoss, "optimizer": SGD},
+            r"loss=MSELoss is a class\. Fix: loss=MSELoss\(\)",
+        ),
+        (
+            {"loss": functional.mse_loss, "optimizer": SGD(nn.Linear(1, 1).parameters())},
+            "steps parameters that Sequential does not have",
+        ),
     ],
 )
 def test_what_is_refused(options, words):
@@ -150,5 +169,7 @@ def test_a_modules_own_loss_and_optimizer_are_not_replaced_in_silence():
 
 
 def test_an_output_without_a_loss_is_named():
-    with pytest.raises(TrainingError, match=r"Sequential gave Tensor without a loss in it\. Fix: loss=FUNCTION"):
+    with pytest.raises(
+        TrainingError, match=r"Sequential gave Tensor without a loss in it\. Fix: loss=FUNCTION"
+    ):
         trainer().fit(model(), loader(), optimizer=SGD)

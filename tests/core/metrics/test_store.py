@@ -60,19 +60,28 @@ class Reads(Callback):
 def test_the_hooks_of_an_epochs_end_read_its_metrics():
     class EachEpoch(Net):
         def training_step(self, batch, batch_idx):
-            self.log("loss", self.trainer.current_epoch + batch_idx / 2, on_step=False, on_epoch=True)
+            self.log(
+                "loss", self.trainer.current_epoch + batch_idx / 2, on_step=False, on_epoch=True
+            )
             return self.loss(batch)
 
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", 10 * self.trainer.current_epoch + batch_idx / 2)
 
         def on_validation_epoch_end(self):
-            assert self.trainer.callback_metrics["val_loss"] == 10 * self.trainer.current_epoch + 1.25
+            assert (
+                self.trainer.callback_metrics["val_loss"] == 10 * self.trainer.current_epoch + 1.25
+            )
 
     reads, lines = Reads(), Loggers()
     fit(EachEpoch(), loader(), loader(), max_epochs=2, callbacks=[reads], plugins=[lines])
     assert reads.read == [1.25, 1.25, 11.25, 2.25]
-    assert [metrics for _, metrics in lines.lines] == [{"val_loss": 1.25}, {"loss": 1.25}, {"val_loss": 11.25}, {"loss": 2.25}]
+    assert [metrics for _, metrics in lines.lines] == [
+        {"val_loss": 1.25},
+        {"loss": 1.25},
+        {"val_loss": 11.25},
+        {"loss": 2.25},
+    ]
 
 
 def test_defaults_of_on_step_and_on_epoch():
@@ -98,13 +107,17 @@ def test_names(options, expected):
     assert logged(float, **options) == expected
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, {"x"}), ({"on_step": True}, {"x", "x_step", "x_epoch"})])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, {"x"}), ({"on_step": True}, {"x", "x_step", "x_epoch"})]
+)
 def test_names_in_validation(options, expected):
     net = Logging(validate=lambda self, batch, batch_idx: self.log("x", 1.0, **options))
     assert set(fit(net, val=loader()).callback_metrics) == expected
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (50, [7])])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (50, [7])]
+)
 def test_log_every_n_steps(every, steps):
     lines = Loggers()
     net = Logging(lambda self, batch, _: self.log("step", float(self.global_step + 1)))
@@ -114,13 +127,22 @@ def test_log_every_n_steps(every, steps):
 
 def test_steps_are_counted_across_epochs():
     lines = Loggers()
-    fit(Logging(lambda self, batch, _: self.log("x", 1.0)), plugins=[lines], log_every_n_steps=4, max_epochs=2)
+    fit(
+        Logging(lambda self, batch, _: self.log("x", 1.0)),
+        plugins=[lines],
+        log_every_n_steps=4,
+        max_epochs=2,
+    )
     assert [step for step, _ in lines.lines] == [4, 6, 8, 12]
 
 
 def test_each_epoch_starts_from_nothing():
     lines = Loggers()
-    net = Logging(lambda self, batch, _: self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"))
+    net = Logging(
+        lambda self, batch, _: self.log(
+            "epoch", float(self.current_epoch), on_step=False, on_epoch=True, reduce_fx="sum"
+        )
+    )
     fit(net, plugins=[lines], max_epochs=3)
     assert [metrics["epoch"] for _, metrics in lines.lines] == [0.0, 6.0, 12.0]
 
@@ -130,11 +152,22 @@ def test_a_hook_of_a_plugin_may_log():
         @hookimpl(wrapper=True)
         def reduce_gradients(self, run):
             yield
-            run.log("grad_norm", torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
+            run.log(
+                "grad_norm",
+                torch.nn.utils.get_total_norm([p.grad for p in run.module.parameters()]),
+            )
 
     net, norms = Net(), []
-    by_hand(net, loader(), before_step=lambda m: norms.append(torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()))
-    assert fit(net, plugins=[GradientNorm()]).callback_metrics == {"grad_norm": pytest.approx(norms[-1])}
+    by_hand(
+        net,
+        loader(),
+        before_step=lambda m: norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item()
+        ),
+    )
+    assert fit(net, plugins=[GradientNorm()]).callback_metrics == {
+        "grad_norm": pytest.approx(norms[-1])
+    }
 
 
 def test_metrics_of_a_validation_inside_an_epoch_stay_apart():
@@ -154,9 +187,20 @@ def test_metrics_of_a_validation_inside_an_epoch_stay_apart():
 
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
-    [("mean", 2.5), ("sum", 15.0), ("min", 0.0), ("max", 5.0), (torch.mean, 2.5), (torch.sum, 15.0), (torch.min, 0.0), (max, 5.0)],
+    [
+        ("mean", 2.5),
+        ("sum", 15.0),
+        ("min", 0.0),
+        ("max", 5.0),
+        (torch.mean, 2.5),
+        (torch.sum, 15.0),
+        (torch.min, 0.0),
+        (max, 5.0),
+    ],
 )
-@pytest.mark.parametrize("make", [float, torch.tensor, lambda i: torch.tensor([[float(i)]], requires_grad=True)])
+@pytest.mark.parametrize(
+    "make", [float, torch.tensor, lambda i: torch.tensor([[float(i)]], requires_grad=True)]
+)
 def test_reductions(reduce_fx, expected, make):
     assert logged(make, on_step=False, on_epoch=True, reduce_fx=reduce_fx) == {"x": expected}
 
@@ -164,7 +208,12 @@ def test_reductions(reduce_fx, expected, make):
 @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("where", [0, 3, 5])
 def test_nan_is_not_dropped(reduce_fx, where):
-    values = logged(lambda i: math.nan if i == where else float(i), on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+    values = logged(
+        lambda i: math.nan if i == where else float(i),
+        on_step=False,
+        on_epoch=True,
+        reduce_fx=reduce_fx,
+    )
     assert math.isnan(values["x"])
 
 
@@ -173,25 +222,40 @@ def test_a_value_of_1_has_the_mean_1_whatever_the_batch_sizes(train):
     assert logged(lambda i: 1.0, train=sizes(*train), on_step=False, on_epoch=True) == {"x": 1.0}
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 2 / 3), ({"batch_size": 5}, 1 / 2)], ids=["inferred", "given"])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 2 / 3), ({"batch_size": 5}, 1 / 2)], ids=["inferred", "given"]
+)
 def test_a_mean_is_weighted_by_batch_size(options, expected):
-    assert logged(float, train=sizes(1, 2), on_step=False, on_epoch=True, **options)["x"] == pytest.approx(expected)
+    assert logged(float, train=sizes(1, 2), on_step=False, on_epoch=True, **options)[
+        "x"
+    ] == pytest.approx(expected)
 
 
 def test_a_given_batch_size_differs_by_call():
-    net = Logging(lambda self, batch, i: self.log("x", float(i), on_step=False, on_epoch=True, batch_size=(1, 3)[i]))
+    net = Logging(
+        lambda self, batch, i: self.log(
+            "x", float(i), on_step=False, on_epoch=True, batch_size=(1, 3)[i]
+        )
+    )
     assert fit(net, sizes(4, 4)).callback_metrics["x"] == pytest.approx(3 / 4)
 
 
 def test_a_batch_size_that_torch_counted_is_a_number():
-    net = Logging(lambda self, batch, i: self.log("x", float(i), on_step=False, on_epoch=True, batch_size=torch.tensor((1, 3)[i])))
+    net = Logging(
+        lambda self, batch, i: self.log(
+            "x", float(i), on_step=False, on_epoch=True, batch_size=torch.tensor((1, 3)[i])
+        )
+    )
     value = fit(net, limit_train_batches=2).run.metrics["x"]
     assert (type(value), value) == (float, 3 / 4)
 
 
 @pytest.mark.parametrize("size", [-1, 2.5, "4", torch.tensor(2.5), torch.tensor([1, 2])])
 def test_a_batch_size_that_is_no_count_is_refused(size):
-    with pytest.raises(TrainingError, match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix: batch_size="):
+    with pytest.raises(
+        TrainingError,
+        match=r"self.log\('x'\): batch_size=.* is no whole number of samples, 0 or more\. Fix: batch_size=",
+    ):
         fit(Logging(lambda self, batch, i: self.log("x", 1.0, batch_size=size)))
 
 
@@ -201,7 +265,14 @@ def test_validation_means_are_weighted_too():
 
 
 def test_values_of_other_dtypes_and_plain_numbers_mix():
-    values = (True, 2, 3.0, torch.tensor(4), torch.tensor(5.0, dtype=torch.float16), torch.tensor(6.0, dtype=torch.float64))
+    values = (
+        True,
+        2,
+        3.0,
+        torch.tensor(4),
+        torch.tensor(5.0, dtype=torch.float16),
+        torch.tensor(6.0, dtype=torch.float64),
+    )
     assert logged(values.__getitem__, on_step=False, on_epoch=True, reduce_fx="sum") == {"x": 21.0}
 
 
@@ -251,7 +322,9 @@ def test_what_cannot_be_logged(arguments, options, words):
         fit(Logging(lambda self, batch, batch_idx: self.log(*arguments, **options)))
 
 
-@pytest.mark.parametrize("options", [{"prog_bar": True}, {"reduce_fx": "sum"}, {"on_epoch": True}, {"sync_dist": True}])
+@pytest.mark.parametrize(
+    "options", [{"prog_bar": True}, {"reduce_fx": "sum"}, {"on_epoch": True}, {"sync_dist": True}]
+)
 def test_other_options_for_the_same_name_are_an_error_that_shows_both(options):
     def train(self, batch, batch_idx):
         self.log("x", 1.0)
@@ -292,10 +365,17 @@ class Far(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         result = function(*tree_map_only(cls, lambda far: far.here, args), **(kwargs or {}))
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten._local_scalar_dense.default):
+        if function in (
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten._local_scalar_dense.default,
+        ):
             cls.steps.append(cls.now[0])
             return result
-        return args[0] if function is torch.ops.aten.add_.Tensor else tree_map_only(torch.Tensor, cls, result)
+        return (
+            args[0]
+            if function is torch.ops.aten.add_.Tensor
+            else tree_map_only(torch.Tensor, cls, result)
+        )
 
 
 @pytest.fixture
@@ -317,7 +397,11 @@ def test_no_tensor_is_read_between_flushes(far, monkeypatch):
 
     for name in ("tolist", "numpy", "__array__"):
         own = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, own=own: reads.append(far.now[0]) or own(self, *args))
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda self, *args, own=own: reads.append(far.now[0]) or own(self, *args),
+        )
 
     class Count:
         @hookimpl
@@ -339,7 +423,9 @@ def test_no_tensor_is_read_between_flushes(far, monkeypatch):
 @pytest.mark.parametrize("options", [{"on_step": False, "on_epoch": False}, {"on_step": False}])
 def test_a_value_that_would_be_reported_never_is_refused(options):
     net = Logging(lambda self, batch, batch_idx: self.log("x", 1.0, **options))
-    with pytest.raises(TrainingError, match=r"self.log\('x'\) would be reported never.*Fix: on_step=True"):
+    with pytest.raises(
+        TrainingError, match=r"self.log\('x'\) would be reported never.*Fix: on_step=True"
+    ):
         fit(net)
     with pytest.raises(TrainingError, match="would be reported never"):
         fit(Logging(validate=lambda self, *_: self.log("x", 1.0, on_epoch=False)), val=loader(4))
@@ -358,8 +444,14 @@ def test_a_metric_is_read_in_the_step_that_asks_for_it_and_no_other_is(far, tmp_
         self.log("b", far(torch.tensor(1.0)))
 
     reads, own = [], geartrain.metrics.store._read
-    monkeypatch.setattr(geartrain.metrics.store, "_read", lambda tensors: reads.append((far.now[0], len(tensors))) or own(tensors))
-    monitor = ModelCheckpoint("a", every_n_train_steps=3, mode="max", dirpath=tmp_path)  # step 6 is no better, and not saved
+    monkeypatch.setattr(
+        geartrain.metrics.store,
+        "_read",
+        lambda tensors: reads.append((far.now[0], len(tensors))) or own(tensors),
+    )
+    monitor = ModelCheckpoint(
+        "a", every_n_train_steps=3, mode="max", dirpath=tmp_path
+    )  # step 6 is no better, and not saved
     fit(Logging(train), list(loader(28)), plugins=[Count(), monitor])
     # A checkpoint keeps all that was logged.
     assert [one for one in reads if one[1]] == [(3, 1), (3, 1), (6, 1), (7, 2)]
@@ -375,7 +467,9 @@ def test_who_asks_for_the_newest_metrics_gets_those_of_the_step():
         def on_step_end(self, run):
             told = run.trainer.callback_metrics["loss"]
             assert (told.shape, told.device.type) == ((), "cpu")
-            self.seen.append((run.step, told.item(), run.metrics["loss_step"], "epochs" in run.metrics))
+            self.seen.append(
+                (run.step, told.item(), run.metrics["loss_step"], "epochs" in run.metrics)
+            )
 
     def train(self, batch, batch_idx):
         self.log("loss", torch.tensor(float(batch_idx)), on_epoch=True)
@@ -384,7 +478,10 @@ def test_who_asks_for_the_newest_metrics_gets_those_of_the_step():
     asks, lines = Asks(), Loggers()
     one = fit(Logging(train), plugins=[asks, lines], log_every_n_steps=4)
     assert asks.seen == [(step, step - 1.0, step - 1.0, False) for step in range(1, 7)]
-    assert lines.lines[:2] == [(4, {"loss_step": 3.0}), (6, {"loss_step": 5.0})]  # asking reports nothing
+    assert lines.lines[:2] == [
+        (4, {"loss_step": 3.0}),
+        (6, {"loss_step": 5.0}),
+    ]  # asking reports nothing
     assert one.callback_metrics["loss"].item() == one.logged_metrics["loss_epoch"].item() == 2.5
 
 
@@ -399,7 +496,12 @@ def test_while_it_validates_the_newest_value_of_a_name_is_the_validations():
     def train(self, batch, batch_idx):
         self.log_dict({"both": float(batch_idx), "train": float(batch_idx)})
 
-    fit(Logging(train, lambda self, *_: self.log("both", 9.0)), val=loader(4), plugins=[Asks()], val_check_interval=2)
+    fit(
+        Logging(train, lambda self, *_: self.log("both", 9.0)),
+        val=loader(4),
+        plugins=[Asks()],
+        val_check_interval=2,
+    )
     assert seen == [(9.0, 1.0), (9.0, 3.0), (9.0, 5.0)]
 
 

@@ -30,7 +30,9 @@ def test_arguments_with_their_defaults_by_name():
 
 
 def test_an_object_is_kept_only_where_asked_for():
-    with pytest.raises(AttributeError, match=r"no 'act'; it has hidden, lr, .*self.save_hyperparameters\(\)"):
+    with pytest.raises(
+        AttributeError, match=r"no 'act'; it has hidden, lr, .*self.save_hyperparameters\(\)"
+    ):
         _ = Made(3).hparams.act
     with pytest.raises(KeyError, match="'act'"):
         _ = Made(3).hparams["act"]
@@ -56,11 +58,21 @@ def test_an_unknown_name_is_an_error():
             super().__init__()
             self.save_hyperparameters("rl")
 
-    with pytest.raises(ValueError, match=r"Wrong was not made with an argument 'rl', but with lr\. Fix: one of these; "):
+    with pytest.raises(
+        ValueError,
+        match=r"Wrong was not made with an argument 'rl', but with lr\. Fix: one of these; ",
+    ):
         Wrong()
 
 
-@pytest.mark.parametrize("given", [{"lr": 0.5, "act": nn.Tanh}, Namespace(lr=0.5, act=nn.Tanh), HyperParameters(lr=0.5, act=nn.Tanh)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": 0.5, "act": nn.Tanh},
+        Namespace(lr=0.5, act=nn.Tanh),
+        HyperParameters(lr=0.5, act=nn.Tanh),
+    ],
+)
 def test_a_dict_or_a_namespace_is_kept_in_place_of_arguments(given):
     class Takes(gt.Module):
         def __init__(self, config, ignore=()):
@@ -72,7 +84,8 @@ def test_a_dict_or_a_namespace_is_kept_in_place_of_arguments(given):
     assert Takes({}).hparams == {}
     for wrong in (3, ["lr"], None):
         with pytest.raises(
-            ValueError, match=rf"Takes.save_hyperparameters was given {type(wrong).__name__}. Fix: names of arguments, or one"
+            ValueError,
+            match=rf"Takes.save_hyperparameters was given {type(wrong).__name__}. Fix: names of arguments, or one",
         ):
             Takes(wrong)
 
@@ -116,7 +129,13 @@ class Closed(Parent):
 
 def test_defaults_of_parents_are_among_what_a_child_takes_by_kwargs():
     assert Saving().hparams == {"width": 8, "hidden": 3, "lr": 0.1, "act": nn.ReLU}
-    assert Saving(lr=0.5, extra=1).hparams == {"width": 8, "hidden": 3, "lr": 0.5, "act": nn.ReLU, "extra": 1}
+    assert Saving(lr=0.5, extra=1).hparams == {
+        "width": 8,
+        "hidden": 3,
+        "lr": 0.5,
+        "act": nn.ReLU,
+        "extra": 1,
+    }
     assert Passing(4).hparams == {"width": 4, "hidden": 8, "lr": 0.1}  # as it was passed on
     assert Closed(4).hparams == {"width": 4}
 
@@ -148,7 +167,9 @@ def test_wrong_arguments_are_the_constructors_own_error():
         Made()
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, copy.copy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_copies_have_them_too_and_what_does_not_pickle_is_not_in_them(again):
     module = again(Made(3, act=lambda x: x))
     assert module.hparams == {"hidden": 3, "lr": 0.1, "sizes": (1, 2), "net": None}

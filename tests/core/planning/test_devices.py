@@ -13,40 +13,105 @@ ACCEPTED = ("a number", "[0, 2]", '"2,"', '"auto"')
 #: What is typed -> indices with four devices visible, or the words of the error; the same on the cpu (``None``: no row).
 INDEXED = {
     "count": [(3, [0, 1, 2]), ("3", [0, 1, 2]), (1, [0]), (4, [0, 1, 2, 3])],
-    "all": [(-1, [0, 1, 2, 3]), ("-1", [0, 1, 2, 3]), ("auto", [0, 1, 2, 3]), (" auto ", [0, 1, 2, 3])],
+    "all": [
+        (-1, [0, 1, 2, 3]),
+        ("-1", [0, 1, 2, 3]),
+        ("auto", [0, 1, 2, 3]),
+        (" auto ", [0, 1, 2, 3]),
+    ],
     "one index": [([0], [0]), ((0,), [0]), ("2,", [2]), (" 2 , ", [2])],
-    "indices": [([1, 3], [1, 3]), ((1, 3), [1, 3]), ("1, 3", [1, 3]), ("1,3", [1, 3]), ("1,3,", [1, 3]), ([3, 1], [3, 1])],
+    "indices": [
+        ([1, 3], [1, 3]),
+        ((1, 3), [1, 3]),
+        ("1, 3", [1, 3]),
+        ("1,3", [1, 3]),
+        ("1,3,", [1, 3]),
+        ([3, 1], [3, 1]),
+    ],
     "range": [(range(2), [0, 1]), (range(3, 0, -2), [3, 1])],
     "zero": [(value, ("zero devices",)) for value in (0, "0", [], (), "", range(0), "  ")],
     "twice": [(value, ("unique", "1")) for value in ([1, 1], (0, 1, 1), "1,1", "1,1,0")],
-    "absent": [(value, ("asked for 9", "[0, 1, 2, 3]", "visible")) for value in ([9], 9, "9,", "9", [0, 9], "0,9")],
-    "just absent": [(value, (f"asked for {asked}", "[0, 1, 2, 3]")) for value, asked in ((5, 5), ([4], 4))],
+    "absent": [
+        (value, ("asked for 9", "[0, 1, 2, 3]", "visible"))
+        for value in ([9], 9, "9,", "9", [0, 9], "0,9")
+    ],
+    "just absent": [
+        (value, (f"asked for {asked}", "[0, 1, 2, 3]")) for value, asked in ((5, 5), ([4], 4))
+    ],
     "rubbish": [
         (value, ACCEPTED)
-        for value in (-2, "-2", True, False, None, 1.5, "1.5", ["0"], [-1], [True], [None], "cuda:0", "abc", "1,,2", ",", {0}, {0: 1})
+        for value in (
+            -2,
+            "-2",
+            True,
+            False,
+            None,
+            1.5,
+            "1.5",
+            ["0"],
+            [-1],
+            [True],
+            [None],
+            "cuda:0",
+            "abc",
+            "1,,2",
+            ",",
+            {0},
+            {0: 1},
+        )
     ],
-    "more than any machine has": [(value, ("asked for", "[0, 1, 2, 3]")) for value in (65_537, "65537", "1" * 12)],
+    "more than any machine has": [
+        (value, ("asked for", "[0, 1, 2, 3]")) for value in (65_537, "65537", "1" * 12)
+    ],
     "no number": [("1" * 400, ACCEPTED)],
     "device's name": [("cuda:0", ('"0,"',)), ("mps:3", ('"3,"',))],
 }
 CPU = {
-    "count": [(3, [0, 1, 2]), ("3", [0, 1, 2]), (1, [0]), (9, list(range(9))), (64, list(range(64)))],
+    "count": [
+        (3, [0, 1, 2]),
+        ("3", [0, 1, 2]),
+        (1, [0]),
+        (9, list(range(9))),
+        (64, list(range(64))),
+    ],
     "auto": [("auto", [0])],
     "all": [(value, ("all of them", "cpu", "number of processes")) for value in (-1, "-1")],
     "indices": [
         (value, ("list of indices", "cpu", "number of processes"))
-        for value in ([0], (0,), [1, 3], (1, 3), "1, 3", "1,3", "2,", range(2), [1, 1], [9], "9,", ["0"], [-1])
+        for value in (
+            [0],
+            (0,),
+            [1, 3],
+            (1, 3),
+            "1, 3",
+            "1,3",
+            "2,",
+            range(2),
+            [1, 1],
+            [9],
+            "9,",
+            ["0"],
+            [-1],
+        )
     ],
     "zero": [(0, ("zero devices",)), ("0", ("zero devices",)), ([], ()), ("", ())],
     "rubbish": [
-        (value, ("number of processes", '"auto"')) for value in (-2, "-2", True, False, None, 1.5, "1.5", "cuda:0", "abc", "1,,2", {0})
+        (value, ("number of processes", '"auto"'))
+        for value in (-2, "-2", True, False, None, 1.5, "1.5", "cuda:0", "abc", "1,,2", {0})
     ],
-    "far more than cores": [(value, ("processes on a machine of", "core(s)", "Fix: devices=")) for value in (65, 500, "100000", "1" * 12)],
+    "far more than cores": [
+        (value, ("processes on a machine of", "core(s)", "Fix: devices="))
+        for value in (65, 500, "100000", "1" * 12)
+    ],
 }
 
 
 def rows(table):
-    return [pytest.param(value, means, id=f"{name}: {value!r}") for name, pairs in table.items() for value, means in pairs]
+    return [
+        pytest.param(value, means, id=f"{name}: {value!r}")
+        for name, pairs in table.items()
+        for value, means in pairs
+    ]
 
 
 def check(value, means, **kind):
@@ -103,10 +168,21 @@ class Index(enum.IntEnum):
 
 number = st.integers(-10, 200)
 spelled = st.lists(number, max_size=5).flatmap(
-    lambda xs: st.sampled_from([str(xs), ",".join(map(str, xs)), ", ".join(map(str, xs)), ",".join(map(str, xs)) + ","])
+    lambda xs: st.sampled_from(
+        [str(xs), ",".join(map(str, xs)), ", ".join(map(str, xs)), ",".join(map(str, xs)) + ","]
+    )
 )
 typed = st.one_of(st.text(max_size=8), st.text("0123456789,-+ .autocd:", max_size=8), spelled)
-scalar = st.one_of(number, st.booleans(), st.none(), st.floats(), typed, st.binary(max_size=3), st.builds(object), st.builds(NoTruth))
+scalar = st.one_of(
+    number,
+    st.booleans(),
+    st.none(),
+    st.floats(),
+    typed,
+    st.binary(max_size=3),
+    st.builds(object),
+    st.builds(NoTruth),
+)
 anything = st.one_of(
     scalar,
     st.lists(scalar, max_size=5),
@@ -139,7 +215,10 @@ def test_any_value_gives_distinct_visible_indices_or_a_usage_error(value, availa
     if indices is not None:
         assert indices
         assert len(set(indices)) == len(indices)
-        assert all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < available for index in indices)
+        assert all(
+            isinstance(index, int) and not isinstance(index, bool) and 0 <= index < available
+            for index in indices
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -154,7 +233,11 @@ def test_any_value_gives_processes_counted_from_zero_or_a_usage_error_on_the_cpu
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True), st.sampled_from([", ", ",", " , "]), st.sampled_from(["", ","]))
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
+    st.sampled_from([", ", ",", " , "]),
+    st.sampled_from(["", ","]),
+)
 def test_a_string_means_what_its_list_means(indices, comma, end):
     text = comma.join(map(str, indices)) + (end if len(indices) > 1 else ",")
     assert parse_devices(text, accelerator="cuda", available=8) == indices

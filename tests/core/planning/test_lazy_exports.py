@@ -50,11 +50,20 @@ def test_listing_what_is_installed_imports_no_torch_and_no_plugin():
     code = "import sys, geartrain.planning.registry as r; [c.as_dict() for c in r.Registry().candidates]; print(*sys.modules)"
     loaded = run(code).split()
     assert "geartrain.planning.registry" in loaded
-    assert not [name for name in loaded if name == "torch" or name.startswith(("geartrain_", "geartrain.builtin"))]
+    assert not [
+        name
+        for name in loaded
+        if name == "torch" or name.startswith(("geartrain_", "geartrain.builtin"))
+    ]
 
 
 def test_hookimpl_and_version_cost_no_torch():
-    assert run("import sys, geartrain as g; g.hookimpl, g.__version__, dir(g); print('torch' in sys.modules)") == "False"
+    assert (
+        run(
+            "import sys, geartrain as g; g.hookimpl, g.__version__, dir(g); print('torch' in sys.modules)"
+        )
+        == "False"
+    )
 
 
 @pytest.mark.parametrize("name", geartrain.__all__)
@@ -64,7 +73,10 @@ def test_every_public_name_resolves(name):
 
 
 def test_every_public_name_resolves_in_a_fresh_interpreter():
-    assert run("from geartrain import *; print(Module.__module__, Trainer.__name__)") == "geartrain.module.module Trainer"
+    assert (
+        run("from geartrain import *; print(Module.__module__, Trainer.__name__)")
+        == "geartrain.module.module Trainer"
+    )
 
 
 def test_lightnings_names_are_the_same_classes():
@@ -107,7 +119,9 @@ def test_cores_own_classes_are_found_by_their_entry_points(dists):
         ("accelerators", "find_usable_cuda_devices", "geartrain-cuda"),
     ],
 )
-def test_known_name_that_is_not_installed_answers_with_the_install_line(dists, module, name, distribution):
+def test_known_name_that_is_not_installed_answers_with_the_install_line(
+    dists, module, name, distribution
+):
     with pytest.raises(ImportError, match=rf"{name}.*pip install {distribution}$"):
         exec(f"from geartrain.{module} import {name}")
 
@@ -124,9 +138,15 @@ def test_installed_class_is_found_and_no_other_imported(dists):
 
 @pytest.mark.parametrize("others", [("acme",), ("acme", "zeta")])
 def test_class_of_our_distribution_wins_over_others_of_its_name(dists, others):
-    modules = [dists.add(name, "class DDPStrategy: ...", strategies={f"{name}_ddp": "DDPStrategy"}) for name in others]
+    modules = [
+        dists.add(name, "class DDPStrategy: ...", strategies={f"{name}_ddp": "DDPStrategy"})
+        for name in others
+    ]
     ours = dists.strategy("ddp", cls="DDPStrategy")
-    with pytest.warns(UserWarning, match=r"geartrain\.strategies\.DDPStrategy is geartrain-ddp's\..*acme \(fake_acme:DDPStrategy\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"geartrain\.strategies\.DDPStrategy is geartrain-ddp's\..*acme \(fake_acme:DDPStrategy\)",
+    ):
         found = geartrain.strategies.DDPStrategy
     assert found is sys.modules[ours].DDPStrategy
     assert not set(modules) & set(sys.modules)
@@ -140,7 +160,10 @@ def test_class_of_core_wins_over_others_of_its_name(dists):
 
 def test_class_of_our_name_alone_is_not_taken_for_ours(dists):
     module = dists.add("acme", "class DDPStrategy: ...", strategies={"acme": "DDPStrategy"})
-    with pytest.raises(ImportError, match=r"Another distribution has one: acme \(fake_acme:DDPStrategy\). Fix: pip install geartrain-ddp$"):
+    with pytest.raises(
+        ImportError,
+        match=r"Another distribution has one: acme \(fake_acme:DDPStrategy\). Fix: pip install geartrain-ddp$",
+    ):
         _ = geartrain.strategies.DDPStrategy
     assert module not in sys.modules
 
@@ -154,13 +177,19 @@ def test_helper_is_of_our_distribution(dists):
 def test_class_that_two_distributions_have_is_refused(dists):
     for name in ("acme", "zeta"):
         dists.add(name, "class Gossip: ...", strategies={name: "Gossip", f"{name}_alias": "Gossip"})
-    with pytest.raises(ImportError, match=r"several distributions have one: .*fake_acme:Gossip.*Fix: import it from its own module"):
+    with pytest.raises(
+        ImportError,
+        match=r"several distributions have one: .*fake_acme:Gossip.*Fix: import it from its own module",
+    ):
         _ = geartrain.strategies.Gossip
 
 
 def test_strategy_that_geartrain_never_heard_of_is_found(dists):
     module = dists.strategy("gossip", cls="GossipStrategy")
-    assert importlib.import_module("geartrain.strategies").GossipStrategy is sys.modules[module].GossipStrategy
+    assert (
+        importlib.import_module("geartrain.strategies").GossipStrategy
+        is sys.modules[module].GossipStrategy
+    )
 
 
 def test_helper_beside_an_installed_plugin_is_found(dists):

@@ -47,7 +47,14 @@ def refused(spec, *words):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("a.py", True), ("dir/a.py:Class", True), ("csv", False), ("acme.py-plugin", False), ("py", False)]
+    ("name", "file"),
+    [
+        ("a.py", True),
+        ("dir/a.py:Class", True),
+        ("csv", False),
+        ("acme.py-plugin", False),
+        ("py", False),
+    ],
 )
 def test_a_file_is_told_from_a_name(name, file):
     assert is_file(name) is file
@@ -66,7 +73,9 @@ def test_module_of_marked_functions_is_the_plugin_itself(write):
 
 
 def test_class_whose_hookimpls_are_all_static_is_a_plugin(write):
-    path = write("from geartrain import hookimpl\nclass Mine:\n    @staticmethod\n    @hookimpl\n    def on_step_end(run): ...\n")
+    path = write(
+        "from geartrain import hookimpl\nclass Mine:\n    @staticmethod\n    @hookimpl\n    def on_step_end(run): ...\n"
+    )
     assert file_plugin(str(path))[1].__name__ == "Mine"
 
 
@@ -106,7 +115,10 @@ def test_folder_is_no_file(tmp_path):
     refused(tmp_path / "folder.py", "no file")
 
 
-@pytest.mark.parametrize(("source", "word"), [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError"), ("raise SystemExit('bye')", "bye")])
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError"), ("raise SystemExit('bye')", "bye")],
+)
 def test_file_that_raises_names_file_and_cause_and_leaves_nothing_behind(write, source, word):
     path = write(source)
     error = refused(path, str(path), word)

@@ -30,13 +30,25 @@ def test_core_declares_its_own_as_any_plugin_would(dists):
     assert {c.distribution for c in registry.candidates} == {"geartrain"}
     assert [c.name for c in registry.of("accelerator")] == ["cpu"]
     assert [c.name for c in registry.of("strategy")] == ["single"]
-    assert {c.name for c in registry.of("precision")} == {"32-true", "64-true", "bf16-true", "16-mixed", "bf16-mixed"}
+    assert {c.name for c in registry.of("precision")} == {
+        "32-true",
+        "64-true",
+        "bf16-true",
+        "16-mixed",
+        "bf16-mixed",
+    }
     assert registry.of("command") == []
     assert [c.name for c in registry.of("plugin")] == ["progress_lines"]
 
 
 def test_metadata_tells_name_kind_distribution_and_version(dists):
-    dists.add("acme-loggers", version="3.1", accelerators={"npu": "Npu"}, strategies={"gossip": "Gossip"}, plugins={"xml": "Xml"})
+    dists.add(
+        "acme-loggers",
+        version="3.1",
+        accelerators={"npu": "Npu"},
+        strategies={"gossip": "Gossip"},
+        plugins={"xml": "Xml"},
+    )
     told = [c.as_dict() for c in Registry().candidates if c.distribution == "acme-loggers"]
     common = {"state": "available", "reason": "", "distribution": "acme-loggers", "version": "3.1"}
     assert told == [
@@ -48,7 +60,10 @@ def test_metadata_tells_name_kind_distribution_and_version(dists):
 
 
 def test_listing_and_choosing_import_nothing_else(dists):
-    modules = [dists.add(f"acme-{kind}", "1 / 0", **{kind: {"broken": "X"}}) for kind in ("accelerators", "strategies", "plugins")]
+    modules = [
+        dists.add(f"acme-{kind}", "1 / 0", **{kind: {"broken": "X"}})
+        for kind in ("accelerators", "strategies", "plugins")
+    ]
     mine = dists.strategy("mine")
     registry = Registry()
     assert not {*modules, mine} & set(sys.modules)
@@ -61,10 +76,19 @@ def test_listing_and_choosing_import_nothing_else(dists):
 def test_metadata_is_read_once(monkeypatch):
     """It takes milliseconds for some hundred distributions, and every Trainer does it."""
     scans, read = [], []
-    real, dist = geartrain.planning.registry.entry_points, type(next(iter(geartrain.planning.registry.entry_points(name="cpu"))).dist)
-    monkeypatch.setattr(geartrain.planning.registry, "entry_points", lambda **wanted: scans.append(wanted) or real(**wanted))
+    real, dist = (
+        geartrain.planning.registry.entry_points,
+        type(next(iter(geartrain.planning.registry.entry_points(name="cpu"))).dist),
+    )
+    monkeypatch.setattr(
+        geartrain.planning.registry,
+        "entry_points",
+        lambda **wanted: scans.append(wanted) or real(**wanted),
+    )
     version = dist.version
-    monkeypatch.setattr(dist, "version", property(lambda self: read.append(self) or version.fget(self)))
+    monkeypatch.setattr(
+        dist, "version", property(lambda self: read.append(self) or version.fget(self))
+    )
     names = {candidate.distribution for candidate in Registry().candidates}
     assert "geartrain" in names
     assert len(scans) == 1
@@ -73,7 +97,11 @@ def test_metadata_is_read_once(monkeypatch):
 
 def test_metadata_is_read_again_only_after_something_was_installed(dists, monkeypatch):
     scans = []
-    monkeypatch.setattr(geartrain.planning.registry, "_scan", lambda real=geartrain.planning.registry._scan: scans.append(1) or real())
+    monkeypatch.setattr(
+        geartrain.planning.registry,
+        "_scan",
+        lambda real=geartrain.planning.registry._scan: scans.append(1) or real(),
+    )
     dists.strategy("gossip")
     first, second = Registry(), Registry(block=["gossip"])
     assert len(scans) == 1
@@ -83,11 +111,20 @@ def test_metadata_is_read_again_only_after_something_was_installed(dists, monkey
     assert found(Registry(), "rumour").state == "available"
     assert len(scans) == 2
     # As pip does, into a folder that is on the path already.
-    info = next(folder for path in sys.path if (folder := Path(path, "geartrain_gossip-1.0.dist-info")).exists())
+    info = next(
+        folder
+        for path in sys.path
+        if (folder := Path(path, "geartrain_gossip-1.0.dist-info")).exists()
+    )
     shutil.copytree(info, info.with_name("geartrain_whisper-1.0.dist-info"))
-    info.with_name("geartrain_whisper-1.0.dist-info").joinpath("METADATA").write_text("Name: geartrain-whisper\nVersion: 1.0\n")
+    info.with_name("geartrain_whisper-1.0.dist-info").joinpath("METADATA").write_text(
+        "Name: geartrain-whisper\nVersion: 1.0\n"
+    )
     dists.names.add("geartrain-whisper")
-    assert {candidate.distribution for candidate in Registry().candidates} >= {"geartrain-gossip", "geartrain-whisper"}
+    assert {candidate.distribution for candidate in Registry().candidates} >= {
+        "geartrain-gossip",
+        "geartrain-whisper",
+    }
     assert len(scans) == 3
 
 
@@ -118,22 +155,41 @@ def test_misspelling_gets_the_nearest_name(dists):
 @pytest.mark.parametrize(("kind", "name"), sorted(KNOWN))
 def test_known_but_not_installed_answers_with_the_install_line(dists, kind, name):
     for typed in (name, name.upper()):
-        assert refused(kind, typed, f"{kind} {typed!r}").endswith(f"pip install {KNOWN[kind, name]}")
+        assert refused(kind, typed, f"{kind} {typed!r}").endswith(
+            f"pip install {KNOWN[kind, name]}"
+        )
 
 
 def test_install_lines_name_the_distributions_of_this_house():
-    lines = {("strategy", "ddp"): "ddp", ("strategy", "ddp_spawn"): "spawn", ("strategy", "ddp2"): "dp", ("strategy", "dp"): "dp"}
-    lines |= {("strategy", n): n for n in ("horovod", "bagua")} | {("accelerator", n): n for n in ("cuda", "mps")}
-    assert {key: KNOWN[key] for key in lines} == {key: f"geartrain-{name}" for key, name in lines.items()}
+    lines = {
+        ("strategy", "ddp"): "ddp",
+        ("strategy", "ddp_spawn"): "spawn",
+        ("strategy", "ddp2"): "dp",
+        ("strategy", "dp"): "dp",
+    }
+    lines |= {("strategy", n): n for n in ("horovod", "bagua")} | {
+        ("accelerator", n): n for n in ("cuda", "mps")
+    }
+    assert {key: KNOWN[key] for key in lines} == {
+        key: f"geartrain-{name}" for key, name in lines.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("accelerator", "tpu"), ("strategy", "deepspeed"), ("strategy", "ddp_sharded"), ("strategy", "tpu_spawn")]
+    ("kind", "name"),
+    [
+        ("accelerator", "tpu"),
+        ("strategy", "deepspeed"),
+        ("strategy", "ddp_sharded"),
+        ("strategy", "tpu_spawn"),
+    ],
 )
 def test_what_nobody_ships_gets_no_install_line(dists, kind, name):
     assert (kind, name) in NOT_SHIPPED
     for typed in (name, name.upper()):
-        message = refused(kind, typed, f"no {kind} {typed!r}", "no geartrain distribution", "Installed:")
+        message = refused(
+            kind, typed, f"no {kind} {typed!r}", "no geartrain distribution", "Installed:"
+        )
         assert "pip install" not in message
 
 
@@ -142,7 +198,10 @@ def test_distribution_may_provide_what_geartrain_does_not(dists):
     assert Registry().select("strategy", "deepspeed").info.distribution == "acme-deepspeed"
 
 
-@pytest.mark.parametrize(("asked", "name", "other"), [("strategy", "cpu", "accelerator"), ("accelerator", "Single", "strategy")])
+@pytest.mark.parametrize(
+    ("asked", "name", "other"),
+    [("strategy", "cpu", "accelerator"), ("accelerator", "Single", "strategy")],
+)
 def test_name_of_the_other_kind_says_which(dists, asked, name, other):
     refused(asked, name, f"--{other} {name.lower()}")
 
@@ -168,7 +227,9 @@ def test_blocked_name_is_listed_and_refused_and_never_imported(dists, monkeypatc
     assert module not in sys.modules
 
 
-def test_blocking_a_name_that_nothing_has_is_an_error_except_from_the_environment(dists, monkeypatch):
+def test_blocking_a_name_that_nothing_has_is_an_error_except_from_the_environment(
+    dists, monkeypatch
+):
     with pytest.raises(UsageError, match=r"sinlge.*'single'"):
         Registry(["sinlge"])
     monkeypatch.setenv("GEARTRAIN_BLOCK", "sinlge")
@@ -176,15 +237,23 @@ def test_blocking_a_name_that_nothing_has_is_an_error_except_from_the_environmen
 
 
 def test_two_distributions_that_claim_one_name_are_both_named(dists):
-    modules = [dists.add(name, "class G: ...", strategies={typed: "G"}) for name, typed in (("acme", "gossip"), ("zeta", "Gossip"))]
+    modules = [
+        dists.add(name, "class G: ...", strategies={typed: "G"})
+        for name, typed in (("acme", "gossip"), ("zeta", "Gossip"))
+    ]
     refused("strategy", "gossip", "acme[gossip]", "zeta[Gossip]", "uninstall one")
     registry = Registry()
-    assert [c.state for c in registry.candidates if c.name.lower() == "gossip"] == ["failed", "failed"]
+    assert [c.state for c in registry.candidates if c.name.lower() == "gossip"] == [
+        "failed",
+        "failed",
+    ]
     assert registry.find("strategy", "single").state == "available"
     assert not set(modules) & set(sys.modules)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("accelerator", "cpu"), ("strategy", "single"), ("strategy", "ddp")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("accelerator", "cpu"), ("strategy", "single"), ("strategy", "ddp")]
+)
 def test_names_of_core_and_of_our_distributions_win(dists, kind, name):
     group = {"accelerator": "accelerators", "strategy": "strategies"}[kind]
     if name == "ddp":
@@ -222,7 +291,9 @@ def test_blocking_the_wrong_distribution_is_an_error(dists):
 
 
 def test_one_name_in_two_kinds_is_no_conflict(dists):
-    dists.add("acme-xla", "class A: ...\nclass S: ...", accelerators={"xla": "A"}, strategies={"xla": "S"})
+    dists.add(
+        "acme-xla", "class A: ...\nclass S: ...", accelerators={"xla": "A"}, strategies={"xla": "S"}
+    )
     registry = Registry()
     assert type(registry.select("accelerator", "xla").plugin).__name__ == "A"
     assert type(registry.select("strategy", "xla").plugin).__name__ == "S"
@@ -233,8 +304,16 @@ def test_one_name_in_two_kinds_is_no_conflict(dists):
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "X", ("RuntimeError", "no driver")),
     "exits": ("import sys\nsys.exit('go away')", "X", ("SystemExit", "go away")),
-    "lacks a module": ("import acme_absent", "X", ("ModuleNotFoundError", "pip install --force-reinstall acme-broken")),
-    "names a missing module": ("", "=absent_part:X", ("ModuleNotFoundError", "pip install --force-reinstall acme-broken")),
+    "lacks a module": (
+        "import acme_absent",
+        "X",
+        ("ModuleNotFoundError", "pip install --force-reinstall acme-broken"),
+    ),
+    "names a missing module": (
+        "",
+        "=absent_part:X",
+        ("ModuleNotFoundError", "pip install --force-reinstall acme-broken"),
+    ),
     "lacks the class": ("", "X", ("AttributeError", "X")),
     "has a function": ("def X(): ...", "X", ("not a class",)),
     "names a module": ("", "={module}", ("not a class",)),
@@ -265,16 +344,30 @@ def test_failed_import_keeps_its_cause(dists):
 
 @pytest.mark.parametrize("line", ["geartrain>=9", "Geartrain[testing] >=9,<10"])
 def test_distribution_for_another_geartrain_is_refused_before_its_import(dists, line):
-    module = dists.add("acme", "class G: ...", strategies={"gossip": "G"}, requires=["numpy", line, 'geartrain>=99; extra == "dev"'])
+    module = dists.add(
+        "acme",
+        "class G: ...",
+        strategies={"gossip": "G"},
+        requires=["numpy", line, 'geartrain>=99; extra == "dev"'],
+    )
     message = refused(
-        "strategy", "gossip", "acme[gossip]: it requires geartrain", f"geartrain {geartrain.__version__} is installed", "Fix: "
+        "strategy",
+        "gossip",
+        "acme[gossip]: it requires geartrain",
+        f"geartrain {geartrain.__version__} is installed",
+        "Fix: ",
     )
     assert "99" not in message
     assert module not in sys.modules
 
 
 def test_distribution_for_this_geartrain_is_loaded(dists):
-    dists.add("acme", "class G: ...", strategies={"gossip": "G"}, requires=["geartrain>=0.1,<99", "not a requirement!", "torch"])
+    dists.add(
+        "acme",
+        "class G: ...",
+        strategies={"gossip": "G"},
+        requires=["geartrain>=0.1,<99", "not a requirement!", "torch"],
+    )
     assert Registry().select("strategy", "gossip").info.label == "acme[gossip]"
 
 
@@ -302,7 +395,9 @@ def test_probe_asks_an_accelerator_whether_it_can_serve_here(dists):
 
 
 def test_probe_of_a_strategy_imports_it_and_no_more(dists):
-    dists.add("acme", "class S:\n    def unavailable(): raise RuntimeError", strategies={"gossip": "S"})
+    dists.add(
+        "acme", "class S:\n    def unavailable(): raise RuntimeError", strategies={"gossip": "S"}
+    )
     cls, state, _ = probed(Registry(), "gossip")
     assert (cls.__name__, state) == ("S", "available")
 
@@ -333,7 +428,10 @@ def test_select_makes_the_plugin_with_its_options(dists):
     assert part.plugin.bucket_mb == 3
     assert part.options == {"bucket_mb": 3}
     assert part.info == PluginInfo("gossip", "strategy", "geartrain-gossip", "1.0", "because")
-    assert (found(registry, "gossip").state, found(registry, "gossip").reason) == ("selected", "because")
+    assert (found(registry, "gossip").state, found(registry, "gossip").reason) == (
+        "selected",
+        "because",
+    )
 
 
 def test_adopted_object_of_an_installed_class_has_its_entry_points_name(dists):
@@ -372,7 +470,8 @@ def test_make_passes_options_by_name():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"path": 1, "evry": 2}, "'every'"), ({}, "'path'"), ({"path": 1, "qqq": 2}, "every, path")]
+    ("options", "words"),
+    [({"path": 1, "evry": 2}, "'every'"), ({}, "'path'"), ({"path": 1, "qqq": 2}, "every, path")],
 )
 def test_option_that_is_unknown_or_missing(options, words):
     with pytest.raises(UsageError, match=r"acme\[takes\]") as caught:
@@ -395,7 +494,9 @@ def test_init_that_exits_names_the_plugin():
         def __init__(self):
             sys.exit(0)
 
-    with pytest.raises(UsageError, match=r"acme\[exits\]: its __init__ raised SystemExit: 0\. Fix: "):
+    with pytest.raises(
+        UsageError, match=r"acme\[exits\]: its __init__ raised SystemExit: 0\. Fix: "
+    ):
         make(Exits, "acme[exits]", {})
 
 

@@ -60,7 +60,9 @@ def seven():
 
 def test_both_ranks_name_rank_0s_best(tmp_path):
     """Rank 1 by itself would have taken the first epoch with "min" and the last with "max"."""
-    _, strategy = fit(Own(), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True))
+    _, strategy = fit(
+        Own(), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
+    )
     first, second = states(strategy)
     assert first == second
     assert first["best_model_path"] == "epoch=2.ckpt"
@@ -69,25 +71,35 @@ def test_both_ranks_name_rank_0s_best(tmp_path):
 
 
 def test_both_ranks_name_rank_0s_best_two(tmp_path):
-    _, strategy = fit(Own(), ModelCheckpoint("metric", mode="max", dirpath="max", filename="{epoch}", save_top_k=2))
+    _, strategy = fit(
+        Own(),
+        ModelCheckpoint("metric", mode="max", dirpath="max", filename="{epoch}", save_top_k=2),
+    )
     for state in states(strategy):
         assert state["best_k_models"] == {"epoch=0.ckpt": 0.0, "epoch=1.ckpt": -1.0}
     assert names(tmp_path / "max") == ["epoch=0.ckpt", "epoch=1.ckpt"]
 
 
 def test_both_ranks_read_the_best_and_the_last(tmp_path):
-    trainer, strategy = fit(Own(), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True))
+    trainer, strategy = fit(
+        Own(), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
+    )
     found = []
     for module, path in ((None, "best"), (Own(), "last")):
         found.append(trainer.test(module, seven(), ckpt_path=path))
         for run in strategy.runs:
-            assert all(equal(state, saved(tmp_path / "own" / "epoch=2.ckpt")) for state in run.module.tested)
+            assert all(
+                equal(state, saved(tmp_path / "own" / "epoch=2.ckpt"))
+                for state in run.module.tested
+            )
             assert found[-1] == [run.metrics]
     assert found[0] == found[1]
 
 
 def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
-    trainer, strategy = fit(Own(-1), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1))
+    trainer, strategy = fit(
+        Own(-1), ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)
+    )
     trainer.test(ckpt_path="best", dataloaders=seven())
     first, last = (saved(tmp_path / "own" / f"epoch={epoch}.ckpt") for epoch in (0, 2))
     assert not equal(first, last)
@@ -106,7 +118,14 @@ def test_a_checkpoint_is_whole_on_every_rank_when_plugins_hear_of_it(first):
         def on_checkpoint_saved(self, run, path):
             heard[run.world.rank].append((str(path), path.is_file()))
 
-    fit(Net(), ModelCheckpoint("val_loss", dirpath="own", filename="{epoch}", save_top_k=-1, save_last=True), Hears(), first=first)
+    fit(
+        Net(),
+        ModelCheckpoint(
+            "val_loss", dirpath="own", filename="{epoch}", save_top_k=-1, save_last=True
+        ),
+        Hears(),
+        first=first,
+    )
     names = [name for epoch in range(3) for name in (f"own/epoch={epoch}.ckpt", "own/last.ckpt")]
     assert heard == ([(name, True) for name in names],) * 2
 
@@ -121,10 +140,20 @@ def test_a_synced_metric_within_an_epoch(tmp_path):
 
 
 def test_by_steps_and_in_the_runs_folder(tmp_path):
-    _, strategy = fit(Net(), ModelCheckpoint("loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1), epochs=1)
-    assert [list(state["best_k_models"]) for state in states(strategy)] == [["step=2.ckpt", "step=4.ckpt"]] * 2
+    _, strategy = fit(
+        Net(),
+        ModelCheckpoint(
+            "loss", dirpath="steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+        ),
+        epochs=1,
+    )
+    assert [list(state["best_k_models"]) for state in states(strategy)] == [
+        ["step=2.ckpt", "step=4.ckpt"]
+    ] * 2
     _, strategy = fit(Net(), ModelCheckpoint("val_loss"), epochs=1, output="run")
-    assert [run.trainer.checkpoint_callback.best_model_path for run in strategy.runs] == ["run/checkpoints/epoch=0-step=4.ckpt"] * 2
+    assert [run.trainer.checkpoint_callback.best_model_path for run in strategy.runs] == [
+        "run/checkpoints/epoch=0-step=4.ckpt"
+    ] * 2
 
 
 class Counted(Net):
@@ -142,10 +171,14 @@ class Counted(Net):
 @pytest.mark.parametrize(("sync_dist", "first"), [(True, 1.0), (False, 0.0)])
 def test_by_steps_a_score_is_that_of_the_step_on_all_ranks(sync_dist, first):
     """Also if nothing is flushed: the mean, or rank 0's."""
-    monitor = ModelCheckpoint("count", dirpath="own", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    monitor = ModelCheckpoint(
+        "count", dirpath="own", filename="{step}", every_n_train_steps=1, save_top_k=-1
+    )
     _, strategy = fit(Counted(sync_dist), monitor, epochs=1, log_every_n_steps=50)
     for state in states(strategy):
-        assert state["best_k_models"] == {f"step={step + 1}.ckpt": first + step for step in range(4)}
+        assert state["best_k_models"] == {
+            f"step={step + 1}.ckpt": first + step for step in range(4)
+        }
 
 
 def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(tmp_path):

@@ -62,7 +62,9 @@ class Streams(Net):
 @pytest.mark.filterwarnings("ignore:.*cannot be sharded")
 def test_training_loaders_that_cannot_tell_their_length_end_together():
     trainer, strategy = on_threads(max_epochs=2, limit_train_batches=10, limit_val_batches=0)
-    with pytest.warns(UserWarning, match=r"the training loaders of ranks \[1\] have run out before the others'"):
+    with pytest.warns(
+        UserWarning, match=r"the training loaders of ranks \[1\] have run out before the others'"
+    ):
         trainer.fit(Streams())
     assert [run.step for run in strategy.runs] == [6, 6]
 
@@ -87,7 +89,9 @@ def test_a_rank_that_never_has_a_batch_is_named():
             return DataLoader(Nothing(self), batch_size=2)
 
     trainer, _ = on_threads()
-    with pytest.raises(gt.TrainingError, match="the loader to validate gives rank 1 no batch, and others some"):
+    with pytest.raises(
+        gt.TrainingError, match="the loader to validate gives rank 1 no batch, and others some"
+    ):
         trainer.validate(NoneOnOne())
 
 
@@ -98,7 +102,10 @@ def test_training_loaders_of_different_lengths_are_refused():
             return DataLoader(samples(n), batch_size=2, sampler=DistributedSampler(range(n), 1, 0))
 
     trainer, _ = on_threads()
-    with pytest.raises(gt.TrainingError, match=r"the ranks' training loaders have different lengths: \[4, 6\] batches, rank by rank"):
+    with pytest.raises(
+        gt.TrainingError,
+        match=r"the ranks' training loaders have different lengths: \[4, 6\] batches, rank by rank",
+    ):
         trainer.fit(Unequal())
 
 

@@ -65,7 +65,10 @@ class Numbered(Net):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "own"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "own"},
+        }
 
 
 def test_between_flushes_a_rank_may_ask_alone_and_all_together():
@@ -89,7 +92,9 @@ def test_between_flushes_a_rank_may_ask_alone_and_all_together():
 
 
 def test_a_metric_of_one_ranks_part_is_warned_of():
-    with pytest.warns(UserWarning, match="validate: own is of rank 0's part of the data alone. Fix: self.log"):
+    with pytest.warns(
+        UserWarning, match="validate: own is of rank 0's part of the data alone. Fix: self.log"
+    ):
         validated(Logs(), 3)
 
 
@@ -111,7 +116,9 @@ def test_a_rank_may_have_samples_of_one_loader_and_none_of_another():
 
     trainer, strategy = on_threads(2)
     trainer.validate(InSteps(), [DataLoader(samples(n), batch_size=2) for n in (1, 5)])
-    assert metrics_of(strategy) == [{"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}] * 2
+    assert (
+        metrics_of(strategy) == [{"rows/dataloader_idx_0": 1.0, "rows/dataloader_idx_1": 5.0}] * 2
+    )
 
 
 def test_sums_means_and_extremes_of_steps_and_of_the_epoch():
@@ -130,7 +137,10 @@ def test_sums_means_and_extremes_of_steps_and_of_the_epoch():
     for logged in metrics_of(strategy):
         assert (logged["sum_step"], logged["sum_epoch"]) == (3.0, 9.0)
         assert (logged["mean_step"], logged["mean_epoch"]) == (1.5, 1.5)
-        assert (logged["max_step"], logged["max_epoch"]) == (3.0, 3.0)  # of the last batch, and of all: 2 + 1
+        assert (logged["max_step"], logged["max_epoch"]) == (
+            3.0,
+            3.0,
+        )  # of the last batch, and of all: 2 + 1
 
 
 class Many(Net):
@@ -172,11 +182,16 @@ def test_many_metrics_take_as_many_collectives_as_one():
     def counted(metrics):
         trainer, strategy = on_threads(plugins=[Counts()])
         trainer.fit(Many(metrics), DataLoader(samples(16), batch_size=2))
-        return [next(p.plugin for p in run.trainer._parts if isinstance(p.plugin, Counts)) for run in strategy.runs]
+        return [
+            next(p.plugin for p in run.trainer._parts if isinstance(p.plugin, Counts))
+            for run in strategy.runs
+        ]
 
     for one, many in zip(counted(1), counted(300), strict=True):
         assert len(one.calls) == len(many.calls) <= 16
-        assert one.of_flush[:-1] == many.of_flush[:-1] == [2, 2, 2]  # after the last step the epoch ends too
+        assert (
+            one.of_flush[:-1] == many.of_flush[:-1] == [2, 2, 2]
+        )  # after the last step the epoch ends too
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -190,7 +205,8 @@ def test_different_metrics_on_ranks_are_an_error_that_names_key_and_ranks(rank):
 
     trainer, _ = on_threads()
     with pytest.raises(
-        gt.TrainingError, match="ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both"
+        gt.TrainingError,
+        match="ranks 0 and 1 logged different metrics with sync_dist: 'here_only' is not the same on both",
     ):
         trainer.fit(Differs(), DataLoader(samples(8), batch_size=4))
 
@@ -228,7 +244,9 @@ def test_all_gather_keeps_nesting_and_takes_unequal_lengths():
         rank = module.global_rank
         ragged = torch.arange(float(rank + 1)).requires_grad_()
         return (
-            module.all_gather({"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]}),
+            module.all_gather(
+                {"equal": torch.tensor([rank, 7]), "nested": [(ragged, torch.tensor(rank)), "text"]}
+            ),
             module.all_gather(torch.full((2, 2), rank, dtype=torch.bfloat16)[:, :1]),
             module.all_gather(torch.tensor([rank == 1])),
             module.all_gather(torch.zeros(rank, 3)),
@@ -250,9 +268,18 @@ def test_all_gather_keeps_nesting_and_takes_unequal_lengths():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda rank: torch.zeros(2, 2 + rank), r"rank 0 has the shape \[2, 2\] and rank 1 \[2, 3\]"),
-        (lambda rank: torch.zeros(*[2] * (1 + rank)), r"rank 0 has the shape \[2\] and rank 1 \[2, 2\]"),
-        (lambda rank: torch.zeros(2).to([torch.float32, torch.float64][rank]), "rank 0 and rank 1 have tensors of different types"),
+        (
+            lambda rank: torch.zeros(2, 2 + rank),
+            r"rank 0 has the shape \[2, 2\] and rank 1 \[2, 3\]",
+        ),
+        (
+            lambda rank: torch.zeros(*[2] * (1 + rank)),
+            r"rank 0 has the shape \[2\] and rank 1 \[2, 2\]",
+        ),
+        (
+            lambda rank: torch.zeros(2).to([torch.float32, torch.float64][rank]),
+            "rank 0 and rank 1 have tensors of different types",
+        ),
         (lambda rank: [torch.ones(2)] * (1 + rank), r"different numbers of tensors, \[1, 2\]"),
     ],
 )
@@ -270,7 +297,10 @@ def test_what_is_gathered_is_each_ranks_own():
 
     def gather(module):
         mine = torch.ones(2)
-        equal, ragged = module.all_gather(mine), module.all_gather(torch.ones(1 + module.global_rank))
+        equal, ragged = (
+            module.all_gather(mine),
+            module.all_gather(torch.ones(1 + module.global_rank)),
+        )
         for tensor in (mine, equal, *ragged):
             tensor += 1
         module.trainer.run.hooks.barrier(run=module.trainer.run)
@@ -282,7 +312,10 @@ def test_what_is_gathered_is_each_ranks_own():
 def test_broadcast_and_barrier():
     def tell(module):
         run = module.trainer.run
-        told = [run.hooks.broadcast(run=run, obj={"from": module.global_rank}, src=src) for src in (0, 1)]
+        told = [
+            run.hooks.broadcast(run=run, obj={"from": module.global_rank}, src=src)
+            for src in (0, 1)
+        ]
         return told, run.hooks.barrier(run=run)
 
     assert on_each(tell) == [([{"from": 0}, {"from": 1}], None)] * 2
@@ -326,10 +359,17 @@ def test_outputs_are_this_ranks_and_the_mean_over_all_is_logged_by_rank_0_alone(
     first, second = strategy.runs
     assert first.metrics == {name: pytest.approx(whole.mean().item(), abs=1e-7)}
     assert name not in second.metrics
-    assert [run.module.seen[name][0] for run in (first, second)] == [[[2, 1], [2, 1]], [[2, 1], [1, 1]]]
+    assert [run.module.seen[name][0] for run in (first, second)] == [
+        [[2, 1], [2, 1]],
+        [[2, 1], [1, 1]],
+    ]
     for run in (first, second):
         whole_batches, rest = run.module.seen[name][1]
-        assert list(whole_batches.shape) == [2, 2, 1]  # [world, samples, 1]: both ranks' first batches have two samples
+        assert list(whole_batches.shape) == [
+            2,
+            2,
+            1,
+        ]  # [world, samples, 1]: both ranks' first batches have two samples
         assert [list(part.shape) for part in rest] == [[2, 1], [1, 1]]
         gathered = torch.cat([*whole_batches, *rest])
         assert torch.allclose(gathered.sort(dim=0)[0], whole.sort(dim=0)[0])

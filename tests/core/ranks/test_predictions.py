@@ -31,7 +31,9 @@ def predicted(loaders, form=None, **options):
     return strategy.results
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"
+)
 def test_ranks_predict_what_one_process_predicts(monkeypatch):
     monkeypatch.setattr(geartrain_parallel.predictions, "_CHUNK", 1)  # a chunk for each output
     strategies = []
@@ -49,27 +51,39 @@ def test_ranks_predict_what_one_process_predicts(monkeypatch):
 
 
 def test_an_order_that_each_rank_would_draw_is_rank_0s():
-    for outputs in predicted(DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())):
+    for outputs in predicted(
+        DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())
+    ):
         assert sorted(torch.cat(outputs).tolist()) == list(range(0, 100, 2))
         assert [len(batch) for batch in outputs] == [3] * 16 + [2]
 
 
 def test_outputs_of_loaders_that_ranks_do_not_share_come_rank_by_rank():
-    with pytest.warns(UserWarning, match="What predict returns has the outputs of rank 0, then those of rank 1"):
+    with pytest.warns(
+        UserWarning, match="What predict returns has the outputs of rank 0, then those of rank 1"
+    ):
         found = predicted(DataLoader(Numbers(), batch_size=3))
-    assert [[batch.tolist() for batch in outputs] for outputs in found] == [[[0, 2, 4], [6, 8]] * 2] * 2
+    assert [[batch.tolist() for batch in outputs] for outputs in found] == [
+        [[0, 2, 4], [6, 8]] * 2
+    ] * 2
     found = predicted(numbers(4), use_distributed_sampler=False)
-    assert [[batch.tolist() for batch in outputs] for outputs in found] == [[[0, 2, 4], [6]] * 2] * 2
+    assert [[batch.tolist() for batch in outputs] for outputs in found] == [
+        [[0, 2, 4], [6]] * 2
+    ] * 2
 
 
 def test_a_distributed_sampler_of_the_users_own_is_kept():
     class Own(Doubles):
         def predict_dataloader(self):
-            return numbers(4, sampler=DistributedSampler(range(4), 2, self.global_rank, shuffle=False))
+            return numbers(
+                4, sampler=DistributedSampler(range(4), 2, self.global_rank, shuffle=False)
+            )
 
     trainer, strategy = on_threads()
     trainer.predict(Own())
-    assert [[batch.tolist() for batch in outputs] for outputs in strategy.results] == [[[0, 4], [2, 6]]] * 2
+    assert [[batch.tolist() for batch in outputs] for outputs in strategy.results] == [
+        [[0, 4], [2, 6]]
+    ] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -79,5 +93,8 @@ def test_an_output_that_cannot_be_sent_is_named(rank):
             return {"x": [threading.Lock() if self.global_rank == rank else 1]}
 
     trainer, _ = on_threads()
-    with pytest.raises(TrainingError, match=rf"rank {rank} cannot send to the others what predict_step returned: output 0, of type dict,"):
+    with pytest.raises(
+        TrainingError,
+        match=rf"rank {rank} cannot send to the others what predict_step returned: output 0, of type dict,",
+    ):
         trainer.predict(Sends(), numbers(4))

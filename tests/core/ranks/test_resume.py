@@ -60,13 +60,32 @@ def go(folder, epochs, path=None, ranks=2, plugins=(), workers=(), **options):
         def on_run_end(self, run):
             random[run.world.rank] = torch.get_rng_state()
 
-    curve, every = Curve(), ModelCheckpoint(dirpath=folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    options = {"seed": 5, "accumulate_grad_batches": 2, "plugins": [*plugins, Keeps(), curve, every, Draws()], **options}
+    curve, every = (
+        Curve(),
+        ModelCheckpoint(
+            dirpath=folder / "steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
+        ),
+    )
+    options = {
+        "seed": 5,
+        "accumulate_grad_batches": 2,
+        "plugins": [*plugins, Keeps(), curve, every, Draws()],
+        **options,
+    }
     trainer, strategy = on_threads(ranks, max_epochs=epochs, output=folder / "run", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Own(), loader(shuffle=True, **dict(workers)), DataLoader(samples(7), batch_size=2, **dict(workers)), ckpt_path=path)
-    told = [text for one in caught if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text]
+        trainer.fit(
+            Own(),
+            loader(shuffle=True, **dict(workers)),
+            DataLoader(samples(7), batch_size=2, **dict(workers)),
+            ckpt_path=path,
+        )
+    told = [
+        text
+        for one in caught
+        if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text
+    ]
     found = []
     for run in strategy.runs:
         plugins = {type(part.plugin): part.plugin for part in run.trainer._parts}
@@ -90,8 +109,15 @@ def go(folder, epochs, path=None, ranks=2, plugins=(), workers=(), **options):
 def assert_same_end(a, b):
     assert equal(a.weights, b.weights)
     assert a.optimizer["param_groups"] == b.optimizer["param_groups"]
-    assert all(equal(state, b.optimizer["state"][index]) for index, state in a.optimizer["state"].items())
-    assert (a.scheduler, a.metrics, a.counters, a.seen) == (b.scheduler, b.metrics, b.counters, b.seen)
+    assert all(
+        equal(state, b.optimizer["state"][index]) for index, state in a.optimizer["state"].items()
+    )
+    assert (a.scheduler, a.metrics, a.counters, a.seen) == (
+        b.scheduler,
+        b.metrics,
+        b.counters,
+        b.seen,
+    )
     assert torch.equal(a.random, b.random)
     assert not b.told
 
@@ -126,11 +152,16 @@ def test_the_rest_with_persistent_workers_is_what_it_would_have_been(tmp_path):
         assert_same_end(a, b)
 
 
-@pytest.mark.parametrize(("options", "path"), [({"precision": "16-mixed"}, "steps/step=4.ckpt"), ({"seed": None}, "steps/step=2.ckpt")])
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [({"precision": "16-mixed"}, "steps/step=4.ckpt"), ({"seed": None}, "steps/step=2.ckpt")],
+)
 def test_the_rest_is_what_it_would_have_been_with(options, path, tmp_path):
     torch.manual_seed(1)  # without a seed, each rank begins with the caller's generators
     expected = go(tmp_path / "whole", 2, **options)
-    for a, b in zip(expected, go(tmp_path / "rest", 2, tmp_path / "whole" / path, **options), strict=True):
+    for a, b in zip(
+        expected, go(tmp_path / "rest", 2, tmp_path / "whole" / path, **options), strict=True
+    ):
         assert_same_end(a, b)
 
 
@@ -140,7 +171,9 @@ def test_each_rank_has_its_own_state(whole):
         assert found.seen == [100 * rank + step for step in range(1, 10)]
     state = torch.load(folder / "run" / "last.ckpt", weights_only=True)["fit"]
     assert [one["parts"]["Keeps"]["seen"][0] for one in state["ranks"]] == [1, 101]
-    assert not torch.equal(state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"])
+    assert not torch.equal(
+        state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"]
+    )
     # What is the same on all ranks stands there once.
     assert "model_checkpoint" in state["parts"]
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
@@ -167,7 +200,10 @@ def test_one_became_two(tmp_path):
     one_trainer(seed=5, output=tmp_path / "one").fit(Own(), loader(shuffle=True))
     first, second = go(tmp_path / "two", 3, tmp_path / "one" / "last.ckpt")
     (told,) = first.told  # rank 0 alone says so
-    assert "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]" in told
+    assert (
+        "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]"
+        in told
+    )
     assert equal(first.weights, second.weights)
     for rank, found in enumerate((first, second)):  # 11 steps of the one, then twice 3 of the two
         assert found.counters[:2] == [17, 3]
@@ -176,10 +212,15 @@ def test_one_became_two(tmp_path):
 
 def test_two_became_three(whole, tmp_path):
     found = go(tmp_path, 4, whole[0] / "run" / "last.ckpt", ranks=3)
-    assert [(one.counters[:2], one.seen) for one in found] == [([11, 4], [100 * rank + step for step in (10, 11)]) for rank in range(3)]
+    assert [(one.counters[:2], one.seen) for one in found] == [
+        ([11, 4], [100 * rank + step for step in (10, 11)]) for rank in range(3)
+    ]
     assert all(equal(found[0].weights, one.weights) for one in found)
     (told,) = found[0].told
-    assert "no saved state for Keeps (it has one for each of 2 ranks, not 3), which starts from scratch" in told
+    assert (
+        "no saved state for Keeps (it has one for each of 2 ranks, not 3), which starts from scratch"
+        in told
+    )
 
 
 def test_two_became_one(whole):
@@ -192,10 +233,16 @@ def test_two_became_one(whole):
             seen.update(weights(self))
             seen["step"] = self.trainer.global_step
             optimizer = self.trainer.run.optimizers[0].state_dict()["state"]
-            assert all(equal(state, file["fit"]["optimizers"][0]["state"]["state"][index]) for index, state in optimizer.items())
+            assert all(
+                equal(state, file["fit"]["optimizers"][0]["state"]["state"][index])
+                for index, state in optimizer.items()
+            )
 
     one = one_trainer(max_epochs=4, plugins=[keeps])
-    with pytest.warns(UserWarning, match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch"):
+    with pytest.warns(
+        UserWarning,
+        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch",
+    ):
         one.fit(Looks(), loader(), ckpt_path=folder / "run" / "last.ckpt")
     assert keeps.seen == list(range(10, 21))
     assert seen.pop("step") == 9
@@ -215,5 +262,8 @@ def test_two_became_one_within_an_epoch(whole, step, epochs, message, left):
     one = one_trainer(max_epochs=epochs)
     with pytest.warns(UserWarning, match=message) as caught:
         one.fit(Own(), loader(), ckpt_path=whole[0] / "steps" / f"step={step}.ckpt")
-    assert any("state of Keeps, model_checkpoint, which this run does not have" in str(found.message) for found in caught)
+    assert any(
+        "state of Keeps, model_checkpoint, which this run does not have" in str(found.message)
+        for found in caught
+    )
     assert one.global_step == step + left

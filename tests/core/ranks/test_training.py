@@ -63,7 +63,11 @@ def test_evaluation_without_training_has_rank_0s_weights_everywhere():
 def test_none_as_a_loss_on_one_rank_is_an_error():
     class Skips(Net):
         def training_step(self, batch, batch_idx):
-            return None if batch_idx == 1 and self.global_rank == 1 else super().training_step(batch, batch_idx)
+            return (
+                None
+                if batch_idx == 1 and self.global_rank == 1
+                else super().training_step(batch, batch_idx)
+            )
 
     trainer, _ = on_threads()
     with pytest.raises(gt.TrainingError, match="training_step returned None on rank 1"):
@@ -79,7 +83,10 @@ def test_ranks_with_different_models_are_refused_and_told_what_differs():
     trainer, strategy = on_threads()
     with pytest.raises(gt.TrainingError, match="another rank differs from rank 0; see its log"):
         trainer.fit(Differs(), DataLoader(samples(), batch_size=4))
-    assert "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here" in str(strategy.errors[1])
+    assert (
+        "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here"
+        in str(strategy.errors[1])
+    )
 
 
 def test_lbfgs_takes_the_mean_of_the_ranks_losses():
@@ -87,7 +94,9 @@ def test_lbfgs_takes_the_mean_of_the_ranks_losses():
 
     class Searches(Net):
         def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=4, line_search_fn="strong_wolfe")
+            return torch.optim.LBFGS(
+                self.parameters(), lr=1.0, max_iter=4, line_search_fn="strong_wolfe"
+            )
 
     alone, (trainer, strategy) = Searches(), on_threads()
     one_trainer().fit(alone, DataLoader(samples(), batch_size=8))
@@ -114,8 +123,13 @@ def test_two_ranks_train_in_a_precision_as_one_process_does(precision):
     assert equal(first, second)
     for name, expected in alone.state_dict().items():
         assert first[name].dtype == expected.dtype
-        torch.testing.assert_close(first[name], expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision])
-    assert any(not torch.equal(value.float(), before.state_dict()[name]) for name, value in alone.state_dict().items())
+        torch.testing.assert_close(
+            first[name], expected, rtol=TOLERANCES[precision], atol=TOLERANCES[precision]
+        )
+    assert any(
+        not torch.equal(value.float(), before.state_dict()[name])
+        for name, value in alone.state_dict().items()
+    )
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
@@ -129,7 +143,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
             return loss * float("inf") if batch_idx == 2 and self.global_rank == 1 else loss
 
         def configure_optimizers(self):
-            self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer := super().configure_optimizers(), 0.9)
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(
+                optimizer := super().configure_optimizers(), 0.9
+            )
             return [optimizer], [{"scheduler": self.schedule, "interval": "step"}]
 
         def on_train_batch_start(self, batch, batch_idx):

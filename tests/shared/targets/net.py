@@ -19,7 +19,9 @@ class Net(gt.Module):
         super().__init__()
         print("the module is made")
         self.lr = lr
-        self.layers = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Dropout(0.1), nn.Linear(hidden, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(3, hidden), nn.Tanh(), nn.Dropout(0.1), nn.Linear(hidden, 1)
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -52,7 +54,10 @@ class Data(gt.DataModule):
     def __init__(self, batch_size: int = 4, samples: int = 16):
         print("the data is made")
         x = torch.linspace(-1, 1, samples * 3).reshape(samples, 3)
-        self.samples, self.batch_size = TensorDataset(x, x.sum(dim=1, keepdim=True).sin()), batch_size
+        self.samples, self.batch_size = (
+            TensorDataset(x, x.sum(dim=1, keepdim=True).sin()),
+            batch_size,
+        )
 
     def train_dataloader(self):
         return DataLoader(self.samples, batch_size=self.batch_size, shuffle=True)

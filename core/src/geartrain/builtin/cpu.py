@@ -23,7 +23,11 @@ class CPUAccelerator:
     @staticmethod
     def device_count() -> int:
         """Return the cores that this process may use. ``devices`` may be more: processes share cores."""
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
     @hookimpl
     def setup_device(self) -> torch.device:

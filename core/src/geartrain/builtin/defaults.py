@@ -37,11 +37,15 @@ class Defaults:
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         if run.cluster is not None:
             check_processes(run.plan, run.cluster)
-            if run.cluster.launcher == "torchrun":  # it shows the error that ended a process, if the process has written it to a file
+            if (
+                run.cluster.launcher == "torchrun"
+            ):  # it shows the error that ended a process, if the process has written it to a file
                 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
                 run.report_failure = get_error_handler().record_exception
-        with raise_on_signals([signal.SIGTERM, signal.SIGHUP]):  # Ctrl-C raises as it is, and ends a script by SIGINT
+        with raise_on_signals(
+            [signal.SIGTERM, signal.SIGHUP]
+        ):  # Ctrl-C raises as it is, and ends a script by SIGINT
             return worker(0)
 
     @hookimpl
@@ -76,7 +80,9 @@ class Defaults:
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader) if moves_nothing(run) else Through(iter(loader), loader, run.to_device)
 
-    step = staticmethod(hookimpl(train_step))  # itself, not a method that calls it: a call saved in every step
+    step = staticmethod(
+        hookimpl(train_step)
+    )  # itself, not a method that calls it: a call saved in every step
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
@@ -99,7 +105,9 @@ class Defaults:
         return None
 
     @hookimpl
-    def optimizer_step(self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool | None:
+    def optimizer_step(
+        self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
+    ) -> bool | None:
         if closure is None:
             optimizer.step()
         else:

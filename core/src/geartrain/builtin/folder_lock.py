@@ -30,7 +30,9 @@ def locked(folder: Path) -> Iterator[None]:
     existed = folder.exists()
     descriptor = _lock(folder)
     with ExitStack() as stack:
-        if descriptor is not None:  # a loader worker must not hold the lock of a run that was killed
+        if (
+            descriptor is not None
+        ):  # a loader worker must not hold the lock of a run that was killed
             stack.enter_context(not_inherited(descriptor))
             stack.callback(_unlock, descriptor)
         if not existed:
@@ -40,7 +42,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _unlock(descriptor: int) -> None:
     with suppress(OSError):  # in a forked child, which has closed it
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a program that is being started holds a copy until its exec
+        fcntl.flock(
+            descriptor, fcntl.LOCK_UN
+        )  # closing is not enough: a program that is being started holds a copy until its exec
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -54,7 +58,9 @@ def _lock(folder: Path) -> int | None:
         try:
             make_folder(folder)
         except OSError as error:
-            raise UsageError(f"output={str(folder)!r} cannot be created: {error.strerror}. Fix: another folder") from error
+            raise UsageError(
+                f"output={str(folder)!r} cannot be created: {error.strerror}. Fix: another folder"
+            ) from error
         if fcntl is None:
             return None
         try:
@@ -75,4 +81,6 @@ def _lock(folder: Path) -> int | None:
         except OSError:  # NFS: EBADF, or ENOLCK without its lock daemon
             os.close(descriptor)
             return None
-        os.close(descriptor)  # another run has just removed the folder that was locked: nothing was in it
+        os.close(
+            descriptor
+        )  # another run has just removed the folder that was locked: nothing was in it

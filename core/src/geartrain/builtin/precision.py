@@ -49,14 +49,18 @@ class TruePrecision:
         return (yield)
 
     @hookimpl(wrapper=True)
-    def device_batches(self, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
+    def device_batches(
+        self, loader: Iterable[Any]
+    ) -> Generator[None, Iterator[Any], Iterator[Any]]:
         return Through((yield), loader, lambda batch: map_tensors(batch, self._cast))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Surround a step method."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)  # so that torch.zeros(3) in a step is of this dtype too
+        torch.set_default_dtype(
+            self._dtype
+        )  # so that torch.zeros(3) in a step is of this dtype too
         try:
             yield
         finally:
@@ -100,18 +104,24 @@ class MixedPrecision:
     def setup_device(self) -> Generator[None, torch.device, torch.device]:
         device = yield
         if not torch.amp.is_autocast_available(device.type):
-            raise UsageError(f"{self._label}: torch has no autocast for {device.type}. Fix: --precision 32")
+            raise UsageError(
+                f"{self._label}: torch has no autocast for {device.type}. Fix: --precision 32"
+            )
         why = ""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                self._autocast = torch.autocast(device.type, self._dtype)  # made once: it takes longer to make than to enter
+                self._autocast = torch.autocast(
+                    device.type, self._dtype
+                )  # made once: it takes longer to make than to enter
             except RuntimeError as error:
                 why = str(error)
         # If the device cannot do it, torch warns and returns an autocast that does nothing: float32 under another name.
         if why or not self._autocast._enabled:
             why = why or " ".join(" ".join(str(warning.message).split()) for warning in caught)
-            raise UsageError(f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32")
+            raise UsageError(
+                f"{self._label}: {device} does not support {self._dtype}: {why} Fix: --precision 32"
+            )
         return device
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -152,7 +162,11 @@ class ScaledPrecision(MixedPrecision):
 
     @hookimpl
     def check_plan(self, module: Module | type[Module]) -> None:
-        half = [name for name, p in module.named_parameters() if p.dtype == torch.float16] if isinstance(module, Module) else []
+        half = (
+            [name for name, p in module.named_parameters() if p.dtype == torch.float16]
+            if isinstance(module, Module)
+            else []
+        )
         if half:
             raise UsageError(
                 f"{self._label}: {type(module).__name__}.{half[0]} is float16, but weights stay in float32 here. "
@@ -169,7 +183,9 @@ class ScaledPrecision(MixedPrecision):
     def wrap_optimizer(self, run: Run) -> Generator[None, Optimizer, Optimizer]:
         optimizer = yield
         if run.needs_closure:
-            raise UsageError(f"{self._label} cannot skip steps of an optimizer that needs a closure. Fix: --precision bf16-mixed or 32")
+            raise UsageError(
+                f"{self._label} cannot skip steps of an optimizer that needs a closure. Fix: --precision bf16-mixed or 32"
+            )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if mine & self._seen:
             raise UsageError(
@@ -230,11 +246,17 @@ class ScaledPrecision(MixedPrecision):
         if self._skipped:
             run.log(SKIPPED, 1, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         if self._unscaled and run.mode == "session":
-            self._due = True  # with the next backward: other optimizers may step on gradients of this one's
+            self._due = (
+                True  # with the next backward: other optimizers may step on gradients of this one's
+            )
         elif self._unscaled:
             self._scaler.update()
         self._unscaled = self._skipped = False
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return any(
+        parameter.grad is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

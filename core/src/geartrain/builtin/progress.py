@@ -44,12 +44,26 @@ class ProgressLines:
             self._due = time.monotonic() + SECONDS_A_LINE
             total = run.stages["train"].batches[0]
             done = f"{run.batch_idx}/{total}" if total is not None else str(run.batch_idx)
-            _say(run, [f"{_epoch(run)}: {done} batches", self._steps_a_second(run), _text(run.logs.prog_bar)])
+            _say(
+                run,
+                [
+                    f"{_epoch(run)}: {done} batches",
+                    self._steps_a_second(run),
+                    _text(run.logs.prog_bar),
+                ],
+            )
 
     @hookimpl
     def on_epoch_end(self, run: Run) -> None:
         self._due = math.inf
-        _say(run, [f"{_epoch(run)}: step {run.step}", self._steps_a_second(run), _text({**run.logs.prog_bar, **run.logs.logged})])
+        _say(
+            run,
+            [
+                f"{_epoch(run)}: step {run.step}",
+                self._steps_a_second(run),
+                _text({**run.logs.prog_bar, **run.logs.logged}),
+            ],
+        )
 
     @hookimpl
     def on_validation_start(self) -> None:
@@ -62,8 +76,17 @@ class ProgressLines:
         if run.command == run.stage:
             counts = run.current_stage.batches
             known = [count for count in counts if count is not None]
-            batches = [f"{sum(known)} batches", f"{sum(known) / max(seconds, 1e-9):.1f} batches/s"] if len(known) == len(counts) else []
-            _say(run, [f"{run.stage}: {', '.join([*batches, _text({**run.logs.prog_bar, **run.logs.logged})])}"])
+            batches = (
+                [f"{sum(known)} batches", f"{sum(known) / max(seconds, 1e-9):.1f} batches/s"]
+                if len(known) == len(counts)
+                else []
+            )
+            _say(
+                run,
+                [
+                    f"{run.stage}: {', '.join([*batches, _text({**run.logs.prog_bar, **run.logs.logged})])}"
+                ],
+            )
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:

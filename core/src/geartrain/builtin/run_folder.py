@@ -58,7 +58,9 @@ class RunFolder:
             yield
             return
         with locked(self.path):
-            self._refuse_other_run(resumes)  # under the lock: of two runs that start in a new folder only one passes
+            self._refuse_other_run(
+                resumes
+            )  # under the lock: of two runs that start in a new folder only one passes
             began, before = self._began, _changed(self.path / "plan.json")
             self._began = True
             try:
@@ -67,7 +69,9 @@ class RunFolder:
                 if _changed(self.path / "plan.json") != before:
                     self._correct_summary(error)
                 else:
-                    self._began = began  # nothing started: the folder still belongs to the run that it held
+                    self._began = (
+                        began  # nothing started: the folder still belongs to the run that it held
+                    )
                 raise
 
     @hookimpl
@@ -88,8 +92,12 @@ class RunFolder:
         if run.world.rank == 0:
             for kind in (".ckpt", ".csv", ".json", ".pt"):
                 remove_abandoned(self.path, kind)
-            with suppress(OSError):  # then plan.json cannot be written either, and that error says what to do
-                (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier run: this one may be killed before it writes its own
+            with suppress(
+                OSError
+            ):  # then plan.json cannot be written either, and that error says what to do
+                (self.path / "summary.json").unlink(
+                    missing_ok=True
+                )  # of an earlier run: this one may be killed before it writes its own
             _write_json(self.path / "plan.json", run.plan.as_dict())
             self._metrics = AppendedFile(self.path / "metrics.jsonl")
 

@@ -66,7 +66,9 @@ def save_checkpoint_file(run: Run, state: dict[str, Any], path: Path) -> None:
         state = {**state, "saved_by": {"name": owner.name, "distribution": owner.distribution}}
     run.hooks.save_checkpoint(run=run, state=state, path=path)
     if run.world.size > 1:
-        run.hooks.barrier(run=run)  # one rank writes: only now it is whole for those that return at once
+        run.hooks.barrier(
+            run=run
+        )  # one rank writes: only now it is whole for those that return at once
     run.hooks.on_checkpoint_saved(run=run, path=path)
 
 
@@ -79,9 +81,17 @@ def read(run: Run, path: Path) -> dict[str, Any]:
     """
     state = checkpoint_file.read(path)
     writer = state.get("saved_by") if isinstance(state, dict) else None
-    if isinstance(writer, dict) and all(part.info.name != writer["name"] for part in run.hooks.parts):
-        label = f"{writer['distribution']}[{writer['name']}]" if writer["distribution"] else writer["name"]
-        raise TrainingError(f"{path} was written by the plugin {label}, which this run does not have. Fix: select {label} again")
+    if isinstance(writer, dict) and all(
+        part.info.name != writer["name"] for part in run.hooks.parts
+    ):
+        label = (
+            f"{writer['distribution']}[{writer['name']}]"
+            if writer["distribution"]
+            else writer["name"]
+        )
+        raise TrainingError(
+            f"{path} was written by the plugin {label}, which this run does not have. Fix: select {label} again"
+        )
     return state
 
 
@@ -109,7 +119,11 @@ def load(run: Run, start: Start) -> None:
     path = start.path
     if path is None:
         return
-    state = run.hooks.load_checkpoint(run=run, path=path) if run.memory_checkpoint is None else run.memory_checkpoint
+    state = (
+        run.hooks.load_checkpoint(run=run, path=path)
+        if run.memory_checkpoint is None
+        else run.memory_checkpoint
+    )
     if not isinstance(state, dict) or "model" not in state:
         raise TrainingError(f"{path} is not a checkpoint of geartrain: it has no 'model'.")
     if start.resumes:
@@ -130,7 +144,9 @@ def load(run: Run, start: Start) -> None:
 # --- which file "best" and "last" mean -----------------------------------------------------------------------------------
 
 
-def find_checkpoint_file(given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False) -> Path | None:
+def find_checkpoint_file(
+    given: str | Path | None, hooks: Hooks, output: Path | None, resumes: bool = False
+) -> Path | None:
     """Return the file that ``ckpt_path=`` means, or ``None`` for none.
 
     Args:
@@ -155,8 +171,15 @@ def find_checkpoint_file(given: str | Path | None, hooks: Hooks, output: Path | 
         return path
     if path.is_dir():
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*.ckpt"))
-        raise UsageError(f"{path} is a folder, not a checkpoint. Fix: one of its files" + (f": {', '.join(files[:8])}" if files else ""))
-    what = f"the best checkpoint, {path}, no longer exists" if given == "best" else f"there is no checkpoint {path}"
+        raise UsageError(
+            f"{path} is a folder, not a checkpoint. Fix: one of its files"
+            + (f": {', '.join(files[:8])}" if files else "")
+        )
+    what = (
+        f"the best checkpoint, {path}, no longer exists"
+        if given == "best"
+        else f"there is no checkpoint {path}"
+    )
     raise UsageError(f"{what}. Fix: pass an existing file")
 
 
@@ -170,20 +193,28 @@ def _best(hooks: Hooks, output: Path | None) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"'best' may be {' or '.join(map(str, reversed(found)))}. Fix: give one of these files")
+        raise UsageError(
+            f"'best' may be {' or '.join(map(str, reversed(found)))}. Fix: give one of these files"
+        )
     if all(choice.is_core for choice in hooks.implementers("find_checkpoint")):
         raise UsageError(
             "'best' is known to the trainer that found it, and this trainer has no ModelCheckpoint. "
             "Fix: plugins=[ModelCheckpoint(monitor=...)] of geartrain.callbacks, or give a file"
         )
-    raise UsageError("this trainer has saved no checkpoint that could be the best. Fix: fit first, with save_top_k other than 0")
+    raise UsageError(
+        "this trainer has saved no checkpoint that could be the best. Fix: fit first, with save_top_k other than 0"
+    )
 
 
 def _last(hooks: Hooks, output: Path | None, resumes: bool) -> Path:
     newest = newest_last(hooks, output)
     if newest is None:
         where = "" if output is None else f", and {str(output)!r} holds none"
-        more = "; or ckpt_path='auto' (--resume auto), which starts from scratch if nothing was saved" if resumes else ""
+        more = (
+            "; or ckpt_path='auto' (--resume auto), which starts from scratch if nothing was saved"
+            if resumes
+            else ""
+        )
         raise UsageError(
             f"this trainer has saved no last checkpoint{where}. Fix: fit first, with a folder for the run (output=DIR) or "
             f"plugins=[ModelCheckpoint(save_last=True)] of geartrain.callbacks; or give a file{more}"
@@ -226,7 +257,11 @@ def newest_last(hooks: Hooks, output: Path | None) -> Path | None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    return sorted((path for path in paths if path.is_file()), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return sorted(
+        (path for path in paths if path.is_file()),
+        key=lambda path: path.stat().st_mtime_ns,
+        reverse=True,
+    )
 
 
 def _furthest_first(paths: Iterable[Path]) -> Iterator[Path]:
@@ -252,5 +287,9 @@ def _warn_of(damaged: list[Path], used: Path) -> None:
     place = detect()
     if place is None or place.rank == 0:
         names = ", ".join(map(str, damaged))
-        why = f"damaged, or saved by another program: {names}" if damaged else "the run was stopped before it saved a last checkpoint"
+        why = (
+            f"damaged, or saved by another program: {names}"
+            if damaged
+            else "the run was stopped before it saved a last checkpoint"
+        )
         warnings.warn(f"{why}. Used instead: {used}, the newest that is whole", stacklevel=2)

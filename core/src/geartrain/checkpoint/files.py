@@ -52,7 +52,12 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} could not be read as a checkpoint ({type(error).__name__}): it is of another kind, damaged, or holds more than "
             "tensors and plain values. Fix: another file"
         ) from error
-    if not is_whole and isinstance(state, dict) and "geartrain" in state and "saved_by" not in state:  # a plugin's file has no digest
+    if (
+        not is_whole
+        and isinstance(state, dict)
+        and "geartrain" in state
+        and "saved_by" not in state
+    ):  # a plugin's file has no digest
         raise TrainingError(
             f"{path} is damaged, or was saved again by another program: it is a checkpoint of geartrain without its digest. "
             "Fix: another file; a file of your own weights is torch.save({'model': ...}), without the key 'geartrain'"
@@ -73,7 +78,9 @@ def check(path: Path) -> bool:
     except FileNotFoundError as error:
         raise UsageError(f"there is no checkpoint {path}. Fix: pass an existing file") from error
     except OSError as error:
-        raise TrainingError(f"{path} could not be read: {error.strerror}. Fix: another file") from error
+        raise TrainingError(
+            f"{path} could not be read: {error.strerror}. Fix: another file"
+        ) from error
 
 
 def peek(path: Path) -> dict[str, Any]:
@@ -87,7 +94,11 @@ def peek(path: Path) -> dict[str, Any]:
 
 def progress(fit: dict[str, Any]) -> tuple[int, int, int]:
     """Return how far a run was: epochs, steps, and batches of the epoch."""
-    return int(fit["epoch"]), int(fit["step"]), int(fit["batch_idx"])  # a damaged file may hold anything
+    return (
+        int(fit["epoch"]),
+        int(fit["step"]),
+        int(fit["batch_idx"]),
+    )  # a damaged file may hold anything
 
 
 def _check(file: IO[bytes], path: Path) -> bool:
@@ -96,7 +107,11 @@ def _check(file: IO[bytes], path: Path) -> bool:
     file.seek(max(0, size - _COMMENT - _END_SIZE))
     tail = file.read()
     end, comment = tail[:_END_SIZE], tail[_END_SIZE:]
-    if end[:4] == _END and comment.startswith(_MARK) and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little"):
+    if (
+        end[:4] == _END
+        and comment.startswith(_MARK)
+        and len(comment) == _COMMENT == int.from_bytes(end[-2:], "little")
+    ):
         digest = hashlib.sha256()
         file.seek(0)
         left, buffer = size - _COMMENT - 2, memoryview(bytearray(2**20))
@@ -109,7 +124,11 @@ def _check(file: IO[bytes], path: Path) -> bool:
         digest.update(bytes(2))
         if digest.hexdigest().encode() == comment[len(_MARK) :]:
             return True
-    elif tail.strip(b"\0") and _MARK not in tail and (begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2))):
+    elif (
+        tail.strip(b"\0")
+        and _MARK not in tail
+        and (begin[:2] != b"PK" or (tail[-_END_SIZE:][:4] == _END and tail[-2:] == bytes(2)))
+    ):
         return False  # no archive, or one that ends as torch.save ends it; a power cut leaves zeros
     raise TrainingError(
         f"{path} is damaged: its bytes are not those that were saved. Fix: another file; 'last' and 'auto' take the newest whole one"

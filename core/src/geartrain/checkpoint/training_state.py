@@ -66,7 +66,11 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "random": random_now(run),
         "began": run.epoch_start if within else None,
         "logs": run.logs.state_dict(within),
-        "metric_objects": {name: map_tensors(library.states(run.module), _to_cpu) for name, library in libraries().items() if within},
+        "metric_objects": {
+            name: map_tensors(library.states(run.module), _to_cpu)
+            for name, library in libraries().items()
+            if within
+        },
     }
     return {
         "format": FORMAT,
@@ -75,10 +79,19 @@ def training_state(run: Run, epochs: int) -> dict[str, Any]:
         "batch_idx": run.batch_idx if within else 0,
         "validated": within and run.stage == "validate",
         "batches_seen": run.batches_seen,
-        "optimizers": [{**_named(optimizer), "parameters": parameter_names(run, optimizer)} for optimizer in run.optimizers],
-        "schedulers": [{**_named(schedule.scheduler), "progress": schedule.progress()} for schedule in run.schedulers],
+        "optimizers": [
+            {**_named(optimizer), "parameters": parameter_names(run, optimizer)}
+            for optimizer in run.optimizers
+        ],
+        "schedulers": [
+            {**_named(schedule.scheduler), "progress": schedule.progress()}
+            for schedule in run.schedulers
+        ],
         "parts": shared,
-        "seeds": {name: [order_seeds(loader) for loader in stage.loaders] for name, stage in run.stages.items()},
+        "seeds": {
+            name: [order_seeds(loader) for loader in stage.loaders]
+            for name, stage in run.stages.items()
+        },
         "ranks": run.ranks.gather_states(run, mine),
     }
 
@@ -120,7 +133,9 @@ def _same_on_all_ranks(part: LoadedPlugin) -> bool:
 
 def _same_weights(parts: tuple[LoadedPlugin, ...]) -> bool:
     """True if all ranks have the same weights: unless the strategy declares otherwise."""
-    declared = [getattr(part.plugin, "capabilities", None) for part in parts if part.info.kind == "strategy"]
+    declared = [
+        getattr(part.plugin, "capabilities", None) for part in parts if part.info.kind == "strategy"
+    ]
     return all(one.get("identical_weights", True) for one in declared if isinstance(one, Mapping))
 
 
@@ -152,7 +167,11 @@ def _named(thing: Any) -> dict[str, Any]:
 def parameter_names(run: Run, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, by whose order its state knows them; ``""`` for one that is not the module's."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
-    return [named.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        named.get(parameter, "")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 # --- loading -------------------------------------------------------------------------------------------------------------
@@ -189,7 +208,8 @@ class Resumed:
             library.set_states(run.module, self.rank.get("metric_objects", {}).get(name, {}))
         if run.module_hooks.has("training_epoch_end") and run.world.rank == 0:
             warnings.warn(
-                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on: those before are gone", stacklevel=2
+                f"training_epoch_end gets the outputs from batch {run.batch_idx} of this epoch on: those before are gone",
+                stacklevel=2,
             )
 
 
@@ -224,17 +244,24 @@ def refuse(run: Run, state: dict[str, Any], path: Path) -> None:
             "Fix: that version, or start from the weights alone with checkpoint="
         )
     options = run.plan.options
-    for name, done, end in (("max_steps", fit["step"], options.max_steps), ("max_epochs", fit["epoch"], options.max_epochs)):
+    for name, done, end in (
+        ("max_steps", fit["step"], options.max_steps),
+        ("max_epochs", fit["epoch"], options.max_epochs),
+    ):
         if end != -1 and done >= end:
             unit = name.removeprefix("max_")
-            raise UsageError(f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}")
+            raise UsageError(
+                f"there is nothing left to do: {path} has {done} {unit} done, and {name}={end}. Fix: a larger {name}"
+            )
     total = run.stages["train"].batches[0]
     if len(fit["ranks"]) == run.world.size and total is not None and fit["batch_idx"] > total:
         raise UsageError(
             f"{path} was saved after {fit['batch_idx']} batches of an epoch, which now has {total}. Fix: the same data and batch size"
         )
     _refuse_others("optimizer", fit["optimizers"], list(run.optimizers), path)
-    _refuse_others("scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path)
+    _refuse_others(
+        "scheduler", fit["schedulers"], [schedule.scheduler for schedule in run.schedulers], path
+    )
 
 
 def _refuse_others(what: str, saved: list[dict[str, Any]], now: list[Any], path: Path) -> None:
@@ -254,7 +281,9 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     """
     others = _other_settings(run, fit)
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        _refuse_other_parameters(optimizer, saved["parameters"], parameter_names(run, optimizer), path)
+        _refuse_other_parameters(
+            optimizer, saved["parameters"], parameter_names(run, optimizer), path
+        )
         with _named_in_errors(path, type(optimizer).__name__):
             load_optimizer(optimizer, saved["state"])
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
@@ -269,7 +298,9 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
     mine = _of_this_rank(run, fit)
     run.logs.load_state_dict(mine["logs"])
     batch_idx = _batches_in_this_world(run, fit)
-    run.resumed = Resumed(path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine)
+    run.resumed = Resumed(
+        path if run.memory_checkpoint is None else None, batch_idx, fit["validated"], mine
+    )
     _load_parts(run, fit, mine["parts"], path)
     if others:
         warnings.warn(
@@ -283,9 +314,18 @@ def load_training_state(run: Run, fit: dict[str, Any], path: Path) -> None:
 def _warn_of_replay(run: Run, batch_idx: int) -> None:
     """Warn if the training loader may not repeat its batches."""
     loader = run.stages["train"].loaders[0]
-    one_shot, stream = isinstance(loader, Iterator), isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if run.world.rank == 0 and ((one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)):
-        what = "is an iterator, which continues from its own position" if one_shot else "cannot be told where to resume"
+    one_shot, stream = (
+        isinstance(loader, Iterator),
+        isinstance(getattr(loader, "dataset", None), IterableDataset),
+    )
+    if run.world.rank == 0 and (
+        (one_shot and (run.batches_seen or batch_idx)) or (stream and batch_idx)
+    ):
+        what = (
+            "is an iterator, which continues from its own position"
+            if one_shot
+            else "cannot be told where to resume"
+        )
         warnings.warn(
             f"{describe(loader)} {what}: {batch_idx} batches are taken from it and thrown away. They are those that were trained on only "
             "if it gives the same again",
@@ -303,25 +343,48 @@ def _other_settings(run: Run, fit: dict[str, Any]) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = []
     moves = _SCHEDULED if run.schedulers else frozenset()
     for optimizer, saved in zip(run.optimizers, fit["optimizers"], strict=True):
-        for theirs, ours in zip(saved["state"].get("param_groups", ()), optimizer.param_groups, strict=False):
+        for theirs, ours in zip(
+            saved["state"].get("param_groups", ()), optimizer.param_groups, strict=False
+        ):
             pairs += [
-                (f"{type(optimizer).__name__}'s {name.removeprefix('initial_')}", theirs[name], ours[name])
+                (
+                    f"{type(optimizer).__name__}'s {name.removeprefix('initial_')}",
+                    theirs[name],
+                    ours[name],
+                )
                 for name in theirs
                 if name in ours and name not in _NO_SETTINGS and name not in moves
             ]
     for schedule, saved in zip(run.schedulers, fit["schedulers"], strict=True):
-        kind, theirs, ours = type(schedule.scheduler), saved["state"] or {}, vars(schedule.scheduler)
+        kind, theirs, ours = (
+            type(schedule.scheduler),
+            saved["state"] or {},
+            vars(schedule.scheduler),
+        )
         made_with = inspect.signature(kind).parameters.keys() - {"last_epoch"}
-        pairs += [(f"{kind.__name__}'s {name}", theirs[name], ours[name]) for name in sorted(made_with & theirs.keys() & ours.keys())]
+        pairs += [
+            (f"{kind.__name__}'s {name}", theirs[name], ours[name])
+            for name in sorted(made_with & theirs.keys() & ours.keys())
+        ]
     # Several groups may differ alike.
-    return list(dict.fromkeys(f"{what} {a} and not {b}" for what, a, b in pairs if {type(a), type(b)} <= _COMPARED and a != b))
+    return list(
+        dict.fromkeys(
+            f"{what} {a} and not {b}"
+            for what, a, b in pairs
+            if {type(a), type(b)} <= _COMPARED and a != b
+        )
+    )
 
 
-def _refuse_other_parameters(optimizer: Optimizer, saved: list[str], now: list[str], path: Path) -> None:
+def _refuse_other_parameters(
+    optimizer: Optimizer, saved: list[str], now: list[str], path: Path
+) -> None:
     """torch pairs state and parameters by their order, and looks at nothing else: not even at shapes."""
     if saved == now:
         return
-    index, was, here = next((i, a, b) for i, (a, b) in enumerate(zip_longest(saved, now, fillvalue="none")) if a != b)
+    index, was, here = next(
+        (i, a, b) for i, (a, b) in enumerate(zip_longest(saved, now, fillvalue="none")) if a != b
+    )
     raise TrainingError(
         f"{path}: parameter {index} of {type(optimizer).__name__} was {was or 'one of no name'}, and is {here or 'one of no name'} now. "
         "Fix: the same parameters in the same order, or start from the weights alone with checkpoint="
@@ -370,7 +433,9 @@ def _batches_in_this_world(run: Run, fit: dict[str, Any]) -> int:
         return done
     total = run.stages["train"].batches[0]
     batches = done * before // now
-    batches = batches if total is None else min(batches, total)  # shards are padded: the smaller world's epoch may be shorter
+    batches = (
+        batches if total is None else min(batches, total)
+    )  # shards are padded: the smaller world's epoch may be shorter
     if done and run.world.rank == 0:
         warnings.warn(
             f"the checkpoint was saved by {before} ranks after {done} batches of an epoch, which {now} ranks resume after {batches}: "
@@ -390,10 +455,18 @@ def _load_parts(run: Run, fit: dict[str, Any], own: dict[str, Any], path: Path) 
             with _named_in_errors(path, part.info.label):
                 part.plugin.load_state_dict(own[name] if name in own else shared[name])
         else:
-            ranks = f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})" if name in known else ""
-            stateless.append(f"no saved state for {part.info.label}{ranks}, which starts from scratch")
+            ranks = (
+                f" (it has one for each of {len(fit['ranks'])} ranks, not {run.world.size})"
+                if name in known
+                else ""
+            )
+            stateless.append(
+                f"no saved state for {part.info.label}{ranks}, which starts from scratch"
+            )
     absent = sorted(known - here.keys())
-    told = stateless + ([f"it has state of {', '.join(absent)}, which this run does not have"] if absent else [])
+    told = stateless + (
+        [f"it has state of {', '.join(absent)}, which this run does not have"] if absent else []
+    )
     if told and run.world.rank == 0:
         warnings.warn(f"{path}: {'; '.join(told)}", stacklevel=2)
 
@@ -409,16 +482,29 @@ def random_now(run: Run) -> dict[str, Any]:
     """Return where this rank's generators stand, the global ones and those of loaders, and which loaders' persistent workers run."""
     loaders = _loaders(run)
     own = [generator.get_state() for loader in loaders for generator in generators(loader)]
-    started = [isinstance(loader, DataLoader) and loader._iterator is not None for loader in loaders]
-    return {**random_state(run.device, every=run.plan.layout.devices_per_process > 1), "loaders": own, "workers": started}
+    started = [
+        isinstance(loader, DataLoader) and loader._iterator is not None for loader in loaders
+    ]
+    return {
+        **random_state(run.device, every=run.plan.layout.devices_per_process > 1),
+        "loaders": own,
+        "workers": started,
+    }
 
 
 def set_random(run: Run, state: dict[str, Any]) -> None:
     """Put all generators where :func:`random_now` found them."""
     loaders = _loaders(run)
     for loader, started in zip(loaders, state.get("workers", ()), strict=False):
-        if started and isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
-            iter(loader)  # starts them, for which torch draws a seed: now, and not after the generators have been set
+        if (
+            started
+            and isinstance(loader, DataLoader)
+            and loader.persistent_workers
+            and loader._iterator is None
+        ):
+            iter(
+                loader
+            )  # starts them, for which torch draws a seed: now, and not after the generators have been set
     set_random_state(run.device, state)
     own = [generator for loader in loaders for generator in generators(loader)]
     if len(own) != len(state["loaders"]):

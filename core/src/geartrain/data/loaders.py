@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
 #: stage -> the method that gives its loaders.
-_METHODS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+_METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 
 
 #: The module's methods that a batch goes through on its way to the device.
@@ -32,14 +37,18 @@ class Through:
         loader: their loader.
     """
 
-    def __init__(self, batches: Iterator[Any], loader: Iterable[Any], function: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, batches: Iterator[Any], loader: Iterable[Any], function: Callable[[Any], Any]
+    ) -> None:
         self._batches, self._loader, self._function = batches, loader, function
 
     def __iter__(self) -> Through:
         return self
 
     def __next__(self) -> Any:
-        return self._function(next(self._batches))  # in no variable: the batch as it was must not stay on the device beside the new one
+        return self._function(
+            next(self._batches)
+        )  # in no variable: the batch as it was must not stay on the device beside the new one
 
     def close(self) -> None:
         close_batches(self._batches, self._loader)
@@ -50,7 +59,11 @@ def close_batches(batches: Any, loader: Any) -> None:
     error's traceback would keep. A user's generator, which is the loader itself, continues in the next epoch, and so do
     persistent workers."""
     close = getattr(batches, "close", None) or getattr(batches, "_shutdown_workers", None)
-    if close is not None and batches is not loader and batches is not getattr(loader, "_iterator", None):
+    if (
+        close is not None
+        and batches is not loader
+        and batches is not getattr(loader, "_iterator", None)
+    ):
         close()
 
 
@@ -67,7 +80,9 @@ def end_workers(loader: Any) -> None:
 
 def moves_nothing(run: Run) -> bool:
     """True if a batch can be used as the loader gave it: on the CPU, without a transfer hook in the module."""
-    return run.device.type == "cpu" and not any(overridden(run.module, name) for name in TRANSFER_HOOKS)
+    return run.device.type == "cpu" and not any(
+        overridden(run.module, name) for name in TRANSFER_HOOKS
+    )
 
 
 def transfer(run: Run, batch: Any) -> Any:
@@ -78,7 +93,9 @@ def transfer(run: Run, batch: Any) -> Any:
     batch = module.on_after_batch_transfer(batch, index)
     if batch is None and was is not None:
         own = [name for name in TRANSFER_HOOKS if overridden(module, name)]
-        raise TrainingError(f"{type(module).__name__}: {' or '.join(own)} made None of a batch. Fix: return the batch from it")
+        raise TrainingError(
+            f"{type(module).__name__}: {' or '.join(own)} made None of a batch. Fix: return the batch from it"
+        )
     return batch
 
 
@@ -86,7 +103,9 @@ def first_size(batch: Any) -> int | None:
     """The first dimension of the first tensor in a batch that has one; ``None`` if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.size(0) if batch.ndim else None
-    if batch.__class__ is tuple or batch.__class__ is list:  # before the questions that take longer: this is asked once a step
+    if (
+        batch.__class__ is tuple or batch.__class__ is list
+    ):  # before the questions that take longer: this is asked once a step
         for item in batch:
             size = first_size(item)
             if size is not None:
@@ -111,7 +130,11 @@ def _items(batch: Any) -> Iterable[Any]:
         return batch.values()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, f.name) for f in dataclasses.fields(batch)]
-    return batch if isinstance(batch, Iterable) and not isinstance(batch, str | bytes | Iterator) else ()
+    return (
+        batch
+        if isinstance(batch, Iterable) and not isinstance(batch, str | bytes | Iterator)
+        else ()
+    )
 
 
 def _told_size(batch: Any) -> int | None:
@@ -140,7 +163,11 @@ def _listed_size(batch: Any) -> int | None:
     """The length of the list that holds the first thing in a batch: a list of images, beside a list of boxes."""
     if type(batch) in (list, tuple) and batch:
         return size if (size := _listed_size(batch[0])) is not None else len(batch)
-    return next((size for item in batch.values() if (size := _listed_size(item)) is not None), None) if isinstance(batch, Mapping) else None
+    return (
+        next((size for item in batch.values() if (size := _listed_size(item)) is not None), None)
+        if isinstance(batch, Mapping)
+        else None
+    )
 
 
 class BatchSizer:
@@ -166,7 +193,10 @@ class BatchSizer:
     def _find(self, batch: Any) -> Callable[[Any], int | None]:
         if _told_size(batch) is not None:
             return _told_size
-        size, samples = loader_batch_size(self._loader), length(getattr(self._loader, "sampler", None))
+        size, samples = (
+            loader_batch_size(self._loader),
+            length(getattr(self._loader, "sampler", None)),
+        )
         expected = size if size is None or samples is None else min(size, samples)
         for rule in (first_size, _last_size, _listed_size, _outer_size):
             if expected is not None and rule(batch) == expected:
@@ -208,11 +238,18 @@ class DataSource:
             UsageError: the loaders are neither loaders nor batches.
         """
         given, method = self.given.get(stage), _METHODS[stage]
-        owner = self.datamodule if self.datamodule is not None and overridden(self.datamodule, method) else module
+        owner = (
+            self.datamodule
+            if self.datamodule is not None and overridden(self.datamodule, method)
+            else module
+        )
         if given is None and callable(getattr(owner, method, None)):
             given = getattr(owner, method)()
             if given is None and stage == "validate":
-                warnings.warn(f"{type(owner).__name__}.{method} returned None, so there is nothing to validate", stacklevel=2)
+                warnings.warn(
+                    f"{type(owner).__name__}.{method} returned None, so there is nothing to validate",
+                    stacklevel=2,
+                )
         return [] if given is None else read_loaders(given, stage)
 
 
@@ -225,12 +262,27 @@ def read_loaders(given: Any, stage: str) -> list[Iterable[Any]]:
     found = list(_leaves(given))
     loaders = [item for item in found if _is_loader(item)]
     is_list = isinstance(given, list | tuple)
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes) or hasattr(given, "itertuples"):  # a data frame gives its columns
-        raise UsageError(f"the loader to {stage} is {_shown(given)}, which is none. Fix: a DataLoader or an iterable of batches")
-    if isinstance(given, Mapping) or (is_list and any(isinstance(item, DataLoader) for item in found)):
+    if (
+        not isinstance(given, Iterable)
+        or isinstance(given, str | bytes)
+        or hasattr(given, "itertuples")
+    ):  # a data frame gives its columns
+        raise UsageError(
+            f"the loader to {stage} is {_shown(given)}, which is none. Fix: a DataLoader or an iterable of batches"
+        )
+    if isinstance(given, Mapping) or (
+        is_list and any(isinstance(item, DataLoader) for item in found)
+    ):
         if not found or len(loaders) < len(found):
-            what = ", ".join(dict.fromkeys(type(item).__name__ for item in found if not _is_loader(item))) or "nothing"
-            raise UsageError(f"the {type(given).__name__} to {stage} holds {what} in place of loaders. Fix: give loaders alone in it")
+            what = (
+                ", ".join(
+                    dict.fromkeys(type(item).__name__ for item in found if not _is_loader(item))
+                )
+                or "nothing"
+            )
+            raise UsageError(
+                f"the {type(given).__name__} to {stage} holds {what} in place of loaders. Fix: give loaders alone in it"
+            )
     elif not is_list or not found or len(loaders) < len(found):
         return [given]
     if stage == "train" and (len(loaders) > 1 or isinstance(given, Mapping)):
@@ -257,7 +309,12 @@ def _leaves(thing: Any) -> Iterator[Any]:
 
 def _is_loader(item: Any) -> bool:
     """True if an item of a list is a loader, and not a batch, which can be moved or is an array or text."""
-    return isinstance(item, Iterable) and not isinstance(item, str | bytes) and not hasattr(item, "to") and not hasattr(item, "__array__")
+    return (
+        isinstance(item, Iterable)
+        and not isinstance(item, str | bytes)
+        and not hasattr(item, "to")
+        and not hasattr(item, "__array__")
+    )
 
 
 def length(thing: Any) -> int | None:
@@ -268,7 +325,9 @@ def length(thing: Any) -> int | None:
         return None
 
 
-def count_batches(loader: Iterable[Any], limit: int | float | None, stage: str, total: int | None = None) -> int | None:
+def count_batches(
+    loader: Iterable[Any], limit: int | float | None, stage: str, total: int | None = None
+) -> int | None:
     """Return how many batches of a loader will be used; ``None`` if it cannot say.
 
     Args:
@@ -287,7 +346,9 @@ def count_batches(loader: Iterable[Any], limit: int | float | None, stage: str, 
         )
     if isinstance(limit, float) and limit < 1.0:
         if total is None:
-            raise UsageError(f"a fraction ({limit}) of the loader to {stage} cannot be taken: it has no length. Fix: a number of batches")
+            raise UsageError(
+                f"a fraction ({limit}) of the loader to {stage} cannot be taken: it has no length. Fix: a number of batches"
+            )
         if int(total * limit) == 0:
             raise UsageError(
                 f"{limit} of the {total} batches to {stage} is less than one batch. Fix: a larger fraction, or a number of batches"

@@ -37,12 +37,17 @@ def random_state(device: torch.device, every: bool = False) -> dict[str, Any]:
         every: of every device of this kind that the process sees, instead of one.
     """
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(numbers), gauss],
+    }
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), *rest]
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
+        state["cuda"] = (
+            torch.cuda.get_rng_state_all() if every else [torch.cuda.get_rng_state(device)]
+        )
     elif device.type == "mps":
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -59,7 +64,11 @@ def set_random_state(device: torch.device, state: dict[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
         several = len(state["cuda"]) > 1
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if several else [device]
+        devices = (
+            [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+            if several
+            else [device]
+        )
         for one, numbers in zip(devices, state["cuda"], strict=False):
             torch.cuda.set_rng_state(numbers, one)
     elif device.type == "mps" and "mps" in state:

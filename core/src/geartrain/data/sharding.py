@@ -22,7 +22,14 @@ class Shard(Sampler[Any]):
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, even: bool, seed: int) -> None:
-        self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = sampler, rank, size, even, seed, 0
+        self.sampler, self.rank, self.size, self.even, self.seed, self.epoch = (
+            sampler,
+            rank,
+            size,
+            even,
+            seed,
+            0,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Another order in each epoch, the same on every rank."""
@@ -39,7 +46,10 @@ class Shard(Sampler[Any]):
 
 def has_no_own_samples(loader: Any) -> bool:
     """True if a rank has no sample of its own in an evaluation loader, which then holds one of another rank."""
-    return any(isinstance(sampler, Shard) and not sampler.even and sampler.empty for sampler in samplers(loader))
+    return any(
+        isinstance(sampler, Shard) and not sampler.even and sampler.empty
+        for sampler in samplers(loader)
+    )
 
 
 def batches_in_turn(loader: Any) -> Shard | None:

@@ -14,7 +14,10 @@ KNOWN = {
     ("strategy", "horovod"): "geartrain-horovod",
     ("strategy", "bagua"): "geartrain-bagua",
     **dict.fromkeys(
-        [("plugin", name) for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")]
+        [
+            ("plugin", name)
+            for name in ("early_stopping", "ema", "lr_monitor", "model_checkpoint", "model_summary")
+        ]
         + [("plugin", name) for name in ("nan_guard", "norms", "progress", "throughput", "timer")],
         "geartrain-callbacks",
     ),
@@ -24,7 +27,13 @@ KNOWN = {
     ("plugin", "tensorboard"): "geartrain-tensorboard",
     ("plugin", "wandb"): "geartrain-wandb",
     ("plugin", "mlflow"): "geartrain-mlflow",
-    **dict.fromkeys([("command", name) for name in ("fit", "validate", "test", "predict", "explain", "plugins")], "geartrain-cli"),
+    **dict.fromkeys(
+        [
+            ("command", name)
+            for name in ("fit", "validate", "test", "predict", "explain", "plugins")
+        ],
+        "geartrain-cli",
+    ),
     ("command", "conformance"): "geartrain-testing",
     ("command", "doctor"): "geartrain-doctor",
     ("command", "new"): "geartrain-testing",
@@ -33,7 +42,13 @@ KNOWN = {
 }
 
 #: All of geartrain's own distributions.
-DISTRIBUTIONS = {"geartrain", "geartrain-parallel", "geartrain-session", "geartrain-torchmetrics", *KNOWN.values()}
+DISTRIBUTIONS = {
+    "geartrain",
+    "geartrain-parallel",
+    "geartrain-session",
+    "geartrain-torchmetrics",
+    *KNOWN.values(),
+}
 
 #: Hooks that geartrain's own distributions bring -> (kind, name) of the plugin.
 HOOKS = {"reduce_bucket": ("strategy", "ddp")}
@@ -41,5 +56,15 @@ HOOKS = {"reduce_bucket": ("strategy", "ddp")}
 #: Names that users of Lightning may type and that no distribution provides.
 NOT_SHIPPED = {("accelerator", name) for name in ("tpu", "hpu", "ipu", "xla")} | {
     ("strategy", name)
-    for name in ("ddp_sharded", "ddp_sharded_spawn", "ddp_fully_sharded", "deepspeed", "fsdp", "tpu", "tpu_spawn", "xla", "colossalai")
+    for name in (
+        "ddp_sharded",
+        "ddp_sharded_spawn",
+        "ddp_fully_sharded",
+        "deepspeed",
+        "fsdp",
+        "tpu",
+        "tpu_spawn",
+        "xla",
+        "colossalai",
+    )
 }

@@ -16,7 +16,9 @@ TRACEBACK = "GEARTRAIN_TRACEBACK"
 _previous = sys.excepthook
 
 
-def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print the panel of a usage error that a script does not catch; Python prints every other error."""
     if isinstance(error, UsageError):
         print(in_script(error), file=sys.stderr)
@@ -54,7 +56,11 @@ def panel(error: BaseException, who: str, more: str) -> str:
     if "\n" in how:  # another rank's error, with its traceback
         what, fix, how = "", "", str(error)
     lines = _own_lines(error)
-    parts = [f"{who}: {what or how}", *getattr(error, "__notes__", []), *(f"  {line}" for line in lines)]
+    parts = [
+        f"{who}: {what or how}",
+        *getattr(error, "__notes__", []),
+        *(f"  {line}" for line in lines),
+    ]
     if fix:
         parts.append(f"Fix: {how}")
     if lines:
@@ -81,7 +87,11 @@ def _places(error: BaseException) -> Iterator[tuple[str, int]]:
         return
     import traceback
 
-    own = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_own(frame)]
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_own(frame)
+    ]
     yield from own[-1:]
 
 
@@ -95,8 +105,12 @@ def _is_own(frame: FrameType) -> bool:
     if file.startswith("<frozen") or module.partition(".")[0].replace("_", "-") in DISTRIBUTIONS:
         return False
     folders = Path(file).parents
-    depth = module.count(".") + (Path(file).name == "__init__.py")  # of the folder that the package stands in
-    installed = depth < len(folders) and any(folders[depth].glob("*.dist-info"))  # also in a folder of pip install --target
+    depth = module.count(".") + (
+        Path(file).name == "__init__.py"
+    )  # of the folder that the package stands in
+    installed = depth < len(folders) and any(
+        folders[depth].glob("*.dist-info")
+    )  # also in a folder of pip install --target
     return not installed and not Path(file).is_relative_to(sysconfig.get_path("stdlib"))
 
 

@@ -36,7 +36,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         file = io.BufferedWriter(raw, 2**20)
         yield file
         file.flush()
-        os.fsync(raw.fileno())  # before the rename, or a power cut may leave the new name with no bytes behind it
+        os.fsync(
+            raw.fileno()
+        )  # before the rename, or a power cut may leave the new name with no bytes behind it
         raw.close()
         os.replace(beside, path)
         _sync(path.parent)
@@ -68,7 +70,11 @@ def remove_abandoned(folder: Path, suffix: str = "", below: bool = False) -> Non
         below: look in the folders below too.
     """
     for path in folder.glob("**/.*" if below else ".*") if folder.is_dir() else ():
-        if re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name) and path.is_file() and not path.is_symlink():
+        if (
+            re.fullmatch(rf"\..+{re.escape(suffix)}\.\d+", path.name)
+            and path.is_file()
+            and not path.is_symlink()
+        ):
             with suppress(OSError), path.open("rb") as file:
                 _lock(file)
                 path.unlink()
@@ -120,7 +126,9 @@ def reason(path: Path, error: OSError) -> str:
     """Return the message of the error that a file could not be written."""
     why = error.strerror or str(error)
     if error.errno not in _FULL:
-        return f"{path} could not be written: {why}. Fix: another output, or the right to write there"
+        return (
+            f"{path} could not be written: {why}. Fix: another output, or the right to write there"
+        )
     with suppress(OSError):
         why += f", {shutil.disk_usage(path.parent).free // 2**20} MiB free"
     return f"disk full: {path} could not be written ({why}). Fix: free space, or another output"

@@ -31,7 +31,9 @@ def user_path(given: Any, name: str) -> Path:
         )
     path = os.path.expanduser(given)
     if str(path).startswith("~"):
-        raise UsageError(f"{name}={str(given)!r}: there is no such user. Fix: the whole path, or './~...' for a folder of that name")
+        raise UsageError(
+            f"{name}={str(given)!r}: there is no such user. Fix: the whole path, or './~...' for a folder of that name"
+        )
     return Path(path)
 
 

@@ -31,13 +31,22 @@ def find_bringer(hook: str) -> str:
 def _declares(entry_point: EntryPoint, hook: str) -> bool:
     """True if a file of the entry point's package has a function of that name that is marked as a hookspec."""
     try:
-        found = find_spec(entry_point.module.partition(".")[0])  # of a whole package, so that nothing is imported
+        found = find_spec(
+            entry_point.module.partition(".")[0]
+        )  # of a whole package, so that nothing is imported
         if found is None or entry_point.module.startswith("geartrain."):
             return False
         folders = [Path(folder) for folder in found.submodule_search_locations or ()]
-        files = [file for folder in folders for file in folder.rglob("*.py")] or [Path(str(found.origin))]
+        files = [file for folder in folders for file in folder.rglob("*.py")] or [
+            Path(str(found.origin))
+        ]
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    except (AttributeError, ImportError, OSError, ValueError):  # a malformed entry point, or a package without source
+    except (
+        AttributeError,
+        ImportError,
+        OSError,
+        ValueError,
+    ):  # a malformed entry point, or a package without source
         return False
     declaration = re.compile(rf"^@(?!hookimpl)\w.*\n(@.*\n)*def {re.escape(hook)}\(", re.MULTILINE)
     return any("hookspec" in text and declaration.search(text) for text in texts)

@@ -18,7 +18,9 @@ from geartrain.hooks.plugin_info import LoadedPlugin
 _LAST = ("on_run_end", "on_exception")
 
 
-def guarded(part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookCaller]) -> types.SimpleNamespace:
+def guarded(
+    part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookCaller]
+) -> types.SimpleNamespace:
     """Return an object with the same hookimpls, whose errors are warnings. It is registered instead of the plugin.
 
     After the first error only ``on_run_end`` and ``on_exception`` are called in this run. A ``UsageError`` of ``on_run_start`` ends the
@@ -30,7 +32,9 @@ def guarded(part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookC
     failed: list[Exception] = []
 
     def fail(hook: str, error: Exception) -> None:
-        if hook == "on_run_start" and isinstance(error, UsageError):  # a refusal before training starts
+        if hook == "on_run_start" and isinstance(
+            error, UsageError
+        ):  # a refusal before training starts
             raise error
         if not failed:
             what = f"{part.info.label}: {hook} raised {type(error).__name__}: {error}"
@@ -41,15 +45,26 @@ def guarded(part: LoadedPlugin, impls: Sequence[Impl], specs: Mapping[str, HookC
     for impl in impls:
         if impl.wrapper:
             fix = "use an event, as on_step_end, or take out errors_are_warnings"
-            wrong(part, impl.attribute, "is a wrapper, and errors_are_warnings = True covers events only", fix)
+            wrong(
+                part,
+                impl.attribute,
+                "is a wrapper, and errors_are_warnings = True covers events only",
+                fix,
+            )
         function = getattr(part.plugin, impl.attribute)
         if impl.hook in specs and impl.hook != "check_plan" and not is_single(specs[impl.hook]):
-            function = _guard(function, functools.partial(fail, impl.hook), failed if impl.hook not in _LAST else ())
+            function = _guard(
+                function,
+                functools.partial(fail, impl.hook),
+                failed if impl.hook not in _LAST else (),
+            )
         setattr(replacement, impl.attribute, function)
     return replacement
 
 
-def _guard(function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]) -> Callable[..., Any]:
+def _guard(
+    function: Callable[..., Any], fail: Callable[[Exception], None], out: Sequence[Exception]
+) -> Callable[..., Any]:
     """Guard a hookimpl of an event. It is not called if ``out`` holds an error."""
 
     @functools.wraps(function)  # pluggy reads the arguments and the mark of the original through it

@@ -12,7 +12,14 @@ from pluggy import HookCaller, HookImpl
 
 from geartrain import hookspecs
 from geartrain.errors import UsageError
-from geartrain.hooks.checks import check_part, hooks_replaced_by, is_single, own_hookspecs, wrapper_form, wrong
+from geartrain.hooks.checks import (
+    check_part,
+    hooks_replaced_by,
+    is_single,
+    own_hookspecs,
+    wrapper_form,
+    wrong,
+)
 from geartrain.hooks.isolation import guarded
 from geartrain.hooks.plugin_info import LoadedPlugin, PluginInfo
 from geartrain.hooks.results import require_result, unchecked
@@ -37,7 +44,9 @@ class _Manager(pluggy.PluginManager):
         return self._inner_hookexec is not self._unwatched
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        if name.startswith("__") or (id(plugin), name) in self.passed_over:  # every object has 26 special methods: looking costs 2 ms
+        if (
+            name.startswith("__") or (id(plugin), name) in self.passed_over
+        ):  # every object has 26 special methods: looking costs 2 ms
             return None
         return super().parse_hookimpl_opts(plugin, name)
 
@@ -57,10 +66,18 @@ class Hooks:
         self._manager, self._frozen = _Manager(), False
         self._manager.add_hookspecs(hookspecs)
         self._own_hookspecs()
-        callers = {name: caller for name, caller in vars(self._manager.hook).items() if isinstance(caller, HookCaller)}
-        in_order = [name for name in vars(hookspecs) if name in callers]  # pluggy sorts them by name
+        callers = {
+            name: caller
+            for name, caller in vars(self._manager.hook).items()
+            if isinstance(caller, HookCaller)
+        }
+        in_order = [
+            name for name in vars(hookspecs) if name in callers
+        ]  # pluggy sorts them by name
         self._specs = {name: callers[name] for name in dict.fromkeys([*in_order, *callers])}
-        self._impls = {id(part): check_part(part, self._specs, self._manager) for part in self._parts}
+        self._impls = {
+            id(part): check_part(part, self._specs, self._manager) for part in self._parts
+        }
         self._owner_of = self._settle_owners()
         self._choice_of: dict[int, PluginInfo] = {}
         for part in self._parts:
@@ -106,11 +123,23 @@ class Hooks:
             module = own_hookspecs(part.plugin)
             if module is None:
                 continue
-            brought = {name for name in dir(module) if hasattr(getattr(module, name), f"{_PROJECT}_spec")}
-            taken = sorted(name for name in brought if hasattr(Hooks, name) or hasattr(self._manager.hook, name))
+            brought = {
+                name for name in dir(module) if hasattr(getattr(module, name), f"{_PROJECT}_spec")
+            }
+            taken = sorted(
+                name
+                for name in brought
+                if hasattr(Hooks, name) or hasattr(self._manager.hook, name)
+            )
             if taken or not brought:
-                what = f"redefine {', '.join(taken)}" if taken else "have nothing marked with @hookspec"
-                raise UsageError(f"{part.info.label}: its hookspecs {what}. Fix: mark new hooks, with new names")
+                what = (
+                    f"redefine {', '.join(taken)}"
+                    if taken
+                    else "have nothing marked with @hookspec"
+                )
+                raise UsageError(
+                    f"{part.info.label}: its hookspecs {what}. Fix: mark new hooks, with new names"
+                )
             self._manager.add_hookspecs(module)
 
     # --- owners ----------------------------------------------------------------------------------------------------------
@@ -119,7 +148,10 @@ class Hooks:
         owners: dict[str, LoadedPlugin] = {}
         for hook in filter(self.is_single, self._specs):
             plain = [part for part in self._parts if self._plain(part, hook)]
-            ours = sorted((p for p in plain if p.info.kind in _OWNERS), key=lambda p: _OWNERS.index(p.info.kind))
+            ours = sorted(
+                (p for p in plain if p.info.kind in _OWNERS),
+                key=lambda p: _OWNERS.index(p.info.kind),
+            )
             theirs = [part for part in plain if part.info.kind not in _OWNERS]
             for part in theirs:
                 if ours and hook not in hooks_replaced_by(part):
@@ -132,10 +164,17 @@ class Hooks:
             claims = theirs or ours
             if len(claims) > 1 and claims[0].info.kind == claims[1].info.kind:
                 both = f"{claims[0].info.label} and {claims[1].info.label}"
-                raise UsageError(f"{both} both mean to own the hook {hook!r}. Fix: choose one of them, or make one a wrapper.")
+                raise UsageError(
+                    f"{both} both mean to own the hook {hook!r}. Fix: choose one of them, or make one a wrapper."
+                )
             if claims:
                 owners[hook] = claims[0]
-                losers = [(id(part.plugin), name) for part in plain if part is not claims[0] for name in self._plain(part, hook)]
+                losers = [
+                    (id(part.plugin), name)
+                    for part in plain
+                    if part is not claims[0]
+                    for name in self._plain(part, hook)
+                ]
                 self._manager.passed_over.update(losers)
         for part in self._parts:
             for hook in sorted(getattr(part.plugin, "must_own", ())):
@@ -147,13 +186,21 @@ class Hooks:
 
     def _plain(self, part: LoadedPlugin, hook: str) -> list[str]:
         """Return the attributes of a part that implement ``hook`` and are no wrappers; ``specname=`` gives them other names."""
-        return [impl.attribute for impl in self._impls[id(part)] if impl.hook == hook and not impl.wrapper]
+        return [
+            impl.attribute
+            for impl in self._impls[id(part)]
+            if impl.hook == hook and not impl.wrapper
+        ]
 
     def _register(self, part: LoadedPlugin) -> None:
         label, n = part.info.label, 1
         while self._manager.has_plugin(name := label if n == 1 else f"{label} ({n})"):
             n += 1
-        plugin = guarded(part, self._impls[id(part)], self._specs) if getattr(part.plugin, "errors_are_warnings", False) else part.plugin
+        plugin = (
+            guarded(part, self._impls[id(part)], self._specs)
+            if getattr(part.plugin, "errors_are_warnings", False)
+            else part.plugin
+        )
         if any(other.plugin is part.plugin for other in self._parts[: self._parts.index(part)]):
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
         self._manager.register(plugin, name)
@@ -173,7 +220,11 @@ class Hooks:
 
     def wrappers(self, hook: str) -> list[PluginInfo]:
         """Return the parts that wrap a hook, outermost first."""
-        return [self._choice_of[id(impl.plugin)] for impl in reversed(self._specs[hook].get_hookimpls()) if impl.wrapper]
+        return [
+            self._choice_of[id(impl.plugin)]
+            for impl in reversed(self._specs[hook].get_hookimpls())
+            if impl.wrapper
+        ]
 
     def implementers(self, hook: str) -> list[PluginInfo]:
         """Return every implementer in call order: wrappers, outermost first, then plain implementations."""
@@ -183,7 +234,11 @@ class Hooks:
     def passed_over(self, hook: str) -> list[PluginInfo]:
         """Return the parts that implement a single hook and are not called, because another part owns it."""
         over = self._manager.passed_over
-        return [part.info for part in self._parts if any((id(part.plugin), name) in over for name in self._plain(part, hook))]
+        return [
+            part.info
+            for part in self._parts
+            if any((id(part.plugin), name) in over for name in self._plain(part, hook))
+        ]
 
     # --- freezing --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +262,9 @@ class Hooks:
         impls: dict[Any, list[tuple[HookImpl, str]]] = {}
         for hook, caller in self._specs.items():
             for impl in caller.get_hookimpls():
-                impls.setdefault(getattr(inspect.unwrap(impl.function), "__code__", None), []).append((impl, hook))
+                impls.setdefault(
+                    getattr(inspect.unwrap(impl.function), "__code__", None), []
+                ).append((impl, hook))
         # The innermost frame that belongs to a hookimpl is the one that raised; those around it only passed it on.
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             if frame.f_code not in impls:
@@ -215,11 +272,17 @@ class Hooks:
                     return
                 continue
             # Two plugins may have inherited one function: then the frame's object identifies the caller.
-            bound = [found for found in impls[frame.f_code] if any(found[0].plugin is value for value in frame.f_locals.values())]
+            bound = [
+                found
+                for found in impls[frame.f_code]
+                if any(found[0].plugin is value for value in frame.f_locals.values())
+            ]
             impl, hook = (bound or impls[frame.f_code])[0]
             choice = self._choice_of.get(id(impl.plugin))
             if choice is None:
-                error.add_note(f"raised in hook {hook!r} of {impl.plugin_name}, which was registered by hand")
+                error.add_note(
+                    f"raised in hook {hook!r} of {impl.plugin_name}, which was registered by hand"
+                )
             elif not choice.is_core:
                 error.add_note(f"raised in hook {hook!r} of {choice.label}")
             return

@@ -42,7 +42,12 @@ class PluginInfo:
 
     def as_dict(self) -> dict[str, Any]:
         """Return its entry in ``plan.json``."""
-        return {"name": self.name, "distribution": self.distribution, "version": self.version, "reason": self.reason}
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +70,9 @@ class LoadedPlugin:
         return _made_again, (self.info, self.options, self.make_again, state_of(self.plugin))
 
 
-def _made_again(info: PluginInfo, options: Mapping[str, Any], make_again: Callable[[], Any], state: Any) -> LoadedPlugin:
+def _made_again(
+    info: PluginInfo, options: Mapping[str, Any], make_again: Callable[[], Any], state: Any
+) -> LoadedPlugin:
     plugin = make_again()
     if state is not None:
         plugin.load_state_dict(state)

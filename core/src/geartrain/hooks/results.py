@@ -22,7 +22,9 @@ def require_result(caller: HookCaller, is_owned: bool) -> None:
     """
     returns = result_of(caller)
     owner_must = is_owned and returns and "None" not in returns and returns != "Any"
-    for impl in caller.get_hookimpls():  # pluggy declares its attribute final and reads it at each call
+    for (
+        impl
+    ) in caller.get_hookimpls():  # pluggy declares its attribute final and reads it at each call
         if impl.wrapper and returns != "None":
             impl.function = _keeping(impl, caller)  # type: ignore[misc]
         elif owner_must and not impl.wrapper:
@@ -42,7 +44,11 @@ def _returning(impl: HookImpl, hook: str, returns: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         result = function(*arguments)
         if result is None:
-            raise _lost(hook, f"{impl.plugin_name}: its hookimpl {hook!r} returned None", f"return {returns}")
+            raise _lost(
+                hook,
+                f"{impl.plugin_name}: its hookimpl {hook!r} returned None",
+                f"return {returns}",
+            )
         return result
 
     call.unchecked = function  # type: ignore[attr-defined]
@@ -64,7 +70,9 @@ class _Wrapper:
 
     __slots__ = ("_caller", "_generator", "_impl", "close", "throw")
 
-    def __init__(self, generator: Generator[None, Any, Any], impl: HookImpl, caller: HookCaller) -> None:
+    def __init__(
+        self, generator: Generator[None, Any, Any], impl: HookImpl, caller: HookCaller
+    ) -> None:
         self._generator, self._impl, self._caller = generator, impl, caller
         self.throw, self.close = generator.throw, generator.close
 

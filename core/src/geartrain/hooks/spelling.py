@@ -14,30 +14,53 @@ from geartrain.errors import UsageError
 from geartrain.errors.hints import hint
 
 #: Methods that a DataModule brings, and a Module beside its ``on_`` methods.
-DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")) | {"prepare_data", "setup", "teardown"}
+DATA = frozenset(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")) | {
+    "prepare_data",
+    "setup",
+    "teardown",
+}
 _STEPS = frozenset(f"{stage}_step" for stage in ("training", "validation", "test", "predict"))
 MODULE = (
     DATA
     | _STEPS
-    | {f"{stage}_{end}" for stage in ("training", "validation", "test") for end in ("step_end", "epoch_end")}
+    | {
+        f"{stage}_{end}"
+        for stage in ("training", "validation", "test")
+        for end in ("step_end", "epoch_end")
+    }
     | {"configure_optimizers", "transfer_batch_to_device"}
 )
 #: Methods of a plugin or callback that are no hooks, of any plugin, and of one kind of plugin.
 STATE = frozenset({"state_dict", "load_state_dict"})
 _OF_ANY_PLUGIN = STATE | {"diagnose", "more_options"}
-_METHODS_OF = {"strategy": {"notes"}, "accelerator": {"unavailable", "device_count", "select_devices"}}
+_METHODS_OF = {
+    "strategy": {"notes"},
+    "accelerator": {"unavailable", "device_count", "select_devices"},
+}
 
 
 _NAMES = (set, frozenset, list, tuple)
 #: Attributes that are no methods -> the type that geartrain would read there; a value of another type is its author's own.
 _VALUES: Mapping[str, Any] = {
-    **dict.fromkeys(["automatic_optimization", "errors_are_warnings", "same_on_all_ranks", "needs_function", "indexed"], bool),
+    **dict.fromkeys(
+        [
+            "automatic_optimization",
+            "errors_are_warnings",
+            "same_on_all_ranks",
+            "needs_function",
+            "indexed",
+        ],
+        bool,
+    ),
     **dict.fromkeys(["replaces", "must_own"], _NAMES),
     "hookspecs": types.ModuleType,
     "capabilities": Mapping,
     "priority": int | float,
 }
-_VALUES_OF = {"strategy": {"capabilities", "needs_function"}, "accelerator": {"priority", "indexed"}}
+_VALUES_OF = {
+    "strategy": {"capabilities", "needs_function"},
+    "accelerator": {"priority", "indexed"},
+}
 #: Attributes that every kind of plugin may have, and a callback may not.
 OF_PLUGINS = frozenset({"replaces", "must_own", "errors_are_warnings", "hookspecs"})
 
@@ -56,7 +79,9 @@ _ALIKE = 0.75
 _ALIKE_ALONE = 0.9
 
 
-def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iterable[str] = (), base: type = object) -> None:
+def refuse_misspelt(
+    thing: Any, whose: str, methods: Iterable[str], values: Iterable[str] = (), base: type = object
+) -> None:
     """Refuse an attribute whose name is almost one that geartrain reads: it would be ignored.
 
     A method that the class itself calls is its author's own, and so is one beside the method that it resembles.
@@ -76,10 +101,16 @@ def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iter
         if inspect.isroutine(value):
             meant = None if hasattr(value, "geartrain_impl") else nearly(name, reads)
             is_own = meant is None or meant in space or _is_called(name, spaces)
-            if not is_own and not hint("method", name):  # warn_of_others names the framework that would call it
-                raise UsageError(f"{whose}: its {name} would never be called. Did you mean {meant!r}? Fix: rename it")
+            if not is_own and not hint(
+                "method", name
+            ):  # warn_of_others names the framework that would call it
+                raise UsageError(
+                    f"{whose}: its {name} would never be called. Did you mean {meant!r}? Fix: rename it"
+                )
         elif (meant := nearly(name, values)) is not None and isinstance(value, _VALUES[meant]):
-            raise UsageError(f"{whose}: nothing reads its {name} = {value!r}. Did you mean {meant!r}? Fix: rename it")
+            raise UsageError(
+                f"{whose}: nothing reads its {name} = {value!r}. Did you mean {meant!r}? Fix: rename it"
+            )
         elif name == "requires" and "replaces" in values and isinstance(value, _NAMES):
             raise UsageError(
                 f"{whose}: nothing reads its requires = {value!r}. Fix: replaces = {{HOOK}} to own a hook, dependencies in "
@@ -90,7 +121,9 @@ def refuse_misspelt(thing: Any, whose: str, methods: Iterable[str], values: Iter
 def refuse_misspelt_of_plugin(plugin: Any, kind: str, whose: str, hooks: Iterable[str]) -> None:
     """The same for a plugin, strategy or accelerator, with the hooks that there are."""
     methods = {*hooks, *_OF_ANY_PLUGIN, *_METHODS_OF.get(kind, ())}
-    refuse_misspelt(plugin, whose, methods, OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set()))
+    refuse_misspelt(
+        plugin, whose, methods, OF_PLUGINS | {"same_on_all_ranks"} | _VALUES_OF.get(kind, set())
+    )
     refuse_half_a_state(plugin, whose)
 
 
@@ -103,10 +136,14 @@ def refuse_half_a_state(thing: Any, whose: str) -> None:
     there = sorted(name for name in STATE if callable(getattr(thing, name, None)))
     if len(there) == 1:
         missing = next(iter(STATE - {*there}))
-        raise UsageError(f"{whose}: it has {there[0]} and no {missing}, so no checkpoint would hold its state. Fix: add {missing}")
+        raise UsageError(
+            f"{whose}: it has {there[0]} and no {missing}, so no checkpoint would hold its state. Fix: add {missing}"
+        )
 
 
-def warn_of_others(thing: Any, whose: str, fix: str, base: type = object, modules: bool = True) -> None:
+def warn_of_others(
+    thing: Any, whose: str, fix: str, base: type = object, modules: bool = True
+) -> None:
     """Warn about methods that another framework would call; vocabularies of ``geartrain.hints`` know their names.
 
     Args:
@@ -122,7 +159,10 @@ def warn_of_others(thing: Any, whose: str, fix: str, base: type = object, module
         else:
             caller = hint("method", name) if name.startswith("on_") else ""
         if caller and not _is_called(name, spaces):
-            warnings.warn(f"{whose}: its {name} is a method of {caller}, and nothing calls it here. Fix: {fix}", stacklevel=3)
+            warnings.warn(
+                f"{whose}: its {name} is a method of {caller}, and nothing calls it here. Fix: {fix}",
+                stacklevel=3,
+            )
 
 
 @functools.cache
@@ -142,7 +182,9 @@ def nearly(name: str, known: frozenset[str]) -> str | None:
     if name in known or any(character.isdigit() for character in name):
         return None
     found = [other for other in known if _misspells(name.lower(), other)]
-    return min(found, default=None, key=lambda other: (-SequenceMatcher(None, name, other).ratio(), other))
+    return min(
+        found, default=None, key=lambda other: (-SequenceMatcher(None, name, other).ratio(), other)
+    )
 
 
 def _misspells(name: str, known: str) -> bool:
@@ -164,7 +206,13 @@ _Space = dict[str, Any]
 def _spaces(thing: Any, base: type) -> list[_Space]:
     """Return the definitions of a module, or of an object and each of its classes, without those of ``base``."""
     if isinstance(thing, types.ModuleType):
-        return [{name: value for name, value in vars(thing).items() if getattr(value, "__module__", thing.__name__) == thing.__name__}]
+        return [
+            {
+                name: value
+                for name, value in vars(thing).items()
+                if getattr(value, "__module__", thing.__name__) == thing.__name__
+            }
+        ]
     cls = thing if isinstance(thing, type) else type(thing)
     of_classes = [dict(vars(one)) for one in cls.__mro__ if one not in base.__mro__]
     return of_classes if cls is thing else [*of_classes, dict(getattr(thing, "__dict__", {}))]
@@ -173,14 +221,27 @@ def _spaces(thing: Any, base: type) -> list[_Space]:
 def _public(spaces: Iterable[_Space], base: type) -> Iterator[tuple[_Space, str, Any]]:
     """Yield each public attribute that is not geartrain's: the names beside it, its name, and its value."""
     for space in spaces:
-        yield from ((space, name, value) for name, value in space.items() if not name.startswith("_") and not hasattr(base, name))
+        yield from (
+            (space, name, value)
+            for name, value in space.items()
+            if not name.startswith("_") and not hasattr(base, name)
+        )
 
 
 def _is_called(name: str, spaces: Iterable[_Space]) -> bool:
     """True if another function of the class, or of the module, uses the name."""
-    functions = [inspect.unwrap(value) for space in spaces for key, value in space.items() if key != name and inspect.isroutine(value)]
-    return any(_uses(function.__code__, name) for function in functions if hasattr(function, "__code__"))
+    functions = [
+        inspect.unwrap(value)
+        for space in spaces
+        for key, value in space.items()
+        if key != name and inspect.isroutine(value)
+    ]
+    return any(
+        _uses(function.__code__, name) for function in functions if hasattr(function, "__code__")
+    )
 
 
 def _uses(code: types.CodeType, name: str) -> bool:
-    return name in code.co_names or any(isinstance(part, types.CodeType) and _uses(part, name) for part in code.co_consts)
+    return name in code.co_names or any(
+        isinstance(part, types.CodeType) and _uses(part, name) for part in code.co_consts
+    )

@@ -20,12 +20,28 @@ if TYPE_CHECKING:
 #: Set by geartrain in the processes that it starts, to the process's own id: a program that a rank runs inherits it and is no rank.
 STARTED_BY = "GEARTRAIN_STARTED_BY"
 #: What launchers call a job, the same in all of its processes.
-_JOBS = ("HOROVOD_GLOO_RENDEZVOUS_PORT", "SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "LSB_JOBID")
+_JOBS = (
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "SLURM_JOB_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "LSB_JOBID",
+)
 #: MPI launcher -> its variables for rank, size, local rank and local size.
 _MPI = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "LSF": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    "LSF": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
 }
 
 
@@ -71,7 +87,9 @@ def detect(environ: Mapping[str, str] = os.environ) -> ClusterEnvironment | None
     return None
 
 
-def starts_rank_0(place: ClusterEnvironment | None, num_nodes: int, environ: Mapping[str, str] = os.environ) -> bool:
+def starts_rank_0(
+    place: ClusterEnvironment | None, num_nodes: int, environ: Mapping[str, str] = os.environ
+) -> bool:
     """True if this process is rank 0 or starts it."""
     if place is not None:
         return place.rank == 0
@@ -110,14 +128,31 @@ def _torchrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     if found is None or not ("TORCHELASTIC_RUN_ID" in environ or STARTED_BY in environ):
         return None
     rank, size, local_rank, local_size = found
-    nodes = _numbers(environ, "GROUP_RANK") or _numbers(environ, "NODE_RANK") or [rank // max(1, local_size)]
-    return ClusterEnvironment("geartrain" if STARTED_BY in environ else "torchrun", rank, size, local_rank, local_size, nodes[0])
+    nodes = (
+        _numbers(environ, "GROUP_RANK")
+        or _numbers(environ, "NODE_RANK")
+        or [rank // max(1, local_size)]
+    )
+    return ClusterEnvironment(
+        "geartrain" if STARTED_BY in environ else "torchrun",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        nodes[0],
+    )
 
 
 def _horovodrun(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     """Read the variables of horovodrun on Gloo; on MPI it sets MPI's: https://horovod.readthedocs.io/en/stable/running_include.html"""
     found = _numbers(
-        environ, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"
+        environ,
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
     )
     if found is None:
         return None
@@ -131,9 +166,15 @@ def _slurm(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     size = _numbers(environ, "SLURM_STEP_NUM_TASKS") or _numbers(environ, "SLURM_NTASKS")
     if found is None or size is None or size[0] < 2 or _is_shell(environ, found[1], size[0]):
         return None
-    per_node = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
-    local_size = int(per_node[0]) if per_node else size[0] // max(1, int(environ.get("SLURM_NNODES", "1")))
-    return ClusterEnvironment("SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ))
+    per_node = re.match(
+        r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    )
+    local_size = (
+        int(per_node[0]) if per_node else size[0] // max(1, int(environ.get("SLURM_NNODES", "1")))
+    )
+    return ClusterEnvironment(
+        "SLURM", found[1], size[0], found[2], local_size, found[3], master_addr=_first_host(environ)
+    )
 
 
 def _is_shell(environ: Mapping[str, str], task: int, tasks: int) -> bool:
@@ -164,7 +205,9 @@ def _mpi(environ: Mapping[str, str]) -> ClusterEnvironment | None:
         if found is not None and found[1] > 1:
             rank, size, local_rank, local_size = found
             host = _first_lsf_host(environ) if launcher == "LSF" else None
-            return ClusterEnvironment(launcher, rank, size, local_rank, local_size, rank // max(1, local_size), host)
+            return ClusterEnvironment(
+                launcher, rank, size, local_rank, local_size, rank // max(1, local_size), host
+            )
     return None
 
 
@@ -185,11 +228,20 @@ def _by_hand(environ: Mapping[str, str]) -> ClusterEnvironment | None:
     rank = _numbers(environ, "RANK")
     local_size = _numbers(environ, "LOCAL_WORLD_SIZE")
     if local_size is None and node and not rank:
-        raise UsageError(f"NODE_RANK={node}: how many processes a node holds is not known. Fix: set RANK or LOCAL_WORLD_SIZE too")
+        raise UsageError(
+            f"NODE_RANK={node}: how many processes a node holds is not known. Fix: set RANK or LOCAL_WORLD_SIZE too"
+        )
     if local_size is None:
         # Without it, nodes must hold equal numbers of processes: the rank gives the number, or all are on one node.
         local_size = [(rank[0] - local_rank) // node] if rank and node else [size]
-    return ClusterEnvironment("environment", rank[0] if rank else node * local_size[0] + local_rank, size, local_rank, local_size[0], node)
+    return ClusterEnvironment(
+        "environment",
+        rank[0] if rank else node * local_size[0] + local_rank,
+        size,
+        local_rank,
+        local_size[0],
+        node,
+    )
 
 
 def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> ClusterEnvironment:
@@ -208,7 +260,13 @@ def _with_address(place: ClusterEnvironment, environ: Mapping[str, str]) -> Clus
     # Every rank derives the same port from the job's identity; MASTER_PORT is for the case that it is taken.
     job = next((environ[name] for name in _JOBS if name in environ), None)
     if port is None and job is None and place.nodes > 1:
-        raise UsageError(f"{place.launcher} names no job from which {place.nodes} nodes could derive a port. Fix: set MASTER_PORT")
+        raise UsageError(
+            f"{place.launcher} names no job from which {place.nodes} nodes could derive a port. Fix: set MASTER_PORT"
+        )
     return replace(
-        place, master_addr=address, master_port=port[0] if port else 20000 + zlib.crc32((job or str(os.getppid())).encode()) % 20000
+        place,
+        master_addr=address,
+        master_port=port[0]
+        if port
+        else 20000 + zlib.crc32((job or str(os.getppid())).encode()) % 20000,
     )

@@ -24,7 +24,8 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raise_on_signals(
-    signals: Sequence[signal.Signals] = SIGNALS, is_expected: Callable[[int], bool] = lambda number: False
+    signals: Sequence[signal.Signals] = SIGNALS,
+    is_expected: Callable[[int], bool] = lambda number: False,
 ) -> Iterator[None]:
     """Let the signals that end a program raise :class:`Interrupted`, so that set-up is torn down.
 
@@ -43,7 +44,11 @@ def raise_on_signals(
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: own for number in signals if (own := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)}
+        before = {
+            number: own
+            for number in signals
+            if (own := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler)
+        }
     for number in before:
         signal.signal(number, interrupt)
     try:

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
 #: Stage -> how its step and its hooks of the module begin.
-_PREFIX = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
+_PREFIX = {
+    "validate": "validation",
+    "sanity_check": "validation",
+    "test": "test",
+    "predict": "predict",
+}
 
 
 def evaluate(run: Run, stage: str) -> Any:
@@ -35,9 +40,14 @@ def evaluate(run: Run, stage: str) -> Any:
             run.hooks.on_validation_start(run=run)
             getattr(on, f"on_{prefix}_start")()
             getattr(on, f"on_{prefix}_epoch_start")()
-            outputs = [_one_loader(run, index, prefix) for index in range(len(run.current_stage.loaders))]
+            outputs = [
+                _one_loader(run, index, prefix) for index in range(len(run.current_stage.loaders))
+            ]
             if stage == "predict":
-                outputs = [run.ranks.outputs(run, mine, loader) for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)]
+                outputs = [
+                    run.ranks.outputs(run, mine, loader)
+                    for mine, loader in zip(outputs, run.current_stage.loaders, strict=True)
+                ]
             collected = outputs[0] if len(outputs) == 1 else outputs
             if on.has(f"{prefix}_epoch_end", f"on_{prefix}_epoch_end"):
                 run.logs.refresh_epoch()
@@ -57,12 +67,18 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
     run.dataloader_idx, loader = index, stage.loaders[index]
     limit = stage.batches[index]
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
-        limit = options.num_sanity_val_steps if limit is None else min(limit, options.num_sanity_val_steps)
+        limit = (
+            options.num_sanity_val_steps
+            if limit is None
+            else min(limit, options.num_sanity_val_steps)
+        )
     starts, ends = getattr(on, f"on_{prefix}_batch_start"), getattr(on, f"on_{prefix}_batch_end")
     keeps = run.stage == "predict" or on.has(f"{prefix}_epoch_end")
     more = (index,) if len(stage.loaders) > 1 else ()
     outputs: list[Any] = []
-    batches = hooks.device_batches(run=run, loader=loader, stage="validate" if run.stage == "sanity_check" else run.stage)
+    batches = hooks.device_batches(
+        run=run, loader=loader, stage="validate" if run.stage == "sanity_check" else run.stage
+    )
     turns = run.ranks.batches(run, batches, limit)
     try:
         for batch_idx, batch in enumerate(turns):
@@ -71,7 +87,9 @@ def _one_loader(run: Run, index: int, prefix: str) -> list[Any]:
             output = hooks.forward(run=run, method=f"{prefix}_step", args=(batch, batch_idx, *more))
             ends(output, batch, batch_idx, *more)
             if keeps and not run.repeating:
-                outputs.append(map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output)
+                outputs.append(
+                    map_tensors(output, torch.Tensor.cpu) if run.stage == "predict" else output
+                )
             if (batch_idx + 1) % options.log_every_n_steps == 0:
                 run.logs.drain()
     finally:

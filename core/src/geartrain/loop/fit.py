@@ -14,7 +14,13 @@ from geartrain.data.loaders import close_batches
 from geartrain.data.sharding import set_epoch
 from geartrain.errors import TrainingError, UsageError
 from geartrain.loop.evaluate import evaluate
-from geartrain.loop.optimizers import mean_over_ranks, parameters_of, step_plateaus, step_schedules, zero_grad
+from geartrain.loop.optimizers import (
+    mean_over_ranks,
+    parameters_of,
+    step_plateaus,
+    step_schedules,
+    zero_grad,
+)
 
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
@@ -41,11 +47,17 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> None:
                 output = hooks.forward(run=run, method="training_step", args=(batch, batch_idx))
                 loss = output if isinstance(output, torch.Tensor) else loss_in(run, output)
                 if loss is not None:
-                    loss = loss if size == 1 else loss / size  # the last window of an epoch may be shorter than the others
+                    loss = (
+                        loss if size == 1 else loss / size
+                    )  # the last window of an epoch may be shorter than the others
                     module_hooks.on_before_backward(loss)
                     backward(run, loss)
                     module_hooks.on_after_backward()
-                    mean_loss = loss if size == 1 else loss.detach() + (0 if mean_loss is None else mean_loss)
+                    mean_loss = (
+                        loss
+                        if size == 1
+                        else loss.detach() + (0 if mean_loss is None else mean_loss)
+                    )
             run.step_output = output  # not before: freeing the last graph slows this forward's allocations down by 1 µs
             if not last:  # that of the last batch comes after the step
                 module_hooks.on_train_batch_end(output, batch, batch_idx)
@@ -96,10 +108,18 @@ def loss_in(run: Run, output: Any) -> torch.Tensor | None:
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]  # type: ignore[no-any-return]
     if output is not None:
-        what = f"a dict with {sorted(map(str, output))}" if isinstance(output, Mapping) else type(output).__name__
-        raise TrainingError(f"training_step returned {what}. Fix: return the loss, a dict with it under 'loss', or None to skip the batch")
+        what = (
+            f"a dict with {sorted(map(str, output))}"
+            if isinstance(output, Mapping)
+            else type(output).__name__
+        )
+        raise TrainingError(
+            f"training_step returned {what}. Fix: return the loss, a dict with it under 'loss', or None to skip the batch"
+        )
     if run.world.size > 1:
-        raise TrainingError(f"training_step returned None on rank {run.world.rank}: the other ranks would wait for its gradients.")
+        raise TrainingError(
+            f"training_step returned None on rank {run.world.rank}: the other ranks would wait for its gradients."
+        )
     return None
 
 
@@ -184,7 +204,12 @@ def train_epoch(run: Run) -> None:
 
 def _train_batches(run: Run) -> None:
     """Make one pass over the training loader, with the validations that are due inside it."""
-    hooks, loader, limit, ended = run.hooks, run.stages["train"].loaders[0], run.stages["train"].batches[0], False
+    hooks, loader, limit, ended = (
+        run.hooks,
+        run.stages["train"].loaders[0],
+        run.stages["train"].batches[0],
+        False,
+    )
     every, size = _validation_interval(run), run.plan.options.accumulate_grad_batches
     device_batches = hooks.device_batches(run=run, loader=loader, stage="train")
     batches = run.ranks.batches(run, device_batches, limit)
@@ -298,9 +323,15 @@ def _validation_interval(run: Run) -> int | None:
         return None
     if isinstance(interval, float):
         if total is None:
-            raise UsageError(f"val_check_interval={interval} of a training loader without length. Fix: a whole number of batches")
+            raise UsageError(
+                f"val_check_interval={interval} of a training loader without length. Fix: a whole number of batches"
+            )
         return max(1, int(total * interval))
-    if run.plan.options.check_val_every_n_epoch is not None and total is not None and interval > total:
+    if (
+        run.plan.options.check_val_every_n_epoch is not None
+        and total is not None
+        and interval > total
+    ):
         raise UsageError(
             f"val_check_interval={interval} is more than the {total} batches of an epoch, so validation would never run. "
             "Fix: a smaller one, or check_val_every_n_epoch=None to count across epochs"

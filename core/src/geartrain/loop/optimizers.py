@@ -18,7 +18,15 @@ from geartrain.errors import UsageError, nearest
 if TYPE_CHECKING:
     from geartrain.loop.run import Run
 
-_CONFIG_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+_CONFIG_KEYS = (
+    "scheduler",
+    "interval",
+    "frequency",
+    "monitor",
+    "strict",
+    "name",
+    "reduce_on_plateau",
+)
 
 
 @dataclass(slots=True)
@@ -48,7 +56,11 @@ class Schedule:
         return self.count, self.due, self.judged
 
     def set_progress(self, progress: Any) -> None:
-        self.count, self.due, self.judged = progress[0], progress[1], None if progress[2] is None else tuple(progress[2])
+        self.count, self.due, self.judged = (
+            progress[0],
+            progress[1],
+            None if progress[2] is None else tuple(progress[2]),
+        )
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[Schedule]]:
@@ -96,7 +108,11 @@ def _from_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
     for one in dicts:
         unknown = set(one) - {"optimizer", "lr_scheduler", "monitor"}
         if unknown or not isinstance(one.get("optimizer"), Optimizer):
-            what = f"has {', '.join(sorted(map(repr, unknown)))}" if unknown else "has no optimizer under 'optimizer'"
+            what = (
+                f"has {', '.join(sorted(map(repr, unknown)))}"
+                if unknown
+                else "has no optimizer under 'optimizer'"
+            )
             raise UsageError(
                 f"configure_optimizers: a dict {what}. It takes 'optimizer', 'lr_scheduler' and 'monitor'; every optimizer steps each time."
             )
@@ -110,7 +126,9 @@ def _schedule(given: Any, monitor: str | None = None) -> Schedule:
     if isinstance(given, Mapping):
         for key in given:
             if key not in _CONFIG_KEYS:
-                raise UsageError(f"configure_optimizers: a scheduler's dict has {key!r}. {nearest(key, _CONFIG_KEYS)}")
+                raise UsageError(
+                    f"configure_optimizers: a scheduler's dict has {key!r}. {nearest(key, _CONFIG_KEYS)}"
+                )
         schedule = Schedule(**{"scheduler": None, "monitor": monitor, **given})
     else:
         schedule = Schedule(given, monitor=monitor)
@@ -120,15 +138,21 @@ def _schedule(given: Any, monitor: str | None = None) -> Schedule:
         raise UsageError(
             f"configure_optimizers: interval={schedule.interval!r}, frequency={schedule.frequency!r}: 'epoch' or 'step', at least 1."
         )
-    schedule.reduce_on_plateau = schedule.reduce_on_plateau or isinstance(schedule.scheduler, ReduceLROnPlateau)
+    schedule.reduce_on_plateau = schedule.reduce_on_plateau or isinstance(
+        schedule.scheduler, ReduceLROnPlateau
+    )
     if schedule.reduce_on_plateau and schedule.monitor is None:
-        raise UsageError('configure_optimizers: ReduceLROnPlateau needs to know its metric. Fix: {"scheduler": ..., "monitor": "val_loss"}')
+        raise UsageError(
+            'configure_optimizers: ReduceLROnPlateau needs to know its metric. Fix: {"scheduler": ..., "monitor": "val_loss"}'
+        )
     return schedule
 
 
 def zero_grad(optimizer: Optimizer) -> None:
     """``optimizer.zero_grad()``, without its profiling and foreach bookkeeping, which cost 5 µs a step on a small model."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:  # overridden, as by horovod
+    if (
+        getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
+    ):  # overridden, as by horovod
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:
@@ -138,7 +162,14 @@ def zero_grad(optimizer: Optimizer) -> None:
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The parameters that these step, each once: one that two of them step must not count twice."""
-    return list(dict.fromkeys(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]))
+    return list(
+        dict.fromkeys(
+            p
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+    )
 
 
 def about_to_step(run: Run) -> dict[str, nn.Parameter]:
@@ -170,7 +201,9 @@ def needs_closure(optimizers: Sequence[Optimizer], automatic: bool = True) -> bo
     """
     needing = [optimizer for optimizer in optimizers if _wants_closure(optimizer)]
     if automatic and needing and len(optimizers) > 1:
-        raise UsageError(f"{type(needing[0]).__name__} needs a closure and must be the only optimizer.")
+        raise UsageError(
+            f"{type(needing[0]).__name__} needs a closure and must be the only optimizer."
+        )
     return bool(needing)
 
 
@@ -185,7 +218,9 @@ def step_schedules(run: Run, interval: str, count: int) -> None:
     In manual optimisation the module steps them.
     """
     for schedule in run.schedulers if run.mode == "automatic" else ():
-        if schedule.interval != interval or count % schedule.frequency or schedule.count == count:  # of an epoch it is called twice
+        if (
+            schedule.interval != interval or count % schedule.frequency or schedule.count == count
+        ):  # of an epoch it is called twice
             continue
         schedule.count = count
         if schedule.reduce_on_plateau:
@@ -204,7 +239,11 @@ def step_plateaus(run: Run, ends: str = "") -> None:
         UsageError: the monitored metric of a strict one was never logged.
     """
     for schedule in run.schedulers if run.mode == "automatic" else ():
-        if not schedule.due or (schedule.interval == "epoch" and ends != "epoch") or (not ends and schedule.due != run.step):
+        if (
+            not schedule.due
+            or (schedule.interval == "epoch" and ends != "epoch")
+            or (not ends and schedule.due != run.step)
+        ):
             continue
         value, when, known = run.logs.newest(str(schedule.monitor))
         if value is not None and when != schedule.judged:

@@ -51,7 +51,9 @@ class OneRank:
         """Return each rank's state, in order, on rank 0, which writes the checkpoint. The others get their own."""
         return [mine]
 
-    def reduce(self, run: Run, metrics: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+    def reduce(
+        self, run: Run, metrics: Mapping[str, LocalMetric]
+    ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
         """Reduce metrics that were logged with ``sync_dist``.
 
         Returns:

@@ -53,7 +53,12 @@ class Stage:
     lengths_unknown: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stage, ([], self.batches, self.max_batches, self.lengths_unknown)  # loaders stay in their process
+        return Stage, (
+            [],
+            self.batches,
+            self.max_batches,
+            self.lengths_unknown,
+        )  # loaders stay in their process
 
 
 def _report_nothing(*_: object) -> None:
@@ -149,7 +154,10 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """A run that has not begun, as it goes to another process; its hooks are made there, from the trainer's parts."""
-        return {name: getattr(self, name) for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "mode")}
+        return {
+            name: getattr(self, name)
+            for name in ("plan", "module", "trainer", "command", "output", "step", "epoch", "mode")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         trainer = state["trainer"]
@@ -159,7 +167,11 @@ class Run:
     def again(self) -> None:
         """Make this run as it was before ``launch`` called its worker, which may then be called once more, as by a strategy whose ranks
         come and go. The module keeps its weights: ``memory_checkpoint`` is where ``fit`` resumes."""
-        cluster, reports, state = self.cluster, (self.report_failure, self.report_teardown), self.__getstate__()
+        cluster, reports, state = (
+            self.cluster,
+            (self.report_failure, self.report_teardown),
+            self.__getstate__(),
+        )
         if self.command == "fit":
             state |= {"step": 0, "epoch": 0}
         self.__setstate__(state)

@@ -22,10 +22,33 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _ON_LOADERS = {f"on_{stage}_dataloader" for stage in ("train", "val", "test", "predict")}
 #: Methods of other frameworks' modules that geartrain would never call; the vocabularies of ``geartrain.hints`` have the replacements.
 NOT_CALLED = _ON_LOADERS | {
-    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward", "configure_gradient_clipping", "clip_gradients"),
-    *("configure_callbacks", "configure_sharded_model", "configure_model", "on_post_move_to_device", "log_grad_norm"),
-    *("on_epoch_start", "on_epoch_end", "on_pretrain_routine_start", "on_pretrain_routine_end", "on_validation_model_zero_grad"),
-    *(f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *(
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+        "backward",
+        "configure_gradient_clipping",
+        "clip_gradients",
+    ),
+    *(
+        "configure_callbacks",
+        "configure_sharded_model",
+        "configure_model",
+        "on_post_move_to_device",
+        "log_grad_norm",
+    ),
+    *(
+        "on_epoch_start",
+        "on_epoch_end",
+        "on_pretrain_routine_start",
+        "on_pretrain_routine_end",
+        "on_validation_model_zero_grad",
+    ),
+    *(
+        f"on_{stage}_model_{mode}"
+        for stage in ("validation", "test", "predict")
+        for mode in ("eval", "train")
+    ),
     *("tbptt_split_batch", "predict_step_end", "predict_epoch_end"),
 }
 #: The same of their data modules.
@@ -46,8 +69,12 @@ class StepForwarder(nn.Module):
         super().__init__()
         self.module = module
         # Decided once: how many of (batch, batch_idx, dataloader_idx) each method takes, and which have a *_step_end.
-        self._arity = {name: _arity(module, name) for name in STEPS if callable(getattr(module, name, None))}
-        self._ends = {name for name in self._arity if callable(getattr(module, f"{name}_end", None))}
+        self._arity = {
+            name: _arity(module, name) for name in STEPS if callable(getattr(module, name, None))
+        }
+        self._ends = {
+            name for name in self._arity if callable(getattr(module, f"{name}_end", None))
+        }
 
     def calls(self, model: nn.Module) -> dict[str, Callable[..., Any]]:
         """Return a function for each step method, decided once.
@@ -149,18 +176,43 @@ def check_module(module: Any, command: str) -> None:
     """
     cls = module if inspect.isclass(module) else type(module)
     if not issubclass(cls, Module):
-        raise UsageError(f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module")
-    refuse_misspelt(module, cls.__name__, {*MODULE, *on_methods()} - NOT_CALLED, ["automatic_optimization"], Module)
-    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[command]
+        raise UsageError(
+            f"{cls.__name__} is not a geartrain.Module. Fix: subclass geartrain.Module, or give Trainer.fit an nn.Module"
+        )
+    refuse_misspelt(
+        module,
+        cls.__name__,
+        {*MODULE, *on_methods()} - NOT_CALLED,
+        ["automatic_optimization"],
+        Module,
+    )
+    step = {
+        "fit": "training_step",
+        "validate": "validation_step",
+        "test": "test_step",
+        "predict": "predict_step",
+    }[command]
     if not callable(getattr(module, step, None)):
         raise UsageError(f"{cls.__name__} has no {step}, which {command} needs. Fix: define it")
-    if command == "fit" and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers:
-        raise UsageError(f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing")
-    for name in (*STEPS, *(name for name, thing in vars(Module).items() if inspect.isfunction(thing))):
+    if (
+        command == "fit"
+        and getattr(cls, "configure_optimizers", None) is Module.configure_optimizers
+    ):
+        raise UsageError(
+            f"{cls.__name__} has no configure_optimizers. Fix: return an optimizer from it, or None to step nothing"
+        )
+    for name in (
+        *STEPS,
+        *(name for name, thing in vars(Module).items() if inspect.isfunction(thing)),
+    ):
         _check_method(module, cls, name)
     refuse_unrun(cls, (*STEPS, *(f"{name}_end" for name in STEPS), *vars(Module)))
     # Module's own methods of these names are for manual optimisation, where a subclass may override them.
-    own = {method for method in vars(Module) if not module.automatic_optimization or not overridden(module, method)}
+    own = {
+        method
+        for method in vars(Module)
+        if not module.automatic_optimization or not overridden(module, method)
+    }
     _refuse_not_called(cls, "Module", NOT_CALLED - own)
 
 
@@ -181,20 +233,27 @@ def _check_method(module: Module | type[Module], cls: type, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         if method is not None or name not in STEPS:
-            raise UsageError(f"{cls.__name__}.{name} is {method!r} and no method. Fix: define it, or leave it out")
+            raise UsageError(
+                f"{cls.__name__}.{name} is {method!r} and no method. Fix: define it, or leave it out"
+            )
         return
     is_step = name in STEPS
     if not is_step and (not name.startswith(("on_", "transfer_")) or not overridden(module, name)):
         return
     if is_step:
-        given, fewest = ["batch", "batch_idx", "dataloader_idx"][: 2 if name == "training_step" else 3], 0
+        given, fewest = (
+            ["batch", "batch_idx", "dataloader_idx"][: 2 if name == "training_step" else 3],
+            0,
+        )
     else:
         own = list(inspect.signature(getattr(Module, name)).parameters.values())[1:]
         given, fewest = [p.name for p in own], sum(p.default is p.empty for p in own)
     parameters = _parameters(module, method)
     for argument, instead in _NOT_GIVEN.items():
         if is_step and any(p.name == argument and p.default is p.empty for p in parameters):
-            raise UsageError(f"{cls.__name__}.{name} takes {argument!r}, which it is not given. Fix: {instead.format(name=name)}")
+            raise UsageError(
+                f"{cls.__name__}.{name} takes {argument!r}, which it is not given. Fix: {instead.format(name=name)}"
+            )
     if not any(_binds(parameters, count) for count in range(fewest, len(given) + 1)):
         raise UsageError(
             f"{cls.__name__}.{name} takes ({', '.join(map(str, parameters))}) and is called with ({', '.join(given)}). "
@@ -209,18 +268,32 @@ def check_loader_count(module: Module, stage: str, count: int) -> None:
         TrainingError: one that needs it, and there is one loader; one that cannot take it, and there are several.
     """
     prefix = "validation" if stage == "validate" else stage
-    for name, arguments in ((f"{prefix}_step", 2), (f"on_{prefix}_batch_start", 2), (f"on_{prefix}_batch_end", 3)):
+    for name, arguments in (
+        (f"{prefix}_step", 2),
+        (f"on_{prefix}_batch_start", 2),
+        (f"on_{prefix}_batch_end", 3),
+    ):
         method = getattr(module, name, None)
         if method is None:
             continue
         parameters, given = _parameters(module, method), arguments + (count > 1)
-        if not any(_binds(parameters, n) for n in range(0 if name.endswith("_step") else given, given + 1)):
+        if not any(
+            _binds(parameters, n) for n in range(0 if name.endswith("_step") else given, given + 1)
+        ):
             fix = "dataloader_idx=0 as its last argument"
-            what = "dataloader_idx, and there is one loader" if count == 1 else f"no dataloader_idx, and there are {count} loaders"
-            raise TrainingError(f"{type(module).__name__}.{name} takes {what} to {stage}. Fix: {fix}")
+            what = (
+                "dataloader_idx, and there is one loader"
+                if count == 1
+                else f"no dataloader_idx, and there are {count} loaders"
+            )
+            raise TrainingError(
+                f"{type(module).__name__}.{name} takes {what} to {stage}. Fix: {fix}"
+            )
 
 
-def _parameters(module: Module | type[Module], method: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters(
+    module: Module | type[Module], method: Callable[..., Any]
+) -> list[inspect.Parameter]:
     """A method's parameters without ``self``, which that of a class still has."""
     parameters = list(inspect.signature(method).parameters.values())
     return parameters[1:] if isinstance(module, type) and inspect.isfunction(method) else parameters
@@ -243,9 +316,13 @@ def refuse_unrun(cls: type, names: Iterable[str]) -> None:
     for name in names:
         function = getattr(cls, name, None)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise UsageError(f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'")
+            raise UsageError(
+                f"{cls.__name__}.{name} is 'async def', and nothing would await it. Fix: write 'def'"
+            )
         if inspect.isgeneratorfunction(function):
-            raise UsageError(f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'")
+            raise UsageError(
+                f"{cls.__name__}.{name} yields, so calling it would run nothing. Fix: take out the 'yield'"
+            )
 
 
 def check_data(data: Any) -> None:
@@ -255,11 +332,15 @@ def check_data(data: Any) -> None:
         UsageError: no DataModule, or a method that geartrain would never call.
     """
     if not isinstance(data, DataModule):
-        raise UsageError(f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule")
+        raise UsageError(
+            f"datamodule={data!r} is not a geartrain.DataModule. Fix: subclass geartrain.DataModule"
+        )
     refuse_misspelt(data, type(data).__name__, DATA, base=DataModule)
     for name in ("prepare_data", "setup", "teardown"):
         if not callable(getattr(data, name)):
-            raise UsageError(f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out")
+            raise UsageError(
+                f"{type(data).__name__}.{name} is {getattr(data, name)!r} and no method. Fix: define it, or leave it out"
+            )
     refuse_unrun(type(data), ("prepare_data", "setup", "teardown"))
     _refuse_not_called(type(data), "DataModule", NOT_CALLED_OF_DATA)
 
@@ -269,5 +350,6 @@ def _refuse_not_called(cls: type, base: str, methods: Iterable[str]) -> None:
         if hasattr(cls, method):
             instead = hint(f"method of {base}", method)
             raise UsageError(
-                f"{cls.__name__}.{method} would never be called. " + (f"Use instead: {instead}" if instead else "Fix: take it out")
+                f"{cls.__name__}.{method} would never be called. "
+                + (f"Use instead: {instead}" if instead else "Fix: take it out")
             )

@@ -11,7 +11,14 @@ from itertools import chain
 from typing import Any
 
 from geartrain.checkpoint.checkpoints import Start, load
-from geartrain.data.loaders import DataSource, count_batches, describe, end_workers, length, loader_batch_size
+from geartrain.data.loaders import (
+    DataSource,
+    count_batches,
+    describe,
+    end_workers,
+    length,
+    loader_batch_size,
+)
 from geartrain.data.seeding import determinism, seed_everything
 from geartrain.data.sharding import batches_in_turn, has_no_own_samples
 from geartrain.errors import TrainingError, UsageError
@@ -27,7 +34,12 @@ from geartrain.metrics.store import MetricStore
 from geartrain.module.module import DataModule, Module
 
 #: command -> the stages whose loaders it needs.
-_STAGES = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
+_STAGES = {
+    "fit": ("train", "validate"),
+    "validate": ("validate",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
 
 
 def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
@@ -42,7 +54,9 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
         For ``validate`` and ``test`` the metrics, for ``predict`` the outputs, for ``fit`` ``None``.
     """
     options = run.plan.options
-    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [run.module, source.datamodule]
+    owners: list[Module | DataModule] = (
+        [run.module] if source.datamodule is None else [run.module, source.datamodule]
+    )
     with determinism(options.deterministic), always_tear_down(run, owners) as undo:
         undo.append(run.hooks.teardown_device)
         run.device = run.hooks.setup_device(run=run, local_rank=local_rank)
@@ -52,11 +66,16 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
             seed_everything(options.seed)
         _attach(run, source)
         # Of a checkpoint the name: nodes may keep their copies in different folders.
-        run.ranks.check(run, None if start.path is None or run.memory_checkpoint is not None else start.path.name)
+        run.ranks.check(
+            run,
+            None if start.path is None or run.memory_checkpoint is not None else start.path.name,
+        )
         _set_up_loaders(run, source)
         _set_up_model(run, start)
         if options.seed is not None and run.world.rank:
-            seed_everything(options.seed + run.world.rank)  # the same weights on every rank, but not the same dropout
+            seed_everything(
+                options.seed + run.world.rank
+            )  # the same weights on every rank, but not the same dropout
         run.hooks.freeze()
         run.hooks.on_run_start(run=run)
         result = None
@@ -66,7 +85,9 @@ def work(run: Run, source: DataSource, start: Start, local_rank: int) -> Any:
             result = evaluate(run, run.command)
         run.hooks.on_run_end(run=run)
         if run.world.size > 1:
-            run.hooks.barrier(run=run)  # a rank that failed after the last collective fails the others here: no call of theirs returns
+            run.hooks.barrier(
+                run=run
+            )  # a rank that failed after the last collective fails the others here: no call of theirs returns
     return result
 
 
@@ -95,9 +116,15 @@ def init_process_group(run: Run) -> None:
 
 
 def _attach(run: Run, source: DataSource) -> None:
-    run.logs, run.module_hooks, run.unwrapped = MetricStore(run), ModuleHooks(run.module), StepForwarder(run.module)
+    run.logs, run.module_hooks, run.unwrapped = (
+        MetricStore(run),
+        ModuleHooks(run.module),
+        StepForwarder(run.module),
+    )
     run.module._run, run.module._trainer = run, run.trainer
-    owners: list[Module | DataModule] = [run.module] if source.datamodule is None else [source.datamodule, run.module]
+    owners: list[Module | DataModule] = (
+        [run.module] if source.datamodule is None else [source.datamodule, run.module]
+    )
     for owner in owners:
         if run.world.local_rank == 0:
             owner.prepare_data()
@@ -113,23 +140,37 @@ def _set_up_loaders(run: Run, source: DataSource) -> None:
     for stage in _STAGES[run.command]:
         limit = run.plan.options.limit(stage)
         loaders = [] if limit == 0 else source.loaders(stage, run.module)
-        if stage == "validate" and run.command == "fit" and loaders and not callable(getattr(run.module, "validation_step", None)):
-            warnings.warn(f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used", stacklevel=2)
+        if (
+            stage == "validate"
+            and run.command == "fit"
+            and loaders
+            and not callable(getattr(run.module, "validation_step", None))
+        ):
+            warnings.warn(
+                f"{type(run.module).__name__} has no validation_step: its {describe(loaders[0])} is not used",
+                stacklevel=2,
+            )
             loaders = []
         if limit == 0 and stage == _STAGES[run.command][0]:
-            raise UsageError(f"limit_{'val' if stage == 'validate' else stage}_batches=0 leaves nothing to {stage}.")
+            raise UsageError(
+                f"limit_{'val' if stage == 'validate' else stage}_batches=0 leaves nothing to {stage}."
+            )
         if not loaders and not (stage == "validate" and run.command == "fit"):
             raise TrainingError(
                 f"there is no loader to {stage}. Fix: give one, or define {source.method(stage)} on the module or a DataModule"
             )
         if loaders and stage != "train":
             check_loader_count(run.module, stage, len(loaders))
-        loaders = [run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders]
+        loaders = [
+            run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) for loader in loaders
+        ]
         share_temporary_folder(loaders)
         counts = [_count(loader, limit, stage) for loader in loaders]
         run.stages[stage] = run.ranks.count_batches(run, stage, Stage(loaders, counts, counts))
     size = loader_batch_size(run.stages["train"].loaders[0]) if run.command == "fit" else None
-    if size is not None:  # the plan had the size that the user's loader or data module gave before the start
+    if (
+        size is not None
+    ):  # the plan had the size that the user's loader or data module gave before the start
         run.plan = run.trainer.plan = replace(run.plan, loader_batch_size=size)
 
 
@@ -146,7 +187,8 @@ def _set_up_model(run: Run, start: Start) -> None:
     asleep = sum(not part.training for part in run.module.modules())
     if run.command == "fit" and asleep:
         warnings.warn(
-            f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit", stacklevel=2
+            f"{asleep} submodules are in eval mode and stay so in training. Fix if unmeant: model.train() before fit",
+            stacklevel=2,
         )
     run.model = run.hooks.wrap_model(run=run, model=run.unwrapped)
     run.step_functions = run.unwrapped.calls(run.model)
@@ -158,14 +200,18 @@ def _set_up_model(run: Run, start: Start) -> None:
                 f"{type(run.module).__name__}.automatic_optimization became {automatic} after fit had begun. Fix: set it in __init__"
             )
         run.needs_closure = needs_closure(optimizers, automatic)
-        run.optimizers = [run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers]
+        run.optimizers = [
+            run.hooks.wrap_optimizer(run=run, optimizer=optimizer) for optimizer in optimizers
+        ]
         if not optimizers:
             warnings.warn("configure_optimizers returned None: nothing is stepped", stacklevel=2)
     load(run, start)
 
 
 @contextmanager
-def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterator[list[Callable[..., Any]]]:
+def always_tear_down(
+    run: Run, owners: Sequence[Module | DataModule]
+) -> Iterator[list[Callable[..., Any]]]:
     """Call plugins after an error, and undo the set-up in reverse order, also after one. Yield the list of undo functions.
 
     Args:
@@ -178,7 +224,11 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     except BaseException as error:
         failures.append(error)
         run.hooks.blame(error)
-        if isinstance(error, AttributeError) and isinstance(error.obj, Module) and (answer := write_instead("Module", str(error.name))):
+        if (
+            isinstance(error, AttributeError)
+            and isinstance(error.obj, Module)
+            and (answer := write_instead("Module", str(error.name)))
+        ):
             error.add_note(f"geartrain.Module has no {error.name!r}{answer}")
         run.report_failure(error)
         _guard(failures, partial(run.hooks.on_exception, run=run, error=error))
@@ -188,7 +238,10 @@ def always_tear_down(run: Run, owners: Sequence[Module | DataModule]) -> Iterato
     for loader in chain.from_iterable(stage.loaders for stage in run.stages.values()):
         _guard(failures, partial(end_workers, loader))
     if run.world.size > 1:
-        run.model, run.step_functions = None, {}  # what wraps the model may own the process group, and goes before it
+        run.model, run.step_functions = (
+            None,
+            {},
+        )  # what wraps the model may own the process group, and goes before it
     run.report_teardown()
     for teardown in reversed(undo):
         _guard(failures, partial(teardown, run=run))

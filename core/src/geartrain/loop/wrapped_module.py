@@ -23,7 +23,9 @@ class WrappedModule(Module):
         optimizer: makes one from the parameters (a class with its defaults, or a ``functools.partial``), or is one.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None, optimizer: Any) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None, optimizer: Any
+    ) -> None:
         super().__init__()
         self.model, self._loss, self._optimizer = model, loss, optimizer
 
@@ -46,12 +48,18 @@ class WrappedModule(Module):
         return self(batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return self._optimizer if isinstance(self._optimizer, Optimizer) else self._optimizer(self.model.parameters())
+        return (
+            self._optimizer
+            if isinstance(self._optimizer, Optimizer)
+            else self._optimizer(self.model.parameters())
+        )
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # nn.Module's has overloads
         return self.model.state_dict(*arguments, **options)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
@@ -60,7 +68,9 @@ class WrappedModule(Module):
             return self._loss(output, _parts(batch)[1])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
-            raise TrainingError(f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it. Fix: loss=FUNCTION")
+            raise TrainingError(
+                f"{type(self.model).__name__} gave {type(output).__name__} without a loss in it. Fix: loss=FUNCTION"
+            )
         return loss
 
 
@@ -86,11 +96,15 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         model = model.model  # of the trainer's last run
     if isinstance(model, Module) or not isinstance(model, nn.Module):
         if loss is not None or optimizer is not None:
-            raise UsageError(f"loss= and optimizer= belong to a plain nn.Module; {type(model).__name__} has its own")
+            raise UsageError(
+                f"loss= and optimizer= belong to a plain nn.Module; {type(model).__name__} has its own"
+            )
         return model
     name = type(model).__name__
     if loss is not None and not callable(loss):
-        raise UsageError(f"loss={loss!r} is no function. Fix: loss(output, target), such as torch.nn.functional.cross_entropy")
+        raise UsageError(
+            f"loss={loss!r} is no function. Fix: loss(output, target), such as torch.nn.functional.cross_entropy"
+        )
     if isinstance(loss, type):
         raise UsageError(f"loss={loss.__name__} is a class. Fix: loss={loss.__name__}()")
     if command == "fit" and not (callable(optimizer) or isinstance(optimizer, Optimizer)):
@@ -100,6 +114,12 @@ def as_module(command: str, model: Any, loss: Any, optimizer: Any) -> Any:
         )
     if isinstance(optimizer, Optimizer):
         own = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise UsageError(f"the optimizer steps parameters that {name} does not have. Fix: make it from model.parameters()")
+        if any(
+            id(parameter) not in own
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
+            raise UsageError(
+                f"the optimizer steps parameters that {name} does not have. Fix: make it from model.parameters()"
+            )
     return WrappedModule(model, loss, optimizer)

@@ -39,7 +39,9 @@ class MetricLibrary(Protocol):
             TrainingError: it cannot be logged, or not with these options.
         """
 
-    def end_epoch(self, run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
+    def end_epoch(
+        self, run: Run, logged: Mapping[str, tuple[Any, bool]]
+    ) -> tuple[dict[str, float], list[Any]]:
         """Compute the objects that were logged, over all ranks, each of which calls this.
 
         Args:

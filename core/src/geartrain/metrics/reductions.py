@@ -12,7 +12,15 @@ from geartrain.errors import TrainingError, nearest
 NAMED = ("mean", "sum", "min", "max")
 #: The start of an accumulator: nothing added, nothing seen.
 START = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_FUNCTIONS: dict[Any, str] = {torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"}
+_FUNCTIONS: dict[Any, str] = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+    sum: "sum",
+    min: "min",
+    max: "max",
+}
 
 
 def key(reduce_fx: Any) -> str:
@@ -45,7 +53,11 @@ def check(name: str, reduce_fx: Any) -> Callable[[torch.Tensor], Any] | None:
     if callable(reduce_fx):
         own: Callable[[torch.Tensor], Any] = reduce_fx
         return own
-    hint = nearest(reduce_fx, NAMED) if isinstance(reduce_fx, str) else f"Known: {', '.join(NAMED)}, or a function of a tensor."
+    hint = (
+        nearest(reduce_fx, NAMED)
+        if isinstance(reduce_fx, str)
+        else f"Known: {', '.join(NAMED)}, or a function of a tensor."
+    )
     raise TrainingError(f"self.log({name!r}, reduce_fx={reduce_fx!r}): unknown reduction. {hint}")
 
 
@@ -79,4 +91,6 @@ def apply(name: str, function: Callable[[torch.Tensor], Any], values: list[float
     try:
         return float(result)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"self.log({name!r}): reduce_fx={key(function)} gave {result!r}, not one number") from error
+        raise TrainingError(
+            f"self.log({name!r}): reduce_fx={key(function)} gave {result!r}, not one number"
+        ) from error

@@ -59,13 +59,21 @@ class _Metric:
         else:
             if self.weight == 0:
                 self.total = reductions.START[reduce_fx]
-            self.total = reductions.combine(reduce_fx, self.total, value * weight if reduce_fx == "mean" else value)
+            self.total = reductions.combine(
+                reduce_fx, self.total, value * weight if reduce_fx == "mean" else value
+            )
         self.weight += weight
 
     def newest(self) -> LocalMetric:
         """The newest value alone."""
         value, weight = self.last
-        return LocalMetric(self.spec, value * weight if self.spec.reduce_fx == "mean" else value, weight, self.function, [value])
+        return LocalMetric(
+            self.spec,
+            value * weight if self.spec.reduce_fx == "mean" else value,
+            weight,
+            self.function,
+            [value],
+        )
 
     def forget(self) -> None:
         """Begin the next epoch."""
@@ -149,7 +157,11 @@ class MetricStore:
         run = self._run
         if run.batch is None or run.stage == "train":
             return name
-        return f"{name}/dataloader_idx_{run.dataloader_idx}" if len(run.current_stage.loaders) > 1 else name
+        return (
+            f"{name}/dataloader_idx_{run.dataloader_idx}"
+            if len(run.current_stage.loaders) > 1
+            else name
+        )
 
     def _check(self, name: str, asked: tuple[Any, ...]) -> _Metric:
         """Return the metric of this name; make it, after all checks, if it does not exist."""
@@ -188,7 +200,9 @@ class MetricStore:
                 "Fix: on_step=True for each step, or on_epoch=True for the epoch"
             )
         if spec.rank_zero_only and spec.sync_dist:
-            raise TrainingError(f"self.log({name!r}): rank_zero_only and sync_dist contradict each other. Fix: take one out")
+            raise TrainingError(
+                f"self.log({name!r}): rank_zero_only and sync_dist contradict each other. Fix: take one out"
+            )
         return _Metric(name, spec, function=reductions.check(name, reduce_fx))
 
     def _keep(self, metric: _Metric, value: nn.Module) -> None:
@@ -200,7 +214,9 @@ class MetricStore:
             return
         newest = library.newest(metric.name, value, metric.spec)
         if metric.source is not None and metric.source is not value:
-            raise TrainingError(f"self.log({metric.name!r}) was given another {type(value).__name__} before. Fix: a name for each")
+            raise TrainingError(
+                f"self.log({metric.name!r}) was given another {type(value).__name__} before. Fix: a name for each"
+            )
         if newest is not None:
             metric.pending.append((scalar(metric.name, newest), 1))
         metric.source = value
@@ -211,8 +227,12 @@ class MetricStore:
         sizer = self._sizers.get((run.stage, run.dataloader_idx))
         if sizer is None:
             # In a Session a logged value belongs to no batch.
-            loader = None if run.mode == "session" else run.current_stage.loaders[run.dataloader_idx]
-            sizer = self._sizers[run.stage, run.dataloader_idx] = BatchSizer(loader, run.world.rank == 0)
+            loader = (
+                None if run.mode == "session" else run.current_stage.loaders[run.dataloader_idx]
+            )
+            sizer = self._sizers[run.stage, run.dataloader_idx] = BatchSizer(
+                loader, run.world.rank == 0
+            )
         size = 1 if batch is None else sizer.size(batch) or 1
         self._sized = (batch, size)
         return size
@@ -224,7 +244,11 @@ class MetricStore:
         self._drain(self._metrics)
 
     def _drain(self, metrics: dict[str, _Metric]) -> None:
-        pending = [(metric, value, weight) for metric in metrics.values() for value, weight in metric.pending]
+        pending = [
+            (metric, value, weight)
+            for metric in metrics.values()
+            for value, weight in metric.pending
+        ]
         tensors = [value for _, value, _ in pending if isinstance(value, torch.Tensor)]
         read = iter(_read(tensors))
         for metric, value, weight in pending:
@@ -236,7 +260,9 @@ class MetricStore:
     def flush(self) -> None:
         """Report the newest values of metrics logged ``on_step``, and agree with the other ranks whether to stop."""
         self.drain()
-        shares = {m.name: m.newest() for m in self._metrics.values() if m.spec.on_step and m.last[1]}
+        shares = {
+            m.name: m.newest() for m in self._metrics.values() if m.spec.on_step and m.last[1]
+        }
         for name in shares:
             self._metrics[name].last = (0.0, 0)
         self._report(self._reduce(shares), "_step")
@@ -248,7 +274,13 @@ class MetricStore:
             The values by their reported names.
         """
         values, objects = self._epoch_values()
-        self._warn_of_one_rank([m.name for m in self._metrics.values() if m.weight and not m.spec.sync_dist and not m.spec.rank_zero_only])
+        self._warn_of_one_rank(
+            [
+                m.name
+                for m in self._metrics.values()
+                if m.weight and not m.spec.sync_dist and not m.spec.rank_zero_only
+            ]
+        )
         reported = self._report(values, "_epoch")
         for metric in objects:
             metric.reset()
@@ -261,18 +293,32 @@ class MetricStore:
         """Update ``run.metrics`` with the metrics logged ``on_epoch``, for the hooks of the epoch's end, which may log more."""
         for name, value in self._epoch_values()[0].items():
             metric = self._metrics.get(name)
-            self._put(name, None if metric is None else metric.spec, "_epoch", value, self._run.step)
+            self._put(
+                name, None if metric is None else metric.spec, "_epoch", value, self._run.step
+            )
 
     def _epoch_values(self) -> tuple[dict[str, float], list[Any]]:
         """Reduce the metrics logged ``on_epoch``; return the values by name, and the objects to reset."""
         self.flush()
         # A metric that was loaded has no user's function until it is logged again. Until then it is left out.
-        seen = [m for m in self._metrics.values() if m.spec.on_epoch and m.weight and (m.function or m.spec.reduce_fx in reductions.NAMED)]
-        values = self._reduce({m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen})
+        seen = [
+            m
+            for m in self._metrics.values()
+            if m.spec.on_epoch and m.weight and (m.function or m.spec.reduce_fx in reductions.NAMED)
+        ]
+        values = self._reduce(
+            {m.name: LocalMetric(m.spec, m.total, m.weight, m.function, m.values) for m in seen}
+        )
         objects: list[Any] = []
-        kept = {m.name: (m.source, m.spec.on_epoch) for m in self._metrics.values() if m.source is not None}
+        kept = {
+            m.name: (m.source, m.spec.on_epoch)
+            for m in self._metrics.values()
+            if m.source is not None
+        }
         for library in libraries().values():
-            computed, theirs = library.end_epoch(self._run, {name: one for name, one in kept.items() if library.owns(one[0])})
+            computed, theirs = library.end_epoch(
+                self._run, {name: one for name, one in kept.items() if library.owns(one[0])}
+            )
             values, objects = values | computed, objects + theirs
         for metric in self._metrics.values():
             metric.step = self._run.step  # of the whole epoch
@@ -281,7 +327,12 @@ class MetricStore:
     def _warn_of_one_rank(self, names: Sequence[str]) -> None:
         """Warn that an evaluation's metrics cover only a part of the data."""
         run = self._run
-        if names and run.world.size > 1 and run.world.rank == 0 and run.stage in ("validate", "test"):
+        if (
+            names
+            and run.world.size > 1
+            and run.world.rank == 0
+            and run.stage in ("validate", "test")
+        ):
             warnings.warn(
                 f"{run.stage}: {', '.join(names)} is of rank 0's part of the data alone. Fix: self.log(..., sync_dist=True) for all of it, "
                 "or rank_zero_only=True if only rank 0 computes it",
@@ -295,10 +346,17 @@ class MetricStore:
             self._metrics.setdefault(name, _Metric(name, spec, step=self._run.step))
         return values
 
-    def _values(self, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+    def _values(
+        self, shares: Mapping[str, LocalMetric]
+    ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
         """Return the values; how those with ``sync_dist`` were logged, also those that only other ranks logged; and whether to stop."""
-        synced, specs, stop = self._run.ranks.reduce(self._run, {name: share for name, share in shares.items() if share.spec.sync_dist})
-        values = {name: synced[name] if share.spec.sync_dist else share.value(name) for name, share in shares.items()}
+        synced, specs, stop = self._run.ranks.reduce(
+            self._run, {name: share for name, share in shares.items() if share.spec.sync_dist}
+        )
+        values = {
+            name: synced[name] if share.spec.sync_dist else share.value(name)
+            for name, share in shares.items()
+        }
         return values | synced, specs, stop
 
     def _report(self, values: Mapping[str, float], suffix: str) -> dict[str, float]:
@@ -364,16 +422,26 @@ class MetricStore:
             for name, metric in known.items()
             if metric.spec.on_step
             and (metric.pending or metric.last[1])
-            and (not names or name in names or (metric.spec.on_epoch and _with_suffix(name, "_step") in names))
+            and (
+                not names
+                or name in names
+                or (metric.spec.on_epoch and _with_suffix(name, "_step") in names)
+            )
         }
         if found:
             self._drain(found)
         return found
 
-    def _put(self, name: str, spec: MetricOptions | None, suffix: str, value: float, step: int) -> str:
+    def _put(
+        self, name: str, spec: MetricOptions | None, suffix: str, value: float, step: int
+    ) -> str:
         """Keep a newest value; the name under which it is reported."""
         run = self._run
-        key = _with_suffix(name, suffix) if spec is not None and spec.on_step and spec.on_epoch else name
+        key = (
+            _with_suffix(name, suffix)
+            if spec is not None and spec.on_step and spec.on_epoch
+            else name
+        )
         run.reported[name] = run.reported[key] = value
         self.when[name] = self.when[key] = (run.epoch, step)
         return key
@@ -405,14 +473,20 @@ class MetricStore:
         metrics = self._around[0] if self._around else self._metrics
         if within_epoch:
             self._drain(metrics)
-        epoch = {m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)] for m in metrics.values()}
+        epoch = {
+            m.name: [list(astuple(m.spec)), list(m.last), m.total, m.weight, list(m.values)]
+            for m in metrics.values()
+        }
         reported: dict[str, dict[str, Any]] = {
             "metrics": self._run.reported,
             "logged": self.logged,
             "prog_bar": self.prog_bar,
             "when": self.when,
         }
-        return {**{name: dict(values) for name, values in reported.items()}, "epoch": epoch if within_epoch else None}
+        return {
+            **{name: dict(values) for name, values in reported.items()},
+            "epoch": epoch if within_epoch else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the reported values."""
@@ -426,7 +500,13 @@ class MetricStore:
         if state["epoch"] is not None:
             self._metrics = {
                 name: _Metric(
-                    name, MetricOptions(*spec), last=(last[0], last[1]), unread=True, total=total, weight=weight, values=list(values)
+                    name,
+                    MetricOptions(*spec),
+                    last=(last[0], last[1]),
+                    unread=True,
+                    total=total,
+                    weight=weight,
+                    values=list(values),
                 )
                 for name, (spec, last, total, weight, values) in state["epoch"].items()
             }
@@ -446,7 +526,9 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TrainingError(f"self.log: a metric's name is a non-empty string, not {name!r}")
     if "\n" in name or printable(name) != name:
-        raise TrainingError(f"self.log: the metric's name {name!r} has a control character. Fix: take it out")
+        raise TrainingError(
+            f"self.log: the metric's name {name!r} has a control character. Fix: take it out"
+        )
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -466,7 +548,9 @@ def scalar(name: str, value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, Number) and not isinstance(value, complex):
         return float(value)  # type: ignore[arg-type]
-    raise TrainingError(f"self.log({name!r}): a metric is a number or a tensor of one element, not {type(value).__name__}")
+    raise TrainingError(
+        f"self.log({name!r}): a metric is a number or a tensor of one element, not {type(value).__name__}"
+    )
 
 
 def check_batch_size(name: str, size: Any) -> int:
@@ -497,5 +581,7 @@ def _read(tensors: list[torch.Tensor]) -> list[float]:
 
 def _difference(a: MetricOptions, b: MetricOptions) -> str:
     return ", ".join(
-        f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now" for n in MetricOptions.__slots__ if getattr(a, n) != getattr(b, n)
+        f"{n}={getattr(a, n)!r} then, {getattr(b, n)!r} now"
+        for n in MetricOptions.__slots__
+        if getattr(a, n) != getattr(b, n)
     )

@@ -44,7 +44,9 @@ class MadeWith:
         arguments = _arguments(cls, made, args, kwargs)
         _MADE_WITH[id(made)] = arguments
         weakref.finalize(made, _MADE_WITH.pop, id(made), None).atexit = False
-        vars(made)["_hparams"] = HyperParameters({name: value for name, value in arguments.items() if _is_plain(value)})
+        vars(made)["_hparams"] = HyperParameters(
+            {name: value for name, value in arguments.items() if _is_plain(value)}
+        )
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +65,9 @@ class MadeWith:
         found: HyperParameters = vars(self).get("_hparams", HyperParameters())
         return found
 
-    def save_hyperparameters(self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Iterable[str] = ()) -> None:
+    def save_hyperparameters(
+        self, *names: str | Mapping[str, Any] | Namespace, ignore: str | Iterable[str] = ()
+    ) -> None:
         """Keep arguments of any kind in :attr:`hparams`, objects too; called in ``__init__``, as in Lightning. A second call, as in a
         subclass, adds to the first one's.
 
@@ -77,16 +81,27 @@ class MadeWith:
         arguments = _MADE_WITH.get(id(self), dict(self.hparams))
         called = type(self).__name__
         if len(names) == 1 and isinstance(names[0], Mapping | Namespace):
-            arguments, names = dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0]), ()
+            arguments, names = (
+                dict(vars(names[0]) if isinstance(names[0], Namespace) else names[0]),
+                (),
+            )
         left_out = [ignore] if isinstance(ignore, str) else list(ignore)
         for name in (*names, *left_out):
             if not isinstance(name, str):
                 what = f"{called}.save_hyperparameters was given {type(name).__name__}"
-                raise ValueError(f"{what}. Fix: names of arguments, or one dict or argparse.Namespace alone")
+                raise ValueError(
+                    f"{what}. Fix: names of arguments, or one dict or argparse.Namespace alone"
+                )
             if name not in arguments:
                 what = f"{called} was not made with an argument {name!r}, but with {', '.join(arguments) or 'none'}"
-                raise ValueError(f"{what}. Fix: one of these; arguments of **kwargs have other names")
-        kept = {name: value for name, value in arguments.items() if (not names or name in names) and name not in left_out}
+                raise ValueError(
+                    f"{what}. Fix: one of these; arguments of **kwargs have other names"
+                )
+        kept = {
+            name: value
+            for name, value in arguments.items()
+            if (not names or name in names) and name not in left_out
+        }
         # The first call replaces the arguments that were kept without one.
         before = self.hparams if vars(self).get("_hparams_saved") else {}
         vars(self).update(_hparams=HyperParameters({**before, **kept}), _hparams_saved=True)
@@ -102,17 +117,27 @@ def _inherited(made: Any, frame: FrameType | None) -> dict[str, Any]:
         if not heir.f_code.co_flags & inspect.CO_VARKEYWORDS:
             break
         names, _, keywords, values = inspect.getargvalues(parent)
-        found = {**values.get(keywords or "", {}), **{name: values[name] for name in names[1:]}, **found}
+        found = {
+            **values.get(keywords or "", {}),
+            **{name: values[name] for name in names[1:]},
+            **found,
+        }
     return found
 
 
 def _constructs(frame: FrameType, made: Any) -> bool:
     """True if a frame is a call of an ``__init__`` of this object."""
     names = frame.f_code.co_varnames
-    return frame.f_code.co_name == "__init__" and frame.f_code.co_argcount > 0 and frame.f_locals.get(names[0]) is made
+    return (
+        frame.f_code.co_name == "__init__"
+        and frame.f_code.co_argcount > 0
+        and frame.f_locals.get(names[0]) is made
+    )
 
 
-def _arguments(cls: type, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    cls: type, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of the very class that is being made
     try:
         bound = signature.bind(made, *args, **kwargs)
@@ -130,7 +155,9 @@ def _arguments(cls: type, made: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return type(value) is dict and all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return type(value) is dict and all(
+            isinstance(key, str) and _is_plain(item) for key, item in value.items()
+        )
     if isinstance(value, list | tuple):
         return type(value) in (list, tuple) and all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -156,4 +183,6 @@ def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    return ".".join(filter(None, (named.__module__, named.__qualname__)))  # of a builtin the module may be None
+    return ".".join(
+        filter(None, (named.__module__, named.__qualname__))
+    )  # of a builtin the module may be None

@@ -42,7 +42,15 @@ class Module(MadeWith, nn.Module):
     _run: Run | None = None
     _trainer: Trainer | None = None
     #: Properties that ``torch.jit`` is not to compile, and attributes that it is not to read.
-    __jit_unused_properties__ = ("trainer", "device", "global_step", "current_epoch", "global_rank", "local_rank", "hparams")
+    __jit_unused_properties__ = (
+        "trainer",
+        "device",
+        "global_step",
+        "current_epoch",
+        "global_rank",
+        "local_rank",
+        "hparams",
+    )
     __jit_ignored_attributes__ = ("_run", "_trainer", "_hparams")
     #: ``False``, on the class or set in ``__init__``: ``training_step`` does backward and steps itself. See docs/manual-optimisation.md.
     automatic_optimization = True
@@ -152,7 +160,9 @@ class Module(MadeWith, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values with the same options as :meth:`log`; a torchmetrics ``MetricCollection`` is a dictionary of its metrics."""
-        for name, value in dictionary.items() if self._run is None else self._run.logs.items_of(dictionary):
+        for name, value in (
+            dictionary.items() if self._run is None else self._run.logs.items_of(dictionary)
+        ):
             self.log(name, value, **options)
 
     def all_gather(self, data: Any) -> Any:
@@ -167,8 +177,12 @@ class Module(MadeWith, nn.Module):
         if run.world.size > 1:
             tensors: list[torch.Tensor] = []
             map_tensors(data, tensors.append)
-            counts = run.hooks.log_sync(run=run, values=torch.tensor([len(tensors)], dtype=torch.float64))[:, 0].tolist()
-            if len(set(counts)) > 1:  # gloo ends the process on collectives that do not match, and Python cannot catch it
+            counts = run.hooks.log_sync(
+                run=run, values=torch.tensor([len(tensors)], dtype=torch.float64)
+            )[:, 0].tolist()
+            if (
+                len(set(counts)) > 1
+            ):  # gloo ends the process on collectives that do not match, and Python cannot catch it
                 raise TrainingError(
                     f"self.all_gather: ranks bring different numbers of tensors, {[int(n) for n in counts]}. "
                     "Fix: torch.cat them on each rank first; first dimensions may differ"
@@ -207,7 +221,9 @@ class Module(MadeWith, nn.Module):
         """
         self._manual("manual_backward").manual_backward(loss, options)
 
-    def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm") -> torch.Tensor | None:
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str = "norm"
+    ) -> torch.Tensor | None:
         """Clip the gradients of one optimizer, averaged and unscaled; called after the last ``manual_backward`` before its ``step()``.
 
         Args:
@@ -220,7 +236,9 @@ class Module(MadeWith, nn.Module):
         Raises:
             TrainingError: optimisation is automatic, or a wrong argument.
         """
-        norm: torch.Tensor | None = self._manual("clip_gradients").clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        norm: torch.Tensor | None = self._manual("clip_gradients").clip(
+            optimizer, gradient_clip_val, gradient_clip_algorithm
+        )
         return norm
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
@@ -258,7 +276,9 @@ class Module(MadeWith, nn.Module):
                 f"{name} calls self.{method}, and its automatic_optimization is True: the loop does backward and steps itself. "
                 "Fix: automatic_optimization = False in __init__, or return the loss from training_step"
             )
-        raise TrainingError(f"{name} calls self.{method}, which works only in fit, from on_fit_start on")
+        raise TrainingError(
+            f"{name} calls self.{method}, which works only in fit, from on_fit_start on"
+        )
 
     def _refuse_in_own_loop(self, method: str) -> None:
         if self._run is not None and self._run.mode == "session":
@@ -279,7 +299,9 @@ class Module(MadeWith, nn.Module):
         ``"optimizer"`` and ``"lr_scheduler"``, a tuple of such dicts, or ``None``."""
         raise NotImplementedError
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         """Move a batch to the device; override it for batches that ``.to(device)`` cannot move."""
         return move(batch, device)
 
@@ -354,10 +376,14 @@ class Module(MadeWith, nn.Module):
     def on_validation_epoch_end(self) -> None:
         """After validation's last batch; values logged here are the epoch's metrics."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Before each validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each validation batch."""
 
     def on_test_start(self) -> None:
@@ -375,7 +401,9 @@ class Module(MadeWith, nn.Module):
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each test batch."""
 
     def on_predict_start(self) -> None:
@@ -393,7 +421,9 @@ class Module(MadeWith, nn.Module):
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each batch to predict."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -445,6 +475,10 @@ class DataModule(MadeWith):
 
 def overridden(thing: Module | DataModule | type[Module | DataModule], name: str) -> bool:
     """True if a subclass, which may be given itself, or the instance overrides ``name``."""
-    base = Module if issubclass(thing if isinstance(thing, type) else type(thing), Module) else DataModule
+    base = (
+        Module
+        if issubclass(thing if isinstance(thing, type) else type(thing), Module)
+        else DataModule
+    )
     found = getattr(thing, name, None)
     return found is not None and getattr(found, "__func__", found) is not getattr(base, name, None)

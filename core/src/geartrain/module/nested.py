@@ -52,7 +52,10 @@ def map_nested(data: Any, function: Callable[[Any], Any]) -> Any:
             same[key] = value  # one by one: the outputs of transformers forbid update()
         return same
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return dataclasses.replace(data, **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init})
+        return dataclasses.replace(
+            data,
+            **{f.name: function(getattr(data, f.name)) for f in dataclasses.fields(data) if f.init},
+        )
     return data
 
 

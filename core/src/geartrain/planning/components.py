@@ -26,7 +26,12 @@ from geartrain.options import Options
 from geartrain.plan import Plan, make_plan
 from geartrain.planning.plugin_files import file_plugin, has_hookimpls, is_file
 from geartrain.planning.registry import Registry, make
-from geartrain.planning.selection import select_accelerator, select_devices, select_precision, select_strategy
+from geartrain.planning.selection import (
+    select_accelerator,
+    select_devices,
+    select_precision,
+    select_strategy,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,10 @@ class TrainerArguments:
 
 
 def build_components(
-    registry: Registry, cluster: ClusterEnvironment | None, options: Options, asked: TrainerArguments
+    registry: Registry,
+    cluster: ClusterEnvironment | None,
+    options: Options,
+    asked: TrainerArguments,
 ) -> tuple[tuple[LoadedPlugin, ...], Hooks, Plan]:
     """Select the parts and make their hooks, not yet frozen, and the plan.
 
@@ -64,25 +72,47 @@ def build_components(
     Raises:
         UsageError: anything that cannot work.
     """
-    if isinstance(asked.num_nodes, bool) or not isinstance(asked.num_nodes, int) or asked.num_nodes < 1:
+    if (
+        isinstance(asked.num_nodes, bool)
+        or not isinstance(asked.num_nodes, int)
+        or asked.num_nodes < 1
+    ):
         raise UsageError(f"num_nodes={asked.num_nodes!r} must be a whole number, at least 1.")
     devices, num_nodes = _as_launched(cluster, asked.accelerator, asked.devices, asked.num_nodes)
     assume = asked.assume or {}
-    accelerator, passed = select_accelerator(registry, asked.accelerator, asked.accelerator_options or {}, assume)
+    accelerator, passed = select_accelerator(
+        registry, asked.accelerator, asked.accelerator_options or {}, assume
+    )
     indices = select_devices(accelerator, devices, assume)
-    strategy, also_passed = select_strategy(registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes)
-    extra = [*plugin_parts(registry, asked.plugins, asked.plugin_options or {}), *more_parts(registry, asked.callbacks, asked.max_time)]
+    strategy, also_passed = select_strategy(
+        registry, asked.strategy, asked.strategy_options or {}, indices, num_nodes
+    )
+    extra = [
+        *plugin_parts(registry, asked.plugins, asked.plugin_options or {}),
+        *more_parts(registry, asked.callbacks, asked.max_time),
+    ]
     progress = progress_parts(registry, extra) if options.enable_progress_bar else []
     precision = select_precision(registry, asked.precision)
     output = None if asked.output is None else user_path(asked.output, "output")
     is_first = starts_rank_0(cluster, num_nodes)
     # What shows progress comes before the other plugins: events then reach it last, when those have logged and printed.
-    parts = (*core_parts(options, output, is_first), precision, accelerator, strategy, *progress, *extra)
+    parts = (
+        *core_parts(options, output, is_first),
+        precision,
+        accelerator,
+        strategy,
+        *progress,
+        *extra,
+    )
     hooks = Hooks(parts)
     if is_first:
         _warn_of_failed(registry, asked, (accelerator, strategy, *progress, *extra))
         for part in (accelerator, strategy, *extra):
-            warn_of_others(part.plugin, part.info.label, "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]")
+            warn_of_others(
+                part.plugin,
+                part.info.label,
+                "a hook of docs/hooks.md with @hookimpl, or callbacks=[...]",
+            )
     plan = make_plan(
         hooks,
         accelerator=accelerator.info,
@@ -99,22 +129,32 @@ def build_components(
     return parts, hooks, plan
 
 
-def _warn_of_failed(registry: Registry, asked: TrainerArguments, parts: Sequence[LoadedPlugin]) -> None:
+def _warn_of_failed(
+    registry: Registry, asked: TrainerArguments, parts: Sequence[LoadedPlugin]
+) -> None:
     """Warn about plugins that ``"auto"`` would have considered, and about those whose name another distribution's has."""
     names = {(part.info.kind, part.info.name.lower()) for part in parts}
     if str(asked.accelerator).lower() in ("auto", "gpu"):
-        names |= {("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")}
+        names |= {
+            ("accelerator", candidate.name.lower()) for candidate in registry.of("accelerator")
+        }
     if str(asked.strategy).lower() == "auto":
         names |= {key for key in KNOWN if key[0] == "strategy"}
     if ("plugin", "progress_lines") in names:
         names.add(("plugin", "progress"))
     for candidate in registry.candidates:
         if candidate.state == "failed" and (candidate.kind, candidate.name.lower()) in names:
-            fix = "" if candidate.contested else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
+            fix = (
+                ""
+                if candidate.contested
+                else f". Fix: another version of {candidate.distribution}, or --block {candidate.label}"
+            )
             warnings.warn(f"{candidate.label} is not used: {candidate.reason}{fix}", stacklevel=4)
 
 
-def _as_launched(cluster: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int) -> tuple[Any, int]:
+def _as_launched(
+    cluster: ClusterEnvironment | None, accelerator: Any, devices: Any, num_nodes: int
+) -> tuple[Any, int]:
     """Return ``devices`` and ``num_nodes``: if they were left open, as the launcher of this process settled them."""
     if cluster is None or cluster.launcher == "geartrain":
         return devices, num_nodes
@@ -129,7 +169,11 @@ def core_parts(options: Options, output: Path | None, first: bool) -> list[Loade
     if output is not None and not options.fast_dev_run:
         parts.append(_core_part("folder", RunFolder(output, first), f"output={str(output)!r}"))
     if options.gradient_clip_val is not None:
-        parts.append(_core_part("clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"))
+        parts.append(
+            _core_part(
+                "clipping", GradientClipping(), f"gradient_clip_val={options.gradient_clip_val}"
+            )
+        )
     return parts
 
 
@@ -137,13 +181,17 @@ def _core_part(name: str, plugin: Any, reason: str, kind: str = "core") -> Loade
     return LoadedPlugin(PluginInfo(name, kind, "geartrain", __version__, reason), plugin)
 
 
-def reserved_folder(parts: Iterable[LoadedPlugin], resumes: bool = False) -> AbstractContextManager[None]:
+def reserved_folder(
+    parts: Iterable[LoadedPlugin], resumes: bool = False
+) -> AbstractContextManager[None]:
     """Keep other runs out of the run's folder, if it has one; see :meth:`RunFolder.reserved`."""
     folder = next((part.plugin for part in parts if isinstance(part.plugin, RunFolder)), None)
     return nullcontext() if folder is None else folder.reserved(resumes)
 
 
-def parts_for(registry: Registry, parts: Sequence[LoadedPlugin], module: Any, command: str) -> tuple[LoadedPlugin, ...]:
+def parts_for(
+    registry: Registry, parts: Sequence[LoadedPlugin], module: Any, command: str
+) -> tuple[LoadedPlugin, ...]:
     """Return the parts of one run: the trainer's, the writer of last.ckpt for a ``fit`` with a folder, and for a module with
     ``automatic_optimization = False`` the plugin ``manual_optimisation``, which replaces some of the others.
 
@@ -161,10 +209,15 @@ def parts_for(registry: Registry, parts: Sequence[LoadedPlugin], module: Any, co
     selected = registry.select("plugin", name, {}, "automatic_optimization = False")
     # As a part of core, so that a hook of the strategy or of the precision comes before its own.
     manual = replace(selected, info=replace(selected.info, kind="core"))
-    return (*manual.plugin.replace_parts(parts), manual)  # last, so that ``run.manual`` exists in every on_run_start
+    return (
+        *manual.plugin.replace_parts(parts),
+        manual,
+    )  # last, so that ``run.manual`` exists in every on_run_start
 
 
-def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]) -> list[LoadedPlugin]:
+def plugin_parts(
+    registry: Registry, plugins: Any, options: Mapping[str, Mapping[str, Any]]
+) -> list[LoadedPlugin]:
     """Return the selected plugins, in the order given.
 
     Args:
@@ -174,7 +227,11 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
     Raises:
         UsageError: a plugin that is unknown, broken or given twice, or options of a plugin that is not selected.
     """
-    given = [plugins] if isinstance(plugins, str) or not isinstance(plugins, Iterable) else list(plugins)
+    given = (
+        [plugins]
+        if isinstance(plugins, str) or not isinstance(plugins, Iterable)
+        else list(plugins)
+    )
     parts, left = [], dict(options)
     for plugin in given:
         if not isinstance(plugin, str):
@@ -183,15 +240,28 @@ def plugin_parts(registry: Registry, plugins: Any, options: Mapping[str, Mapping
             name, found = file_plugin(plugin)
             own = left.pop(name, {})
             if own and not isinstance(found, type):
-                raise UsageError(f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__")
-            info, again = PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"), partial(_of_file, os.path.abspath(plugin), own)
+                raise UsageError(
+                    f"{plugin} is a file of functions and takes no options. Fix: a class with a typed __init__"
+                )
+            info, again = (
+                PluginInfo(name, "plugin", None, None, f"--plugin {plugin}"),
+                partial(_of_file, os.path.abspath(plugin), own),
+            )
             parts.append(LoadedPlugin(info, _of_file(plugin, own), own, again))
         else:
-            parts.append(registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}"))
+            parts.append(
+                registry.select("plugin", plugin, left.pop(plugin, {}), f"--plugin {plugin}")
+            )
     for part in parts:
         if added_for := getattr(part.plugin, "added_for", ""):
-            raise UsageError(f"{part.info.label} is added to a run for {added_for}, and to no other. Fix: leave it out of the plugins")
-    labels = [part.info.label for part, plugin in zip(parts, given, strict=True) if isinstance(plugin, str)]
+            raise UsageError(
+                f"{part.info.label} is added to a run for {added_for}, and to no other. Fix: leave it out of the plugins"
+            )
+    labels = [
+        part.info.label
+        for part, plugin in zip(parts, given, strict=True)
+        if isinstance(plugin, str)
+    ]
     for label in labels:
         if labels.count(label) > 1:
             raise UsageError(f"{label}: the same plugin is given twice. Fix: give it once.")
@@ -213,14 +283,24 @@ def more_parts(registry: Registry, callbacks: Any, max_time: Any) -> list[Loaded
     Raises:
         UsageError: an object that is no callback, a callback with methods that would never be called, or a duration that cannot be read.
     """
-    given = list(callbacks) if isinstance(callbacks, Iterable) and not isinstance(callbacks, str) else [callbacks]
+    given = (
+        list(callbacks)
+        if isinstance(callbacks, Iterable) and not isinstance(callbacks, str)
+        else [callbacks]
+    )
     for one in given:
         if isinstance(one, str | type) or not (hasattr(one, "as_plugin") or has_hookimpls(one)):
-            fix = f"plugins=[{one!r}]" if isinstance(one, str) else "an object of a subclass of geartrain.callbacks.Callback"
+            fix = (
+                f"plugins=[{one!r}]"
+                if isinstance(one, str)
+                else "an object of a subclass of geartrain.callbacks.Callback"
+            )
             raise UsageError(f"callbacks={one!r}: it is no callback. Fix: {fix}")
     parts = [registry.adopt("plugin", one, "callbacks=[...]") for one in given]
     if max_time is not None:
-        parts.append(registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}"))
+        parts.append(
+            registry.select("plugin", "timer", {"duration": max_time}, f"max_time={max_time!r}")
+        )
     return parts
 
 
@@ -232,6 +312,10 @@ def progress_parts(registry: Registry, extra: Sequence[LoadedPlugin]) -> list[Lo
     if any(getattr(part.plugin, "shows_progress", False) for part in extra):
         return []
     for name in ("progress", "progress_lines"):
-        if any(registry.probe(candidate) for candidate in registry.of("plugin") if candidate.name.lower() == name):
+        if any(
+            registry.probe(candidate)
+            for candidate in registry.of("plugin")
+            if candidate.name.lower() == name
+        ):
             return [registry.select("plugin", name, {}, "enable_progress_bar=True")]
     return []

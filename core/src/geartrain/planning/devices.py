@@ -15,7 +15,9 @@ _FORMS = 'a number (2, "2"), a list of indices ([0, 2], "0,2", "2,"), -1 or "aut
 _COUNT_FORMS = 'a number of processes (2, "2") or "auto"'
 
 
-def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bool = True) -> list[int]:
+def parse_devices(
+    devices: Any, *, accelerator: str, available: int, indexed: bool = True
+) -> list[int]:
     """Turn ``devices=`` into device indices on each node.
 
     Args:
@@ -37,13 +39,17 @@ def parse_devices(devices: Any, *, accelerator: str, available: int, indexed: bo
     if isinstance(value, str):  # "auto" is the only string left
         value = -1 if indexed else 1
     elif isinstance(value, int) and value == -1 and not indexed:
-        raise UsageError(f"devices={devices!r} (all of them) means nothing on {accelerator}. Fix: {_COUNT_FORMS}")
+        raise UsageError(
+            f"devices={devices!r} (all of them) means nothing on {accelerator}. Fix: {_COUNT_FORMS}"
+        )
     if isinstance(value, bool | bytes | bytearray) or not isinstance(value, int | Sequence):
         raise _malformed(devices, accelerator, indexed)
     if isinstance(value, int):
         return _count(value, devices, accelerator, available, indexed)
     if not indexed:
-        raise UsageError(f"devices={devices!r}: a list of indices means nothing on {accelerator}. Fix: {_COUNT_FORMS}")
+        raise UsageError(
+            f"devices={devices!r}: a list of indices means nothing on {accelerator}. Fix: {_COUNT_FORMS}"
+        )
     return _indices(list(value), devices, accelerator, available)
 
 
@@ -61,7 +67,9 @@ def _parse_string(text: str, devices: Any, accelerator: str, indexed: bool) -> A
 
 def _count(count: int, devices: Any, accelerator: str, available: int, indexed: bool) -> list[int]:
     if count == 0:
-        raise UsageError(f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}")
+        raise UsageError(
+            f"devices={devices!r} asks for zero devices. Fix: {_FORMS if indexed else _COUNT_FORMS}"
+        )
     if count < -1:
         raise _malformed(devices, accelerator, indexed)
     if not indexed:
@@ -76,7 +84,9 @@ def _count(count: int, devices: Any, accelerator: str, available: int, indexed: 
         raise UsageError(f"devices={devices!r}: no {accelerator} device is visible.")
     wanted = available if count == -1 else count
     if wanted > available:
-        raise UsageError(f"devices={devices!r}: asked for {wanted}, only {list(range(available))} are visible on {accelerator}.")
+        raise UsageError(
+            f"devices={devices!r}: asked for {wanted}, only {list(range(available))} are visible on {accelerator}."
+        )
     return list(range(wanted))
 
 
@@ -87,13 +97,19 @@ def _indices(indices: list[Any], devices: Any, accelerator: str, available: int)
         raise _malformed(devices, accelerator, True)
     for index in indices:
         if indices.count(index) > 1:
-            raise UsageError(f"devices={devices!r}: indices must be unique, and {index} stands there {indices.count(index)} times.")
+            raise UsageError(
+                f"devices={devices!r}: indices must be unique, and {index} stands there {indices.count(index)} times."
+            )
         if index >= available:
-            raise UsageError(f"devices={devices!r}: asked for {index}, only {list(range(available))} are visible on {accelerator}.")
+            raise UsageError(
+                f"devices={devices!r}: asked for {index}, only {list(range(available))} are visible on {accelerator}."
+            )
     return indices
 
 
 def _malformed(devices: Any, accelerator: str, indexed: bool) -> UsageError:
     match = re.fullmatch(r"\s*[a-z]+:(\d+)\s*", devices) if isinstance(devices, str) else None
     hint = f' (for the device of index {match[1]}: "{match[1]},")' if match and indexed else ""
-    return UsageError(f"devices={devices!r} is not understood on {accelerator}. Fix: {_FORMS if indexed else _COUNT_FORMS}{hint}")
+    return UsageError(
+        f"devices={devices!r} is not understood on {accelerator}. Fix: {_FORMS if indexed else _COUNT_FORMS}{hint}"
+    )

@@ -25,16 +25,26 @@ def ask(accelerator: Any) -> str | None:
     """
     reason = _answer(accelerator, "unavailable") if hasattr(accelerator, "unavailable") else None
     if reason is not None and (not isinstance(reason, str) or not reason.strip()):
-        raise UsageError(f"its unavailable() returned {reason!r}, which is neither None nor a reason in words")
-    missing = [name for name in ("priority", "unavailable", "device_count") if not hasattr(accelerator, name)]
+        raise UsageError(
+            f"its unavailable() returned {reason!r}, which is neither None nor a reason in words"
+        )
+    missing = [
+        name
+        for name in ("priority", "unavailable", "device_count")
+        if not hasattr(accelerator, name)
+    ]
     if missing:
-        raise UsageError(f"an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}")
+        raise UsageError(
+            f"an accelerator needs priority, unavailable() and device_count(); it has no {', '.join(missing)}"
+        )
     priority_of(accelerator)
     if reason is not None:
         return str(reason)
     count = _answer(accelerator, "device_count")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"its device_count() returned {count!r}, which is no whole number above 0, though unavailable() returned None")
+        raise UsageError(
+            f"its device_count() returned {count!r}, which is no whole number above 0, though unavailable() returned None"
+        )
     return None
 
 
@@ -56,9 +66,17 @@ def _answer(accelerator: Any, question: str) -> Any:
     except BaseException as error:  # a driver's binding may fail in any way, sys.exit included
         if isinstance(error, KeyboardInterrupt):
             raise
-        plain = inspect.isclass(accelerator) and inspect.isfunction(inspect.getattr_static(accelerator, question, None))
-        hint = ". Fix: make it a @staticmethod, for it is asked before any object is made" if plain and type(error) is TypeError else ""
-        raise UsageError(f"its {question}() raised {type(error).__name__}: {error}{hint}") from error
+        plain = inspect.isclass(accelerator) and inspect.isfunction(
+            inspect.getattr_static(accelerator, question, None)
+        )
+        hint = (
+            ". Fix: make it a @staticmethod, for it is asked before any object is made"
+            if plain and type(error) is TypeError
+            else ""
+        )
+        raise UsageError(
+            f"its {question}() raised {type(error).__name__}: {error}{hint}"
+        ) from error
 
 
 def visible() -> dict[str, str]:
@@ -76,7 +94,11 @@ def visible() -> dict[str, str]:
 
 def _nvidia() -> str:
     if sys.platform == "win32":
-        return "an NVIDIA driver" if Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "nvml.dll").exists() else ""
+        return (
+            "an NVIDIA driver"
+            if Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32", "nvml.dll").exists()
+            else ""
+        )
     try:
         count = len(os.listdir(_DRIVER))
     except OSError:

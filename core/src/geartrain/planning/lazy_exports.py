@@ -31,19 +31,27 @@ def resolve(kind: str, module: str, attribute: str, homes: dict[str, str]) -> An
     home = KNOWN[kind, homes[attribute]] if attribute in homes else "geartrain"
     found = {(_distribution(ep), ep.value): ep for ep in installed if _attribute(ep) == attribute}
     ours = {key: ep for key, ep in found.items() if key[0] == home}
-    theirs = ", ".join(f"{distribution} ({value})" for distribution, value in found.keys() - ours.keys())
+    theirs = ", ".join(
+        f"{distribution} ({value})" for distribution, value in found.keys() - ours.keys()
+    )
     if not ours and attribute in homes:
         # A helper of the plugin's module that is no entry point itself, as find_usable_cuda_devices is.
         for ep in installed:
             if (_distribution(ep), ep.name) == (home, homes[attribute]):
                 return getattr(__import__(ep.module, fromlist=[attribute]), attribute)
         also = f". Another distribution has one: {theirs}" if theirs else ""
-        raise ImportError(f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home)
+        raise ImportError(
+            f"{module}.{attribute} is not installed{also}. Fix: pip install {home}", name=home
+        )
     if ours and theirs:
-        warnings.warn(f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}", stacklevel=2)
+        warnings.warn(
+            f"{module}.{attribute} is {home}'s. Another distribution has one, which is left out: {theirs}",
+            stacklevel=2,
+        )
     if len(ours or found) > 1:
         raise ImportError(
-            f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module", name=module
+            f"{module}.{attribute}: several distributions have one: {theirs}. Fix: import it from its own module",
+            name=module,
         )
     for ep in (ours or found).values():
         return ep.load()
@@ -69,12 +77,16 @@ def import_from(package: str, wanted: str) -> ModuleType:
         if error.name != package:
             raise
     distribution = package.replace("_", "-")
-    raise ImportError(f"{wanted} is not installed. Fix: pip install {distribution}", name=distribution)
+    raise ImportError(
+        f"{wanted} is not installed. Fix: pip install {distribution}", name=distribution
+    )
 
 
 def forward(module: str, package: str, attribute: str) -> Any:
     """Return the value of ``from <module> import <attribute>`` if all names of the module come from one package."""
-    if attribute.startswith("__") and attribute != "__all__":  # a __path__ would make the package's modules importable twice
+    if (
+        attribute.startswith("__") and attribute != "__all__"
+    ):  # a __path__ would make the package's modules importable twice
         raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
     return getattr(import_from(package, module), attribute)
 

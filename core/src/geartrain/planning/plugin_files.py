@@ -24,9 +24,14 @@ def load_file(path: Path, name: str | None = None) -> ModuleType:
     name = name or path.stem
     loaded = sys.modules.get(name)
     if loaded is not None:
-        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path.resolve():
+        if (
+            getattr(loaded, "__file__", None)
+            and Path(str(loaded.__file__)).resolve() == path.resolve()
+        ):
             return loaded
-        raise UsageError(f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file.")
+        raise UsageError(
+            f"{path} would be imported as {name!r}, and a module of that name is loaded already. Fix: rename the file."
+        )
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -61,7 +66,9 @@ def file_plugin(spec: str) -> tuple[str, Any]:
     file, _, wanted = spec.partition(":")
     module = load_file(Path(file).expanduser())
     classes = {
-        name: cls for name, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
+        name: cls
+        for name, cls in vars(module).items()
+        if inspect.isclass(cls) and cls.__module__ == module.__name__ and has_hookimpls(cls)
     }
     if wanted:
         if wanted not in classes:
@@ -69,12 +76,18 @@ def file_plugin(spec: str) -> tuple[str, Any]:
         return wanted, classes[wanted]
     if has_hookimpls(module):
         if classes:
-            raise UsageError(f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}")
+            raise UsageError(
+                f"{file} marks functions and classes with @hookimpl. Fix: name one: {file}:{next(iter(classes))}"
+            )
         return module.__name__, module
     if not classes:
-        raise UsageError(f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark a function or method")
+        raise UsageError(
+            f"{file} has nothing marked with @hookimpl. Fix: from geartrain import hookimpl, and mark a function or method"
+        )
     if len(classes) > 1:
-        raise UsageError(f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}")
+        raise UsageError(
+            f"{file} has several plugins. Fix: name one: {' or '.join(f'{file}:{name}' for name in classes)}"
+        )
     return module.__name__, next(iter(classes.values()))
 
 

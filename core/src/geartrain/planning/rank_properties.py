@@ -23,7 +23,13 @@ class RankProperties:
 
     @property
     def local_rank(self) -> int:
-        return self._run.world.local_rank if self._run else self.cluster.local_rank if self.cluster else 0
+        return (
+            self._run.world.local_rank
+            if self._run
+            else self.cluster.local_rank
+            if self.cluster
+            else 0
+        )
 
     @property
     def world_size(self) -> int:

@@ -51,7 +51,10 @@ class InstalledPlugin:
     @property
     def is_ours(self) -> bool:
         """True if core provides it, or the distribution of ours that the name belongs to: these win over others of the same name."""
-        return canonical(self.distribution) in ("geartrain", KNOWN.get((self.kind, self.name.lower())))
+        return canonical(self.distribution) in (
+            "geartrain",
+            KNOWN.get((self.kind, self.name.lower())),
+        )
 
     def fail(self, reason: str) -> str:
         """Note and return why this plugin cannot be used."""
@@ -60,7 +63,10 @@ class InstalledPlugin:
 
     def as_dict(self) -> dict[str, str]:
         """Return a row of ``geartrain plugins --json``."""
-        return {key: getattr(self, key) for key in ("name", "kind", "state", "reason", "distribution", "version")}
+        return {
+            key: getattr(self, key)
+            for key in ("name", "kind", "state", "reason", "distribution", "version")
+        }
 
 
 class Registry:
@@ -77,7 +83,9 @@ class Registry:
     def __init__(self, block: Iterable[str] = ()) -> None:
         self.candidates = _installed()
         self._block(block, "--block")
-        self._block((n.strip() for n in os.environ.get("GEARTRAIN_BLOCK", "").split(",")), "GEARTRAIN_BLOCK")
+        self._block(
+            (n.strip() for n in os.environ.get("GEARTRAIN_BLOCK", "").split(",")), "GEARTRAIN_BLOCK"
+        )
         self._settle_names()
 
     def _block(self, names: Iterable[str], by: str) -> None:
@@ -85,7 +93,9 @@ class Registry:
             hit = [c for c in self.candidates if name.lower() in (c.name.lower(), c.label.lower())]
             if not hit and by == "--block":
                 known = [known for c in self.candidates for known in (c.name, c.label)]
-                raise UsageError(f"{by} {name}: nothing installed has that name. {nearest(name, known)}")
+                raise UsageError(
+                    f"{by} {name}: nothing installed has that name. {nearest(name, known)}"
+                )
             for candidate in hit:
                 candidate.state, candidate.reason = "blocked", f"by {by}"
 
@@ -99,10 +109,16 @@ class Registry:
             ours = next((c for c in same if c.is_ours), None)
             for candidate in same if len(same) > 1 else ():
                 if candidate is not ours:
-                    what = f"the name is {ours.label}'s" if ours else f"{' and '.join(c.label for c in same)} claim the same name"
+                    what = (
+                        f"the name is {ours.label}'s"
+                        if ours
+                        else f"{' and '.join(c.label for c in same)} claim the same name"
+                    )
                     fix = f"uninstall {candidate.distribution}" if ours else "uninstall one"
                     candidate.contested, candidate.state = True, "failed"
-                    candidate.reason = f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
+                    candidate.reason = (
+                        f"{what}; {fix}, or --block {(candidate if ours else same[0]).label}"
+                    )
 
     def of(self, kind: str) -> list[InstalledPlugin]:
         """Return the candidates of one kind."""
@@ -121,7 +137,9 @@ class Registry:
             raise UsageError(self._missing(kind, name))
         left = [c for c in hits if c.state != "blocked"]
         if not left:
-            raise UsageError(f"{hits[0].label} is blocked {hits[0].reason}. Fix: lift the block, or choose another {kind}.")
+            raise UsageError(
+                f"{hits[0].label} is blocked {hits[0].reason}. Fix: lift the block, or choose another {kind}."
+            )
         found = next((c for c in left if not c.contested), left[0])
         if found.contested:
             what, _, fix = found.reason.partition("; ")
@@ -155,23 +173,35 @@ class Registry:
             UsageError: it needs another geartrain; the import failed, or gave something else; the cause is attached.
         """
         if canonical(candidate.distribution) != "geartrain" and (needed := _other_core(candidate)):
-            reason = candidate.fail(f"it requires {needed}, and geartrain {__version__} is installed")
-            raise UsageError(f"{candidate.label}: {reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}")
+            reason = candidate.fail(
+                f"it requires {needed}, and geartrain {__version__} is installed"
+            )
+            raise UsageError(
+                f"{candidate.label}: {reason}. Fix: pip install '{needed}', or another version of {candidate.distribution}"
+            )
         try:
             loaded = candidate.entry_point.load()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may fail in any way, sys.exit included
             lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-            reason = candidate.fail("torch is not installed" if lacks_torch else f"{type(error).__name__}: {error}")
+            reason = candidate.fail(
+                "torch is not installed" if lacks_torch else f"{type(error).__name__}: {error}"
+            )
             # Never "pip install MODULE": a distribution of that name may be a stranger's.
             fix = f"pip install --force-reinstall {candidate.distribution}, or --block {candidate.label}"
             fix = "pip install torch (a build for your hardware)" if lacks_torch else fix
-            raise UsageError(f"{candidate.label} could not be imported: {reason}. Fix: {fix}") from error
-        wanted, fits = ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
+            raise UsageError(
+                f"{candidate.label} could not be imported: {reason}. Fix: {fix}"
+            ) from error
+        wanted, fits = (
+            ("function", callable) if candidate.kind == "command" else ("class", inspect.isclass)
+        )
         if not fits(loaded):
             reason = candidate.fail(f"its entry point gives {loaded!r}, not a {wanted}")
-            raise UsageError(f"{candidate.label}: {reason}. Fix: name a {wanted} in its [project.entry-points]")
+            raise UsageError(
+                f"{candidate.label}: {reason}. Fix: name a {wanted} in its [project.entry-points]"
+            )
         return loaded
 
     def probe(self, candidate: InstalledPlugin) -> Any:
@@ -194,7 +224,9 @@ class Registry:
             return None
         return cls
 
-    def select(self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = "") -> LoadedPlugin:
+    def select(
+        self, kind: str, name: str, options: Mapping[str, Any] | None = None, reason: str = ""
+    ) -> LoadedPlugin:
         """Find, import and make one plugin with its options."""
         candidate = self.find(kind, name)
         cls = self.load(candidate)
@@ -206,7 +238,9 @@ class Registry:
         candidate.state, candidate.reason = "selected", reason
         choice = PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason)
         given = dict(options or {})
-        return LoadedPlugin(choice, plugin, given, partial(_selected_again, kind, candidate.name, given))
+        return LoadedPlugin(
+            choice, plugin, given, partial(_selected_again, kind, candidate.name, given)
+        )
 
     def adopt(self, kind: str, given: Any, reason: str) -> LoadedPlugin:
         """Return the part of a user's object or class; named as its entry point, if it has one.
@@ -216,11 +250,18 @@ class Registry:
         plugin = make(given, given.__name__, {}) if inspect.isclass(given) else given
         cls = type(plugin)
         if hasattr(plugin, "as_plugin"):
-            return LoadedPlugin(PluginInfo(cls.__name__, kind, None, None, reason), plugin.as_plugin())
+            return LoadedPlugin(
+                PluginInfo(cls.__name__, kind, None, None, reason), plugin.as_plugin()
+            )
         for candidate in self.of(kind):
             if _names(candidate.entry_point, cls):
                 candidate.state, candidate.reason = "selected", reason
-                return LoadedPlugin(PluginInfo(candidate.name, kind, candidate.distribution, candidate.version, reason), plugin)
+                return LoadedPlugin(
+                    PluginInfo(
+                        candidate.name, kind, candidate.distribution, candidate.version, reason
+                    ),
+                    plugin,
+                )
         name = plugin.__name__ if isinstance(plugin, ModuleType) else cls.__name__
         return LoadedPlugin(PluginInfo(name, kind, None, None, reason), plugin)
 
@@ -245,7 +286,10 @@ def canonical(distribution: str) -> str:
 
 def _other_core(candidate: InstalledPlugin) -> str | None:
     """Return the version of geartrain that a candidate's distribution requires, if it is not this one."""
-    from packaging.requirements import InvalidRequirement, Requirement  # not above: listing plugins need not pay for it
+    from packaging.requirements import (
+        InvalidRequirement,
+        Requirement,
+    )  # not above: listing plugins need not pay for it
 
     for line in (candidate.entry_point.dist and candidate.entry_point.dist.requires) or ():
         try:
@@ -253,7 +297,11 @@ def _other_core(candidate: InstalledPlugin) -> str | None:
         except InvalidRequirement:
             continue  # geartrain doctor reports it
         asked = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        if canonical(needed.name) == "geartrain" and asked and not needed.specifier.contains(__version__, prereleases=True):
+        if (
+            canonical(needed.name) == "geartrain"
+            and asked
+            and not needed.specifier.contains(__version__, prereleases=True)
+        ):
             return f"geartrain{needed.specifier}"
     return None
 
@@ -278,7 +326,9 @@ def _scan() -> list[tuple[str, str, str, str, EntryPoint]]:
     return [
         found(kind, ep)
         for kind, group in GROUPS.items()
-        for ep in sorted((ep for ep in every if ep.group == group), key=lambda ep: (ep.name, ep.value))
+        for ep in sorted(
+            (ep for ep in every if ep.group == group), key=lambda ep: (ep.name, ep.value)
+        )
     ]
 
 
@@ -308,7 +358,9 @@ def make(cls: type, label: str, options: Mapping[str, Any]) -> Any:
             raise  # not from itself, which would be an endless chain of causes
         raise UsageError(f"{label}: {error}") from error
     except SystemExit as error:
-        raise UsageError(f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there") from error
+        raise UsageError(
+            f"{label}: its __init__ raised SystemExit: {error}. Fix: raise geartrain.UsageError there"
+        ) from error
     except Exception as error:
         error.add_note(f"raised while {label} was created")
         raise

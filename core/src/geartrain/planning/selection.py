@@ -43,9 +43,13 @@ def select_accelerator(
     name = given.lower()
     if name in ("auto", "gpu"):
         return _best_accelerator(registry, name, options, assume)
-    strategies = {c.name.lower() for c in registry.of("strategy")} | {known for kind, known in KNOWN if kind == "strategy"}
+    strategies = {c.name.lower() for c in registry.of("strategy")} | {
+        known for kind, known in KNOWN if kind == "strategy"
+    }
     if name in strategies and not any(c.name.lower() == name for c in registry.of("accelerator")):
-        raise UsageError(f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})")
+        raise UsageError(
+            f"accelerator={given!r} is a strategy. Fix: strategy={given!r} (--strategy {given})"
+        )
     part = registry.select("accelerator", name, options, f"--accelerator {given}")
     _check_usable(part, assume)
     return part, {}
@@ -85,10 +89,14 @@ def _best_accelerator(
         reason = f"{name!r}: the usable accelerator of the highest priority ({priority}){equal}"
         part = registry.select("accelerator", best.name, options, reason)
         for lower, candidate in rest:
-            passed[candidate.label] = f"available, but its priority {lower} is not above {best.name}'s {priority}"
+            passed[candidate.label] = (
+                f"available, but its priority {lower} is not above {best.name}'s {priority}"
+            )
         return part, passed
     why = "; ".join(f"{label} is {reason}" for label, reason in passed.items())
-    raise UsageError(f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}")
+    raise UsageError(
+        f"accelerator={name!r}: no usable one is installed. {why or 'Fix: pip install geartrain-cuda (or geartrain-mps)'}"
+    )
 
 
 def _priority(cls: Any, candidate: InstalledPlugin) -> float:
@@ -105,20 +113,30 @@ def _not_installed(registry: Registry) -> dict[str, str]:
     for name, what in visible().items():
         if name not in installed:
             distribution = KNOWN["accelerator", name]
-            passed[f"{distribution}[{name}]"] = f"not installed, though this machine has {what}. Fix: pip install {distribution}"
+            passed[f"{distribution}[{name}]"] = (
+                f"not installed, though this machine has {what}. Fix: pip install {distribution}"
+            )
     return passed
 
 
-def select_devices(accelerator: LoadedPlugin, devices: Any, assume: Mapping[str, int]) -> tuple[int, ...]:
+def select_devices(
+    accelerator: LoadedPlugin, devices: Any, assume: Mapping[str, int]
+) -> tuple[int, ...]:
     """Return device indices on each node, as the accelerator reads ``devices``; its method ``select_devices`` may return other indices
     (cuda's ``auto_select`` returns free devices)."""
     name, plugin = accelerator.info.name, accelerator.plugin
     available = assume[name] if name in assume else plugin.device_count()
-    indices = parse_devices(devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True))
+    indices = parse_devices(
+        devices, accelerator=name, available=available, indexed=getattr(plugin, "indexed", True)
+    )
     if name not in assume and hasattr(plugin, "select_devices"):
         if not getattr(plugin, "indexed", True):
-            raise UsageError(f"{accelerator.info.label}: indexed = False and select_devices contradict each other. Fix: take out one")
-        indices = parse_devices(plugin.select_devices(devices, indices), accelerator=name, available=available)
+            raise UsageError(
+                f"{accelerator.info.label}: indexed = False and select_devices contradict each other. Fix: take out one"
+            )
+        indices = parse_devices(
+            plugin.select_devices(devices, indices), accelerator=name, available=available
+        )
     return tuple(indices)
 
 
@@ -126,7 +144,11 @@ def select_devices(accelerator: LoadedPlugin, devices: Any, assume: Mapping[str,
 
 
 def select_strategy(
-    registry: Registry, given: Any, options: Mapping[str, Any], devices: tuple[int, ...], num_nodes: int
+    registry: Registry,
+    given: Any,
+    options: Mapping[str, Any],
+    devices: tuple[int, ...],
+    num_nodes: int,
 ) -> tuple[LoadedPlugin, dict[str, str]]:
     """Return the strategy, and why the others were passed over. ``"auto"`` decides by metadata and imports nothing else."""
     if not isinstance(given, str):
@@ -136,19 +158,28 @@ def select_strategy(
     if len(devices) == 1 and num_nodes == 1:
         part = registry.select("strategy", "single", options, "'auto': one device needs no other")
         return part, {
-            c.label: _why_not(c, "one device needs no strategy of several") for c in registry.of("strategy") if c.state != "selected"
+            c.label: _why_not(c, "one device needs no strategy of several")
+            for c in registry.of("strategy")
+            if c.state != "selected"
         }
     # ddp starts ranks by running the command again, unless a launcher has started them.
     stuck = reason_not_rerunnable() if detect() is None else None
-    others = [name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"]
+    others = [
+        name for kind, name in KNOWN if kind == "strategy" and num_nodes == 1 and name != "ddp"
+    ]
     preferred = [*([] if stuck else ["ddp"]), "ddp_spawn", *others]
     for name in preferred:
         if any(c.name == name and c.state == "available" for c in registry.of("strategy")):
-            why = f"'auto': the best installed one for {len(devices)} devices on {num_nodes} node(s)" + (
-                f", where {stuck} for ddp" if stuck else ""
+            why = (
+                f"'auto': the best installed one for {len(devices)} devices on {num_nodes} node(s)"
+                + (f", where {stuck} for ddp" if stuck else "")
             )
             part = registry.select("strategy", name, options, why)
-            return part, {c.label: _why_not(c, f"{name} is preferred") for c in registry.of("strategy") if c.state != "selected"}
+            return part, {
+                c.label: _why_not(c, f"{name} is preferred")
+                for c in registry.of("strategy")
+                if c.state != "selected"
+            }
     if stuck and any(c.name == "ddp" for c in registry.of("strategy")):
         raise UsageError(
             f"{len(devices)} devices on {num_nodes} node(s) need a strategy of several processes. ddp would run this program's command "
@@ -161,7 +192,11 @@ def select_strategy(
 
 
 def _why_not(candidate: InstalledPlugin, reason: str) -> str:
-    return f"{candidate.state}: {candidate.reason}" if candidate.reason else f"{candidate.state}, but {reason}"
+    return (
+        f"{candidate.state}: {candidate.reason}"
+        if candidate.reason
+        else f"{candidate.state}, but {reason}"
+    )
 
 
 # --- precision -----------------------------------------------------------------------------------------------------------
@@ -178,5 +213,9 @@ def select_precision(registry: Registry, given: Any) -> LoadedPlugin:
     name = _PRECISIONS.get(str(given).lower(), str(given))
     known = [candidate.name for candidate in registry.of("precision")]
     if name.lower() not in (one.lower() for one in known):
-        raise UsageError(f"precision={given!r} is not known. Fix: one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}")
-    return registry.select("precision", name, {}, f"--precision {given}" if given != "32-true" else "the default")
+        raise UsageError(
+            f"precision={given!r} is not known. Fix: one of {', '.join(known)}; in short {', '.join(_PRECISIONS)}"
+        )
+    return registry.select(
+        "precision", name, {}, f"--precision {given}" if given != "32-true" else "the default"
+    )

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 from geartrain.errors import describe as describe, nearest as nearest
 from geartrain.errors.hints import hint as hint, write_instead as write_instead
 from geartrain.errors.known import KNOWN as KNOWN
-from geartrain.errors.panel import TRACEBACK as TRACEBACK, panel as panel, traceback_text as traceback_text
+from geartrain.errors.panel import (
+    TRACEBACK as TRACEBACK,
+    panel as panel,
+    traceback_text as traceback_text,
+)
 from geartrain.files.atomic import (
     AppendedFile as AppendedFile,
     remove_abandoned as remove_abandoned,
@@ -21,7 +25,11 @@ from geartrain.files.atomic import (
 )
 from geartrain.files.paths import is_url as is_url, user_path as user_path
 from geartrain.hooks.manager import Hooks as Hooks
-from geartrain.hooks.plugin_info import LoadedPlugin as LoadedPlugin, PluginInfo as PluginInfo, state_of as state_of
+from geartrain.hooks.plugin_info import (
+    LoadedPlugin as LoadedPlugin,
+    PluginInfo as PluginInfo,
+    state_of as state_of,
+)
 from geartrain.hooks.spelling import (
     OF_PLUGINS as OF_PLUGINS,
     STATE as STATE,
@@ -35,12 +43,22 @@ from geartrain.launch.cluster import (
     detect as detect,
     starts_rank_0 as starts_rank_0,
 )
-from geartrain.launch.rerun_command import START_DIRECTORY as START_DIRECTORY, reason_not_rerunnable as reason_not_rerunnable
+from geartrain.launch.rerun_command import (
+    START_DIRECTORY as START_DIRECTORY,
+    reason_not_rerunnable as reason_not_rerunnable,
+)
 from geartrain.loop.run import Stage as Stage
-from geartrain.module.hparams import HyperParameters as HyperParameters, hyperparameters as hyperparameters
+from geartrain.module.hparams import (
+    HyperParameters as HyperParameters,
+    hyperparameters as hyperparameters,
+)
 from geartrain.options import Options as Options
 from geartrain.plan import check_joins as check_joins
-from geartrain.planning.plugin_files import file_plugin as file_plugin, is_file as is_file, load_file as load_file
+from geartrain.planning.plugin_files import (
+    file_plugin as file_plugin,
+    is_file as is_file,
+    load_file as load_file,
+)
 from geartrain.planning.rank_properties import RankProperties as RankProperties
 from geartrain.planning.registry import InstalledPlugin as InstalledPlugin, Registry as Registry
 from geartrain.planning.selection import select_accelerator as select_accelerator
@@ -62,4 +80,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     with_torch = import_module(f"{__name__}.with_torch")
     own = {"Any", "TYPE_CHECKING", "annotations", "import_module", "with_torch"}
-    return sorted(name for name in {*globals(), *vars(with_torch)} - own if not name.startswith("_"))
+    return sorted(
+        name for name in {*globals(), *vars(with_torch)} - own if not name.startswith("_")
+    )

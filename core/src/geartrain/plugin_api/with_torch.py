@@ -31,7 +31,11 @@ from geartrain.launch.forks import (
     not_inherited as not_inherited,
     share_temporary_folder as share_temporary_folder,
 )
-from geartrain.launch.signals import SIGNALS as SIGNALS, Interrupted as Interrupted, raise_on_signals as raise_on_signals
+from geartrain.launch.signals import (
+    SIGNALS as SIGNALS,
+    Interrupted as Interrupted,
+    raise_on_signals as raise_on_signals,
+)
 from geartrain.loop.fit import backward as backward, end_of_epoch as end_of_epoch
 from geartrain.loop.optimizers import (
     about_to_step as about_to_step,
@@ -50,13 +54,25 @@ from geartrain.loop.step_forwarder import (
     check_module as check_module,
     refuse_unrun as refuse_unrun,
 )
-from geartrain.loop.worker import always_tear_down as always_tear_down, init_process_group as init_process_group
+from geartrain.loop.worker import (
+    always_tear_down as always_tear_down,
+    init_process_group as init_process_group,
+)
 from geartrain.metrics import reductions as reductions
 from geartrain.metrics.local import LocalMetric as LocalMetric, MetricOptions as MetricOptions
 from geartrain.metrics.objects import libraries as libraries
-from geartrain.metrics.store import MetricStore as MetricStore, check_name as check_name, scalar as scalar
+from geartrain.metrics.store import (
+    MetricStore as MetricStore,
+    check_name as check_name,
+    scalar as scalar,
+)
 from geartrain.module.module import overridden as overridden
-from geartrain.module.nested import map_nested as map_nested, map_tensors as map_tensors, move as move, not_plain as not_plain
+from geartrain.module.nested import (
+    map_nested as map_nested,
+    map_tensors as map_tensors,
+    move as move,
+    not_plain as not_plain,
+)
 from geartrain.planning.components import (
     TrainerArguments as TrainerArguments,
     build_components as build_components,

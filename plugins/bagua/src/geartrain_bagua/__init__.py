@@ -8,4 +8,12 @@ from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.qadam_optimizer import QAdamOptimizer
 from geartrain_bagua.strategy import BaguaStrategy
 
-__all__ = ["Algorithm", "BaguaStrategy", "Bucket", "Context", "Peers", "QAdamOptimizer", "__version__"]
+__all__ = [
+    "Algorithm",
+    "BaguaStrategy",
+    "Bucket",
+    "Context",
+    "Peers",
+    "QAdamOptimizer",
+    "__version__",
+]

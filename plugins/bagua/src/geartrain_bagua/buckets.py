@@ -34,11 +34,15 @@ class Bucket:
         self.numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
         #: What travels: 1-d, padded with zeros.
-        self.flat = torch.zeros(-(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(
+            -(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.device
+        )
         lengths = [parameter.numel() for parameter in parameters]
         parts = torch.split(self.flat[: self.numel], lengths)
         #: Views of ``flat`` in the shape of each parameter.
-        self.views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+        self.views = [
+            part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)
+        ]
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -49,11 +53,15 @@ class Bucket:
         """
         views, grads = self._with_gradients()
         if any(grad.layout is not torch.strided for grad in grads):
-            raise TrainingError("sparse gradients cannot be reduced in buckets. Fix: sparse=False in nn.Embedding")
+            raise TrainingError(
+                "sparse gradients cannot be reduced in buckets. Fix: sparse=False in nn.Embedding"
+            )
         if len(grads) < len(self.views) or self.numel < len(self.flat):
             self.flat.zero_()
         if grads:
-            torch._foreach_copy_(views, grads)  # one call: a bucket may have hundreds of small gradients
+            torch._foreach_copy_(
+                views, grads
+            )  # one call: a bucket may have hundreds of small gradients
 
     @torch.no_grad()
     def give_gradients(self) -> None:
@@ -67,25 +75,34 @@ class Bucket:
         grads = [parameter.grad for parameter in self.parameters]
         if None not in grads:
             return self.views, grads  # type: ignore[return-value]
-        return [view for view, grad in zip(self.views, grads, strict=True) if grad is not None], [g for g in grads if g is not None]
+        return [view for view, grad in zip(self.views, grads, strict=True) if grad is not None], [
+            g for g in grads if g is not None
+        ]
 
     @torch.no_grad()
     def take_weights(self, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Copy weights into ``flat``, or into another tensor of its length; returns that."""
         flat = self.flat if flat is None else flat
-        torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters], out=flat[: self.numel])
+        torch.cat(
+            [parameter.detach().reshape(-1) for parameter in self.parameters],
+            out=flat[: self.numel],
+        )
         return flat
 
     @torch.no_grad()
     def give_weights(self, flat: torch.Tensor | None = None) -> None:
         """Copy ``flat``, or another tensor of its length, into the weights."""
         flat = self.flat if flat is None else flat
-        parts = torch.split(flat[: self.numel], [parameter.numel() for parameter in self.parameters])
+        parts = torch.split(
+            flat[: self.numel], [parameter.numel() for parameter in self.parameters]
+        )
         for part, parameter in zip(parts, self.parameters, strict=True):
             parameter.copy_(part.view(parameter.shape))
 
 
-def make_buckets(parameters: Iterable[nn.Parameter], multiple: int = 1, size: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(
+    parameters: Iterable[nn.Parameter], multiple: int = 1, size: int = BUCKET_BYTES
+) -> list[Bucket]:
     """Buckets of the parameters that need gradients.
 
     Args:

@@ -28,10 +28,14 @@ class Job:
         self._result: Any = None
         self._error: BaseException | None = None
         #: On CUDA, what was on the giver's stream and, once it is done, what is on the channel's.
-        self._given: Any = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._given: Any = (
+            torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        )
         self._made: Any = None
 
-    def do(self, refused: BaseException | None, stream: torch.cuda.Stream | None) -> BaseException | None:
+    def do(
+        self, refused: BaseException | None, stream: torch.cuda.Stream | None
+    ) -> BaseException | None:
         """In the channel's thread: do it, or fail as an earlier one did. Returns the error."""
         work, self._work = self._work, None
         try:

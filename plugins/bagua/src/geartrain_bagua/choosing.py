@@ -31,8 +31,12 @@ def algorithm_class(given: Any) -> type[Algorithm]:
         return type(given)
     cls = _load(_find(given)) if isinstance(given, str) else given
     if not (inspect.isclass(cls) and issubclass(cls, Algorithm)):
-        whose = f"algorithm {given!r} is {cls!r}" if isinstance(given, str) else f"algorithm={given!r}"
-        raise UsageError(f"{whose}, which is no geartrain_bagua.Algorithm. Fix: a name, or a subclass of it, or an object of one")
+        whose = (
+            f"algorithm {given!r} is {cls!r}" if isinstance(given, str) else f"algorithm={given!r}"
+        )
+        raise UsageError(
+            f"{whose}, which is no geartrain_bagua.Algorithm. Fix: a name, or a subclass of it, or an object of one"
+        )
     return cls
 
 
@@ -47,7 +51,9 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
             raise UsageError(
                 f"algorithm={type(given).__name__}(...) is made already, and takes no {', '.join(options)}. Fix: give them there"
             )
-        refuse_misspelt(given, f"algorithm {type(given).__name__}", _METHODS, ["capabilities"], Algorithm)
+        refuse_misspelt(
+            given, f"algorithm {type(given).__name__}", _METHODS, ["capabilities"], Algorithm
+        )
         return _name(type(given)), given
     cls = algorithm_class(given)
     name = _find(given).name if isinstance(given, str) else _name(cls)
@@ -63,10 +69,14 @@ def refuse_taken(cls: type[Algorithm], strategy: type) -> None:
         UsageError: with the option.
     """
     taken = [
-        option for option in inspect.signature(cls).parameters if option in inspect.signature(strategy).parameters and option != "options"
+        option
+        for option in inspect.signature(cls).parameters
+        if option in inspect.signature(strategy).parameters and option != "options"
     ]
     if taken:
-        raise UsageError(f"{cls.__name__}: its option {taken[0]!r} is one of {strategy.__name__}'s own. Fix: rename it")
+        raise UsageError(
+            f"{cls.__name__}: its option {taken[0]!r} is one of {strategy.__name__}'s own. Fix: rename it"
+        )
 
 
 def _find(name: str) -> EntryPoint:
@@ -77,12 +87,23 @@ def _find(name: str) -> EntryPoint:
         hint = nearest(name, names)
         known = f" Known: {', '.join(names)}." if hint.startswith("Did") else ""
         raise UsageError(f"there is no algorithm {name!r}. {hint}{known}")
-    if ours := [entry_point for entry_point in hits if len(hits) > 1 and _label(entry_point).startswith("geartrain-bagua[")]:
-        others = ", ".join(sorted(_label(entry_point) for entry_point in hits if entry_point not in ours))
-        warnings.warn(f"algorithm {name!r} is geartrain-bagua's own; not used: {others}. Fix: uninstall the other", stacklevel=2)
+    if ours := [
+        entry_point
+        for entry_point in hits
+        if len(hits) > 1 and _label(entry_point).startswith("geartrain-bagua[")
+    ]:
+        others = ", ".join(
+            sorted(_label(entry_point) for entry_point in hits if entry_point not in ours)
+        )
+        warnings.warn(
+            f"algorithm {name!r} is geartrain-bagua's own; not used: {others}. Fix: uninstall the other",
+            stacklevel=2,
+        )
         hits = ours
     if len(hits) > 1:
-        raise UsageError(f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one.")
+        raise UsageError(
+            f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one."
+        )
     found: EntryPoint = hits[0]
     return found
 
@@ -101,12 +122,20 @@ def _name(cls: type[Algorithm]) -> str:
 def _load(entry_point: EntryPoint) -> Any:
     try:
         return entry_point.load()
-    except BaseException as error:  # it may fail in any way, sys.exit included; whoever chose it must read why
+    except (
+        BaseException
+    ) as error:  # it may fail in any way, sys.exit included; whoever chose it must read why
         if isinstance(error, KeyboardInterrupt):
             raise
         cause = f"{type(error).__name__}: {error}"
-        hint = f"pip install --force-reinstall {entry_point.dist.name}" if entry_point.dist else "reinstall it"
-        raise UsageError(f"algorithm {_label(entry_point)} could not be imported: {cause}. Fix: {hint}") from error
+        hint = (
+            f"pip install --force-reinstall {entry_point.dist.name}"
+            if entry_point.dist
+            else "reinstall it"
+        )
+        raise UsageError(
+            f"algorithm {_label(entry_point)} could not be imported: {cause}. Fix: {hint}"
+        ) from error
 
 
 def _label(entry_point: EntryPoint) -> str:
@@ -121,10 +150,13 @@ def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) 
     known = inspect.signature(cls).parameters
     own = f"Its options: {', '.join(known)}." if known else "It has none."
     for option in options:
-        if option not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        if option not in known and not any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
+        ):
             hint = nearest(option, known)
             raise UsageError(
-                f"the algorithm {name!r} has no option {option!r}. {hint if hint.startswith('Did') else ''}".rstrip() + f" {own}"
+                f"the algorithm {name!r} has no option {option!r}. {hint if hint.startswith('Did') else ''}".rstrip()
+                + f" {own}"
             )
     try:
         inspect.signature(cls).bind(**options)
@@ -134,7 +166,9 @@ def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) 
     for option, value in options.items():
         if option in types_of and not _fits(value, types_of[option]):
             wanted = types_of[option]
-            what = wanted.__name__ if inspect.isclass(wanted) else str(wanted).replace("typing.", "")
+            what = (
+                wanted.__name__ if inspect.isclass(wanted) else str(wanted).replace("typing.", "")
+            )
             raise UsageError(f"the algorithm {name!r}: {option}={value!r} is no {what}. {own}")
 
 

@@ -24,14 +24,20 @@ def bucket_bytes() -> int:
     if not text:
         return BUCKET_BYTES
     if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"{BUCKET_SIZE}={text!r} is no number of bytes above 0. Fix: {BUCKET_SIZE}={BUCKET_BYTES}, or unset it")
+        raise UsageError(
+            f"{BUCKET_SIZE}={text!r} is no number of bytes above 0. Fix: {BUCKET_SIZE}={BUCKET_BYTES}, or unset it"
+        )
     return int(text)
 
 
 def ignored() -> list[str]:
     """Names of Bagua's variables that ask for something which is not here; 0 asks for nothing."""
     set_ = [name for name, value in os.environ.items() if value not in ("", "0")]
-    return sorted(name for name in set_ if name in _OTHERS or (name.startswith("BAGUA_") and name != BUCKET_SIZE))
+    return sorted(
+        name
+        for name in set_
+        if name in _OTHERS or (name.startswith("BAGUA_") and name != BUCKET_SIZE)
+    )
 
 
 def check(label: str) -> None:
@@ -45,4 +51,7 @@ def check(label: str) -> None:
     """
     bucket_bytes()
     if names := ignored():
-        warnings.warn(f"{label}: {', '.join(names)} changes nothing here: see docs/from-bagua.md", stacklevel=2)
+        warnings.warn(
+            f"{label}: {', '.join(names)} changes nothing here: see docs/from-bagua.md",
+            stacklevel=2,
+        )

@@ -27,7 +27,9 @@ def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
     Raises:
         UsageError: nodes with unequal numbers of ranks, whose means could not be averaged.
     """
-    table = run.hooks.log_sync(run=run, values=torch.tensor([run.world.node_rank], dtype=torch.float64))
+    table = run.hooks.log_sync(
+        run=run, values=torch.tensor([run.world.node_rank], dtype=torch.float64)
+    )
     nodes: dict[float, list[int]] = {}
     for rank, (node,) in enumerate(table.tolist()):
         nodes.setdefault(node, []).append(rank)
@@ -35,12 +37,16 @@ def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
         raise UsageError(
             f"hierarchical=True needs equally many ranks on each node, not {[len(r) for r in nodes.values()]}. Fix: hierarchical=False"
         )
-    found = [peers(ranks, timeout) for ranks in nodes.values()]  # every rank takes part in making each
+    found = [
+        peers(ranks, timeout) for ranks in nodes.values()
+    ]  # every rank takes part in making each
     leaders = peers([ranks[0] for ranks in nodes.values()], timeout)
     return next(node for node in found if node is not None), leaders
 
 
-def across_nodes(context: Context, flat: torch.Tensor, average: bool, work: Callable[[torch.Tensor, Peers], None]) -> None:
+def across_nodes(
+    context: Context, flat: torch.Tensor, average: bool, work: Callable[[torch.Tensor, Peers], None]
+) -> None:
     """Let ``work`` make ``flat`` the mean (or sum) over ranks, in place: over all of them, or where the algorithm is hierarchical over
     each node's first ranks, of what each node has; all get the result. In the communication thread.
 

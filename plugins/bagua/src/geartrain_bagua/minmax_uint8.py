@@ -79,7 +79,9 @@ def decode(codes: Tensor, bounds: Tensor, out: Tensor | None = None) -> Tensor:
 @torch.no_grad()
 def compress(chunks: Tensor) -> Tensor:
     """What goes on the wire for ``chunks``, floats ``[n, d]``: uint8 ``[n, 8 + d]``, a row a chunk: its two bounds, then its codes."""
-    wire = torch.empty(chunks.shape[0], BOUNDS_BYTES + chunks.shape[1], dtype=torch.uint8, device=chunks.device)
+    wire = torch.empty(
+        chunks.shape[0], BOUNDS_BYTES + chunks.shape[1], dtype=torch.uint8, device=chunks.device
+    )
     _, bounds = encode(chunks, wire[:, BOUNDS_BYTES:])
     wire[:, :BOUNDS_BYTES] = bounds.view(torch.uint8)
     return wire
@@ -88,7 +90,9 @@ def compress(chunks: Tensor) -> Tensor:
 @torch.no_grad()
 def decompress(wire: Tensor, out: Tensor | None = None) -> Tensor:
     """``decode`` of what ``compress`` made: float32 ``[n, d]``, in ``out`` where it is given."""
-    bounds = wire[:, :BOUNDS_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)  # they may lie unaligned
+    bounds = (
+        wire[:, :BOUNDS_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    )  # they may lie unaligned
     return decode(wire[:, BOUNDS_BYTES:], bounds, out)
 
 
@@ -117,7 +121,9 @@ def _decoded(codes: Tensor, scale: Tensor, lower: Tensor) -> Tensor:
     return (codes.to(torch.float32) + lower) / scale
 
 
-def _encode_in_tiles(chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor, codes: Tensor) -> None:
+def _encode_in_tiles(
+    chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor, codes: Tensor
+) -> None:
     """As ``_encoded``, into ``codes``: in place where the raw codes of a chunk are 0 to 255 for certain, plainly where they may not be."""
     scratch = chunks.new_empty(min(TILE, chunks.numel()))
     for rows, columns in _tiles(*chunks.shape):
@@ -125,7 +131,9 @@ def _encode_in_tiles(chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor
         level = scratch[: source.numel()].view(source.shape)
         torch.mul(source, scale[rows], out=level).round_()
         # Less than ``lower`` is ``lower``: its code is 0.
-        torch.maximum(torch.minimum(level, upper[rows], out=level), lower[rows], out=level).sub_(lower[rows])
+        torch.maximum(torch.minimum(level, upper[rows], out=level), lower[rows], out=level).sub_(
+            lower[rows]
+        )
         codes[rows, columns].copy_(level)
     strange = ~(upper.abs() < EXACT).squeeze(1)  # NaN too
     if strange.any():
@@ -154,7 +162,9 @@ def _grid(bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``scale``, ``upper`` and ``lower`` of each chunk, ``[n, 1]``. The scale is NaN where bounds or range are not finite."""
     least, greatest = bounds[:, :1], bounds[:, 1:]
     width = greatest - least + EPSILON
-    scale = torch.full_like(width, STEPS) / width  # a number over a tensor would be 255 times its reciprocal, which rounds twice
+    scale = (
+        torch.full_like(width, STEPS) / width
+    )  # a number over a tensor would be 255 times its reciprocal, which rounds twice
     scale = torch.where(scale > 0, scale, torch.nan)
     upper = torch.round(greatest * scale)
     return scale, upper, upper - STEPS

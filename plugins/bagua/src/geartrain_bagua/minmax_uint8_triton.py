@@ -20,7 +20,18 @@ def encode(chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor, codes: T
     chunks, codes_, (rows, columns) = _rows(chunks), _rows(codes), chunks.shape
     if chunks.numel():
         grid = (triton.cdiv(columns, BLOCK), rows)
-        _encode[grid](chunks, codes_, scale, upper, lower, columns, chunks.stride(0), codes_.stride(0), BLOCK=BLOCK, enable_fp_fusion=False)
+        _encode[grid](
+            chunks,
+            codes_,
+            scale,
+            upper,
+            lower,
+            columns,
+            chunks.stride(0),
+            codes_.stride(0),
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
     if codes_ is not codes:
         codes.copy_(codes_)
 
@@ -30,7 +41,17 @@ def decode(codes: Tensor, scale: Tensor, lower: Tensor, out: Tensor) -> None:
     codes, out_, (rows, columns) = _rows(codes), _rows(out), codes.shape
     if codes.numel():
         grid = (triton.cdiv(columns, BLOCK), rows)
-        _decode[grid](codes, out_, scale, lower, columns, codes.stride(0), out_.stride(0), BLOCK=BLOCK, enable_fp_fusion=False)
+        _decode[grid](
+            codes,
+            out_,
+            scale,
+            lower,
+            columns,
+            codes.stride(0),
+            out_.stride(0),
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
     if out_ is not out:
         out.copy_(out_)
 
@@ -48,7 +69,9 @@ def _rint(x):
 
 
 @triton.jit
-def _encode(chunks, codes, scale, upper, lower, columns, chunk_stride, code_stride, BLOCK: tl.constexpr):
+def _encode(
+    chunks, codes, scale, upper, lower, columns, chunk_stride, code_stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

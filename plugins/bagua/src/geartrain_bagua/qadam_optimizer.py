@@ -43,7 +43,9 @@ class QAdamOptimizer(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps <= 0:
-            raise UsageError(f"QAdamOptimizer: warmup_steps={warmup_steps!r} must be a whole number above 0.")
+            raise UsageError(
+                f"QAdamOptimizer: warmup_steps={warmup_steps!r} must be a whole number above 0."
+            )
         checks = (  # Adam's, in its words
             ("learning rate", lr, lr >= 0.0),
             ("epsilon value", eps, eps >= 0.0),
@@ -59,7 +61,10 @@ class QAdamOptimizer(Optimizer):
         self.warmup_steps = warmup_steps
         #: Whether somebody else mixes gradients into the momentum, and hands that over in their place.
         self.momentum_is_mixed = False
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": 0},
+        )
 
     @property
     def steps(self) -> int:
@@ -112,5 +117,8 @@ class QAdamOptimizer(Optimizer):
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(parameter),
+                torch.zeros_like(parameter),
+            )
         return state

@@ -24,23 +24,38 @@ class GradientReducer:
         unused: whether steps may leave parameters out; which ones then costs a collective a step.
     """
 
-    def __init__(self, context: Context, algorithm: Algorithm, names: Mapping[str, nn.Parameter], unused: bool) -> None:
+    def __init__(
+        self,
+        context: Context,
+        algorithm: Algorithm,
+        names: Mapping[str, nn.Parameter],
+        unused: bool,
+    ) -> None:
         self._context, self._algorithm, self._unused = context, algorithm, unused
         self._buckets = context.buckets
         self._names = {parameter: name for name, parameter in names.items()}
-        self._parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        self._parameters = [
+            parameter for bucket in self._buckets for parameter in bucket.parameters
+        ]
         mine = set(self._parameters)
         self._others = [parameter for parameter in names.values() if parameter not in mine]
         self._counts = [len(bucket.parameters) for bucket in self._buckets]
         #: Whether gradients are to be reduced now; how many each bucket still waits for; who has come; which bucket is next.
-        self._armed, self._waiting, self._came, self._next = False, list(self._counts), set[int](), 0
+        self._armed, self._waiting, self._came, self._next = (
+            False,
+            list(self._counts),
+            set[int](),
+            0,
+        )
         self._jobs: list[Job] = []
         #: Of what was sent during backward, at its end: parameter, gradient, and the version that counts changes in place.
         self._sent: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
         self._will_note = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket.index, number))  # type: ignore[no-untyped-call]
-            for number, (bucket, parameter) in enumerate((bucket, p) for bucket in self._buckets for p in bucket.parameters)
+            for number, (bucket, parameter) in enumerate(
+                (bucket, p) for bucket in self._buckets for p in bucket.parameters
+            )
         ]
 
     def __enter__(self) -> None:
@@ -111,8 +126,13 @@ class GradientReducer:
     def _note_sent(self) -> None:
         """At the end of backward."""
         self._will_note = False
-        sent = [parameter for bucket in self._buckets[: self._next] for parameter in bucket.parameters]
-        self._sent = [(parameter, parameter.grad, getattr(parameter.grad, "_version", 0)) for parameter in sent]
+        sent = [
+            parameter for bucket in self._buckets[: self._next] for parameter in bucket.parameters
+        ]
+        self._sent = [
+            (parameter, parameter.grad, getattr(parameter.grad, "_version", 0))
+            for parameter in sent
+        ]
 
     def _submit(self) -> None:
         bucket = self._buckets[self._next]
@@ -123,7 +143,10 @@ class GradientReducer:
     def _ask_who_used_what(self) -> Job:
         """Which parameters have a gradient on any rank: 1 or 0 for each."""
         here = [parameter.grad is not None for parameter in self._parameters]
-        flags, group = torch.tensor(here, dtype=torch.int32, device=self._context.run.device), self._context.everyone.group
+        flags, group = (
+            torch.tensor(here, dtype=torch.int32, device=self._context.run.device),
+            self._context.everyone.group,
+        )
 
         def any_rank() -> torch.Tensor:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
@@ -157,7 +180,9 @@ class GradientReducer:
             )
 
     def _refuse_unfrozen(self) -> None:
-        odd = next(self._names[parameter] for parameter in self._others if parameter.grad is not None)
+        odd = next(
+            self._names[parameter] for parameter in self._others if parameter.grad is not None
+        )
         raise TrainingError(
             f"{odd} got a gradient, but needed none when training began, so it is in no bucket and would differ between ranks. "
             "Fix: leave it unfrozen until on_fit_start, and freeze it there"

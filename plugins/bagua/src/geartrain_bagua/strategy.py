@@ -72,7 +72,9 @@ class BaguaStrategy(DDPStrategy):
                     f"{type(self).__name__}.{method} would never be called: bagua does not use DistributedDataParallel. "
                     "Fix: wrap_model, or a subclass of DDPStrategy"
                 )
-        if bucket_bytes is not None and (isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1):
+        if bucket_bytes is not None and (
+            isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1
+        ):
             raise UsageError(f"bucket_bytes={bucket_bytes!r} must be a whole number above 0.")
         self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
         self._name, self._chosen = make_algorithm(algorithm, options)
@@ -111,7 +113,9 @@ class BaguaStrategy(DDPStrategy):
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
         if run.mode == "session" and not self._chosen.averages_gradients:
-            raise UsageError(f"{label} cannot follow a Session's own loop. Fix: algorithm='gradient_allreduce', or geartrain.Trainer")
+            raise UsageError(
+                f"{label} cannot follow a Session's own loop. Fix: algorithm='gradient_allreduce', or geartrain.Trainer"
+            )
         if run.command == "fit" and run.mode == "manual" and not self._chosen.averages_gradients:
             raise UsageError(
                 f"{label} and manual optimisation do not go together: there manual_backward averages gradients over all ranks. "
@@ -123,12 +127,19 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        self.algorithm, self._paused, self._failed, self._is_set_up = copy(self._chosen), False, False, False
+        self.algorithm, self._paused, self._failed, self._is_set_up = (
+            copy(self._chosen),
+            False,
+            False,
+            False,
+        )
         return super().setup_process_group(run)
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return ProcessGroupStrategy.wrap_model(self, run, model)  # not ddp's: nothing here wraps the model
+        return ProcessGroupStrategy.wrap_model(
+            self, run, model
+        )  # not ddp's: nothing here wraps the model
 
     @hookimpl(wrapper=True)
     def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
@@ -142,11 +153,15 @@ class BaguaStrategy(DDPStrategy):
             _same_state(run, optimizer)
         everyone = peers(range(run.world.size), self.timeout)
         assert everyone is not None
-        node, leaders = node_peers(run, self.timeout) if self.algorithm.hierarchical else (None, None)
+        node, leaders = (
+            node_peers(run, self.timeout) if self.algorithm.hierarchical else (None, None)
+        )
         multiple = run.world.size if self.algorithm.pads else 1
         names = dict(run.module.named_parameters())
         # Rank 0's: a variable may be set on one node only.
-        size = run.hooks.broadcast(run=run, obj=self._bucket_bytes or environment.bucket_bytes(), src=0)
+        size = run.hooks.broadcast(
+            run=run, obj=self._bucket_bytes or environment.bucket_bytes(), src=0
+        )
         buckets = make_buckets(names.values(), multiple, size)
         self._channel = Channel(run.device)
         context = Context(run, buckets, self._channel, everyone, node, leaders)
@@ -212,8 +227,17 @@ class BaguaStrategy(DDPStrategy):
     def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
         if self._channel is None:
             if run.mode == "session":
-                parameters = list(dict.fromkeys(p for o in run.optimizers for group in o.param_groups for p in group["params"]))
-                self.average_gradients(run, parameters, [parameter.grad is not None for parameter in parameters])
+                parameters = list(
+                    dict.fromkeys(
+                        p
+                        for o in run.optimizers
+                        for group in o.param_groups
+                        for p in group["params"]
+                    )
+                )
+                self.average_gradients(
+                    run, parameters, [parameter.grad is not None for parameter in parameters]
+                )
             return
         if self._reducer is not None:
             self._reducer.finish()
@@ -271,5 +295,7 @@ def _same_state(run: Run, optimizer: Optimizer) -> None:
         return
     mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
     first = run.hooks.broadcast(run=run, obj=mine if run.world.rank == 0 else None, src=0)
-    if run.world.rank and (first["state"] or mine["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])):
+    if run.world.rank and (
+        first["state"] or mine["state"] or repr(first["param_groups"]) != repr(mine["param_groups"])
+    ):
         load_optimizer(optimizer, first)

@@ -33,18 +33,34 @@ class _Bars:
         # One line each: a bar that is broken into several scrolls away. The last column gives way to the others, and ends in dots.
         title, count, rate, left = (
             TextColumn(text, markup=False, table_column=Column(no_wrap=True))
-            for text in ("{task.description}", "{task.fields[count]}", "{task.fields[rate]}", "{task.fields[left]}")
+            for text in (
+                "{task.description}",
+                "{task.fields[count]}",
+                "{task.fields[rate]}",
+                "{task.fields[left]}",
+            )
         )
-        rest = TextColumn("{task.fields[metrics]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
+        rest = TextColumn(
+            "{task.fields[metrics]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+        )
         bar = BarColumn(bar_width=min(40, console.width // 4))
         self._progress = Progress(
-            *((title, count, rest) if console.width < _NARROW else (title, bar, count, rate, left, rest)),
+            *(
+                (title, count, rest)
+                if console.width < _NARROW
+                else (title, bar, count, rate, left, rest)
+            ),
             expand=True,
             console=console,
             auto_refresh=False,  # rich's refresh thread would take the interpreter lock from the loop ten times a second
             redirect_stdout=redirect_stdout,
         )
-        self._tasks = [self._progress.add_task("", visible=False, count="", rate="", left="", metrics="") for _ in range(2)]
+        self._tasks = [
+            self._progress.add_task("", visible=False, count="", rate="", left="", metrics="")
+            for _ in range(2)
+        ]
 
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
         began = time.monotonic()
@@ -65,7 +81,9 @@ class _Bars:
                 metrics="" if i else metrics_text(metrics),
             )
         self._draw()
-        self.pause = min(max(_SECONDS_A_DRAWING, (time.monotonic() - began) * _PART_OF_TIME), _LONGEST_PAUSE)
+        self.pause = min(
+            max(_SECONDS_A_DRAWING, (time.monotonic() - began) * _PART_OF_TIME), _LONGEST_PAUSE
+        )
 
     def _draw(self) -> None:
         raise NotImplementedError
@@ -90,7 +108,15 @@ class Notebook(_Bars):
     """One output of a cell, which is updated. rich's own needs ipywidgets."""
 
     def __init__(self) -> None:
-        super().__init__(Console(file=io.StringIO(), width=100, force_terminal=False, force_jupyter=False, color_system=None))
+        super().__init__(
+            Console(
+                file=io.StringIO(),
+                width=100,
+                force_terminal=False,
+                force_jupyter=False,
+                color_system=None,
+            )
+        )
         self._handle: Any = None
 
     def _draw(self) -> None:

@@ -11,7 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from geartrain import Run, UsageError, World, hookimpl
-from geartrain.plugin_api import OF_PLUGINS, STATE, nearest, refuse_half_a_state, refuse_misspelt, refuse_unrun
+from geartrain.plugin_api import (
+    OF_PLUGINS,
+    STATE,
+    nearest,
+    refuse_half_a_state,
+    refuse_misspelt,
+    refuse_unrun,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -83,13 +90,19 @@ class Callback:
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """After each epoch and its validation, before its metrics are reported."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int
+    ) -> None:
         """Before each training batch."""
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """After each training batch; ``outputs`` is what ``training_step`` returned, detached."""
 
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: Module, optimizer: Optimizer
+    ) -> None:
         """Before gradients are cleared."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Any) -> None:
@@ -98,7 +111,9 @@ class Callback:
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
         """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: Module, optimizer: Optimizer
+    ) -> None:
         """Before each optimizer's step; gradients are reduced and clipped."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -113,11 +128,24 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """After validation's last batch, before its metrics are reported."""
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Before each validation batch."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After each validation batch."""
 
@@ -133,11 +161,24 @@ class Callback:
     def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """After the last test batch."""
 
-    def on_test_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Before each test batch."""
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After each test batch."""
 
@@ -153,17 +194,34 @@ class Callback:
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         """After the last batch to predict."""
 
-    def on_predict_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Before each batch to predict."""
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """After each batch to predict."""
 
 
 #: The methods that a callback may override.
-CALLED = tuple(name for name, thing in vars(Callback).items() if inspect.isfunction(thing) and name != "as_plugin")
+CALLED = tuple(
+    name
+    for name, thing in vars(Callback).items()
+    if inspect.isfunction(thing) and name != "as_plugin"
+)
 
 
 class Adapter:
@@ -176,22 +234,39 @@ class Adapter:
     def __init__(self, callback: Callback) -> None:
         self.callback, self._is_set_up = callback, False
         name = type(callback).__name__
-        refuse_misspelt(callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], Callback)
+        refuse_misspelt(
+            callback, f"callback {name}", {*CALLED, *STATE}, ["same_on_all_ranks"], Callback
+        )
         refuse_half_a_state(callback, f"callback {name}")
         for method in dir(callback):
-            if method in OF_PLUGINS or hasattr(inspect.getattr_static(callback, method), "geartrain_impl"):
+            if method in OF_PLUGINS or hasattr(
+                inspect.getattr_static(callback, method), "geartrain_impl"
+            ):
                 raise UsageError(
                     f"callback {name}.{method} is for a plugin, and would be ignored here. Fix: no Callback, but plugins=[...]"
                 )
             if method in NOT_CALLED:
-                raise UsageError(f"callback {name}.{method} would never be called. Use instead: {NOT_CALLED[method]}")
-            if method.startswith("on_") and method not in CALLED and callable(getattr(callback, method)):
-                raise UsageError(f"callback {name}.{method} would never be called. {nearest(method, CALLED)}")
+                raise UsageError(
+                    f"callback {name}.{method} would never be called. Use instead: {NOT_CALLED[method]}"
+                )
+            if (
+                method.startswith("on_")
+                and method not in CALLED
+                and callable(getattr(callback, method))
+            ):
+                raise UsageError(
+                    f"callback {name}.{method} would never be called. {nearest(method, CALLED)}"
+                )
         refuse_unrun(type(callback), CALLED)
         self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, m)}
         if not self._methods:
-            raise UsageError(f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing")
-        if all(callable(getattr(callback, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing"
+            )
+        if all(
+            callable(getattr(callback, method, None))
+            for method in ("state_dict", "load_state_dict")
+        ):
             self.state_dict, self.load_state_dict = callback.state_dict, callback.load_state_dict  # type: ignore[attr-defined]
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
@@ -237,7 +312,11 @@ def _overrides(callback: Any, name: str) -> bool:
 
 def _as_module_hook(run: Run, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callback's method as a function with the arguments of the module's hook."""
-    trainer, module, parameters = run.trainer, run.module, inspect.signature(method).parameters.values()
+    trainer, module, parameters = (
+        run.trainer,
+        run.module,
+        inspect.signature(method).parameters.values(),
+    )
     evaluates = name.endswith(("_batch_start", "_batch_end")) and not name.startswith("on_train_")
     full = 6 if name.endswith("_end") else 5
     takes_all = len(parameters) >= full or any(p.kind is p.VAR_POSITIONAL for p in parameters)

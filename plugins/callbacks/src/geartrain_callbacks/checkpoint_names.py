@@ -24,14 +24,20 @@ def check_pattern(pattern: str) -> str:
     pattern = pattern.removesuffix(SUFFIX)
     left = _FIELD.sub("", pattern)
     if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
-        raise UsageError(f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'")
+        raise UsageError(
+            f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'"
+        )
     if not is_inside(pattern) or pattern.startswith("~") or is_url(pattern):
-        raise UsageError(f"model_checkpoint: filename={pattern!r} leads out of the folder. Fix: dirpath")
+        raise UsageError(
+            f"model_checkpoint: filename={pattern!r} leads out of the folder. Fix: dirpath"
+        )
     for name, spec in _FIELD.findall(pattern):
         try:
             format(1 if name in ("epoch", "step") else 1.0, spec)
         except ValueError as error:
-            raise UsageError(f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: {error}") from error
+            raise UsageError(
+                f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: {error}"
+            ) from error
     return pattern
 
 
@@ -71,7 +77,9 @@ def free(folder: Path, name: str, own: str) -> str:
         TrainingError: a value in the name leads out of the folder.
     """
     if not is_inside(name):
-        raise TrainingError(f"geartrain-callbacks[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename")
+        raise TrainingError(
+            f"geartrain-callbacks[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename"
+        )
     for version in count():
         file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
         if file == own or not (folder / file).exists():
@@ -81,4 +89,6 @@ def free(folder: Path, name: str, own: str) -> str:
 
 def is_inside(name: str) -> bool:
     """True if a folder's path and this name make a path inside the folder, links aside."""
-    return bool(PurePosixPath(name).parts) and not any(part in ("/", "//", "..") for part in PurePosixPath(name).parts)
+    return bool(PurePosixPath(name).parts) and not any(
+        part in ("/", "//", "..") for part in PurePosixPath(name).parts
+    )

@@ -53,12 +53,17 @@ class EarlyStopping:
     ) -> None:
         check_mode("early_stopping", mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise UsageError(f"early_stopping: patience={patience!r} must be a whole number of checks, at least 0.")
+            raise UsageError(
+                f"early_stopping: patience={patience!r} must be a whole number of checks, at least 0."
+            )
         if min_delta < 0:
             raise UsageError(f"early_stopping: min_delta={min_delta!r} must not be below 0.")
         self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
         self.check_finite, self.strict, self.verbose = check_finite, strict, verbose
-        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.stopping_threshold, self.divergence_threshold = (
+            stopping_threshold,
+            divergence_threshold,
+        )
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._at_epoch_end = self._asked = self._warned = False
         #: The best value so far.
@@ -77,7 +82,9 @@ class EarlyStopping:
         self._asked, self.reason = False, ""
         if run.command == "fit":
             self._checked = self._checked if run.resumed is not None else None
-            self._at_epoch_end = looks_after_epochs(run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end")
+            self._at_epoch_end = looks_after_epochs(
+                run, self._check_on_train_epoch_end, "early_stopping", "check_on_train_epoch_end"
+            )
 
     @hookimpl
     def on_validation_end(self, run: Run) -> None:
@@ -118,7 +125,10 @@ class EarlyStopping:
         if reason:
             self._asked, self.reason, self.stopped_epoch = True, reason, run.epoch
             stop_together(run)
-            say(run, f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+            say(
+                run,
+                f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+            )
 
     def _missing(self, known: list[str]) -> None:
         text = not_logged("early_stopping", self.monitor, known)
@@ -139,7 +149,10 @@ class EarlyStopping:
         delta = self.min_delta if self.mode == "max" else -self.min_delta
         if self._better(value, self.best_score + delta):
             if self.verbose:
-                say(run, f"early_stopping: {self.monitor} went from {self.best_score:.6g} to {value:.6g}.")
+                say(
+                    run,
+                    f"early_stopping: {self.monitor} went from {self.best_score:.6g} to {value:.6g}.",
+                )
             self.best_score, self.wait_count = value, 0
             return ""
         self.wait_count += 1

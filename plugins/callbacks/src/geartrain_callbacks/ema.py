@@ -37,13 +37,22 @@ class EMA:
     #: What is kept in a checkpoint is rank 0's.
     same_on_all_ranks = True
 
-    def __init__(self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True) -> None:
+    def __init__(
+        self, decay: float = 0.999, every: int = 1, start_step: int = 0, validate: bool = True
+    ) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay <= 1.0:
             raise UsageError(f"ema: decay={decay!r} must lie between 0.0 and 1.0.")
         for name, value, least in (("every", every, 1), ("start_step", start_step, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"ema: {name}={value!r} must be a whole number of steps, at least {least}.")
-        self.decay, self.every, self.start_step, self.validate = float(decay), every, start_step, validate
+                raise UsageError(
+                    f"ema: {name}={value!r} must be a whole number of steps, at least {least}."
+                )
+        self.decay, self.every, self.start_step, self.validate = (
+            float(decay),
+            every,
+            start_step,
+            validate,
+        )
         #: Updates done.
         self.updates = 0
         self._loaded: dict[str, torch.Tensor] | None = None
@@ -59,7 +68,10 @@ class EMA:
         tensors = [*run.module.named_parameters(), *run.module.named_buffers()]
         kept = {name: t.detach() for name, t in tensors if t.is_floating_point()}
         self._names, self._weights, self._trained = list(kept), list(kept.values()), None
-        self._average = [t.to(torch.float32, copy=True) if t.element_size() < 4 else t.clone() for t in self._weights]
+        self._average = [
+            t.to(torch.float32, copy=True) if t.element_size() < 4 else t.clone()
+            for t in self._weights
+        ]
         if self._loaded is None:
             self.updates = 0
         else:
@@ -72,7 +84,10 @@ class EMA:
         if run.step < self.start_step:
             return
         if run.step % self.every == 0:
-            now = [w if w.dtype == a.dtype else w.to(a.dtype) for w, a in zip(self._weights, self._average, strict=True)]
+            now = [
+                w if w.dtype == a.dtype else w.to(a.dtype)
+                for w, a in zip(self._weights, self._average, strict=True)
+            ]
             if self.updates or self.start_step == 0:
                 torch._foreach_lerp_(self._average, now, 1.0 - self.decay)
             else:
@@ -93,7 +108,11 @@ class EMA:
     def save_checkpoint(self, run: Run, state: dict[str, Any]) -> Generator[None, Any, Any]:
         if run.command == "fit" and self.updates and isinstance(state.get("model"), dict):
             trained, average = self._states(run, state["model"])
-            state |= {"model": average, "trained": trained} if self.validate else {"model": trained, "average": average}
+            state |= (
+                {"model": average, "trained": trained}
+                if self.validate
+                else {"model": trained, "average": average}
+            )
         return (yield)
 
     @hookimpl
@@ -107,8 +126,15 @@ class EMA:
             say(run, f"ema: the module now holds the average of {self.updates} updates.")
 
     def state_dict(self) -> dict[str, Any]:
-        average = dict(zip(self._names, self._average, strict=True)) if self._loaded is None else self._loaded
-        return {"updates": self.updates, "average": {name: tensor.clone() for name, tensor in average.items()}}
+        average = (
+            dict(zip(self._names, self._average, strict=True))
+            if self._loaded is None
+            else self._loaded
+        )
+        return {
+            "updates": self.updates,
+            "average": {name: tensor.clone() for name, tensor in average.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on averaging with this state in the next ``fit``."""
@@ -129,7 +155,10 @@ class EMA:
         now, states = [weight.clone() for weight in self._weights], []
         for weights in (now if self._trained is None else self._trained, self._average):
             torch._foreach_copy_(self._weights, weights)
-            found = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in run.module.state_dict().items()}
+            found = {
+                name: t.clone() if isinstance(t, torch.Tensor) else t
+                for name, t in run.module.state_dict().items()
+            }
             states.append({name: found.get(name, value) for name, value in wanted.items()})
         torch._foreach_copy_(self._weights, now)
         return states
@@ -142,8 +171,13 @@ class EMA:
 
     @torch.no_grad()
     def _restore(self, state: dict[str, torch.Tensor]) -> None:
-        shapes = {name: list(tensor.shape) for name, tensor in zip(self._names, self._average, strict=True)}
-        odd = sorted(set(shapes) ^ set(state)) or [n for n in shapes if shapes[n] != list(state[n].shape)]
+        shapes = {
+            name: list(tensor.shape)
+            for name, tensor in zip(self._names, self._average, strict=True)
+        }
+        odd = sorted(set(shapes) ^ set(state)) or [
+            n for n in shapes if shapes[n] != list(state[n].shape)
+        ]
         if odd:
             raise UsageError(
                 f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. Fix: the module that it averaged"

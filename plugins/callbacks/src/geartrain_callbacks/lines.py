@@ -40,7 +40,11 @@ class Count:
 
     def rate(self) -> str:
         """Return steps or batches per second since the start."""
-        return f"{(self.steps if self.unit == 'steps' else self.done) / self.seconds():.1f} {self.unit}/s" if self.done else ""
+        return (
+            f"{(self.steps if self.unit == 'steps' else self.done) / self.seconds():.1f} {self.unit}/s"
+            if self.done
+            else ""
+        )
 
     def batches(self) -> str:
         return f"{self.done}/{self.total}" if self.total is not None else str(self.done)
@@ -65,7 +69,14 @@ class Lines:
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:
         count = counts[-1]
         title = ", ".join(count.title for count in counts)
-        self.say([f"{title}: {count.batches()} batches", count.rate(), count.left(), metrics_text(metrics)])
+        self.say(
+            [
+                f"{title}: {count.batches()} batches",
+                count.rate(),
+                count.left(),
+                metrics_text(metrics),
+            ]
+        )
 
     def say(self, facts: Sequence[str]) -> None:
         print(", ".join(filter(None, facts)), file=sys.stderr, flush=True)

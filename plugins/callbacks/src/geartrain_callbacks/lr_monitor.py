@@ -30,18 +30,30 @@ class LearningRateMonitor:
     errors_are_warnings = True
 
     def __init__(
-        self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            raise UsageError(f"lr_monitor: logging_interval={logging_interval!r}. Fix: 'step', 'epoch' or None")
-        self.logging_interval, self.log_momentum, self.log_weight_decay = logging_interval, log_momentum, log_weight_decay
+            raise UsageError(
+                f"lr_monitor: logging_interval={logging_interval!r}. Fix: 'step', 'epoch' or None"
+            )
+        self.logging_interval, self.log_momentum, self.log_weight_decay = (
+            logging_interval,
+            log_momentum,
+            log_weight_decay,
+        )
         self._named: list[tuple[str, Optimizer, str]] = []
         self._ahead: dict[str, Any] = {}
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._named = list(_named(run))
-        for interval in ("epoch", "step"):  # before training starts: two of one name cannot be logged
+        for interval in (
+            "epoch",
+            "step",
+        ):  # before training starts: two of one name cannot be logged
             self._values(interval)
 
     @hookimpl
@@ -56,7 +68,9 @@ class LearningRateMonitor:
         if run.step % every == 0:
             for name, value in self._ahead.items():
                 run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
-        if (run.step + 1) % every == 0:  # schedulers have stepped: these are the rates of the next step
+        if (
+            run.step + 1
+        ) % every == 0:  # schedulers have stepped: these are the rates of the next step
             self._ahead = self._values("step")
 
     def _values(self, interval: str) -> dict[str, Any]:
@@ -74,7 +88,9 @@ class LearningRateMonitor:
                     )
                 found[name] = _now(group.get("lr", 0.0))
                 if self.log_momentum:
-                    found[f"{name}-momentum"] = _now(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+                    found[f"{name}-momentum"] = _now(
+                        group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                    )
                 if self.log_weight_decay:
                     found[f"{name}-weight_decay"] = _now(group.get("weight_decay", 0.0))
         return found
@@ -91,7 +107,9 @@ def _named(run: Run) -> Iterator[tuple[str, Optimizer, str]]:
     with_scheduler: set[int] = set()
     for schedule in run.schedulers:
         optimizer = getattr(schedule.scheduler, "optimizer", None)
-        if optimizer is None or id(optimizer) in with_scheduler:  # several schedulers of one optimizer change one rate
+        if (
+            optimizer is None or id(optimizer) in with_scheduler
+        ):  # several schedulers of one optimizer change one rate
             continue
         with_scheduler.add(id(optimizer))
         yield schedule.name or _count(seen, optimizer), optimizer, schedule.interval

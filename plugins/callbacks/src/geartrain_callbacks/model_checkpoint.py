@@ -11,7 +11,13 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import checkpoint_state, is_last, remove_abandoned, save_checkpoint_file, user_path
+from geartrain.plugin_api import (
+    checkpoint_state,
+    is_last,
+    remove_abandoned,
+    save_checkpoint_file,
+    user_path,
+)
 from geartrain_callbacks.checkpoint_names import SUFFIX, check_pattern, fields, fill, free
 from geartrain_callbacks.monitoring import check_mode, is_better, looks_after_epochs, not_logged
 from geartrain_callbacks.own_files import check_name, delete, is_own, written_after
@@ -91,27 +97,59 @@ class ModelCheckpoint:
     ) -> None:
         check_mode("model_checkpoint", mode)
         if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-            raise UsageError(f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1.")
+            raise UsageError(
+                f"model_checkpoint: save_top_k={save_top_k!r} must be a whole number, at least -1."
+            )
         if monitor is None and save_top_k > 1:
-            raise UsageError(f"model_checkpoint: save_top_k={save_top_k} best of what? Fix: monitor='val_loss', or save_top_k=1 or -1")
+            raise UsageError(
+                f"model_checkpoint: save_top_k={save_top_k} best of what? Fix: monitor='val_loss', or save_top_k=1 or -1"
+            )
         if save_top_k == 0 and not save_last:
-            raise UsageError("model_checkpoint: save_top_k=0 without save_last saves nothing. Fix: leave the plugin out, or save_last=True")
-        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_train_steps", every_n_train_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"model_checkpoint: {name}={value!r} must be a whole number, at least 1.")
-        if every_n_train_steps is not None and (every_n_epochs is not None or save_on_train_epoch_end is not None):
+            raise UsageError(
+                "model_checkpoint: save_top_k=0 without save_last saves nothing. Fix: leave the plugin out, or save_last=True"
+            )
+        for name, value in (
+            ("every_n_epochs", every_n_epochs),
+            ("every_n_train_steps", every_n_train_steps),
+        ):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise UsageError(
+                    f"model_checkpoint: {name}={value!r} must be a whole number, at least 1."
+                )
+        if every_n_train_steps is not None and (
+            every_n_epochs is not None or save_on_train_epoch_end is not None
+        ):
             raise UsageError(
                 "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and save_on_train_epoch_end by epochs. "
                 "Fix: leave one out, or two of them with a filename each"
             )
-        self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
-        self.dirpath = None if dirpath is None else user_path(dirpath, "geartrain-callbacks[model_checkpoint]: dirpath")
+        self.monitor, self.mode, self.save_top_k, self.save_last = (
+            monitor,
+            mode,
+            save_top_k,
+            save_last,
+        )
+        self.dirpath = (
+            None
+            if dirpath is None
+            else user_path(dirpath, "geartrain-callbacks[model_checkpoint]: dirpath")
+        )
         self.filename = check_pattern("{epoch}-{step}" if filename is None else filename)
         if save_last and self.filename == "last":
-            raise UsageError("model_checkpoint: filename='last' is what save_last saves. Fix: another name")
+            raise UsageError(
+                "model_checkpoint: filename='last' is what save_last saves. Fix: another name"
+            )
         self.auto_insert_metric_name, self.verbose = auto_insert_metric_name, verbose
-        self._epochs, self._steps, self._asked_when = every_n_epochs or 1, every_n_train_steps, save_on_train_epoch_end
-        self._on = self._at_epoch_end = self._validated = self._expected = self._warned = self._looked = False
+        self._epochs, self._steps, self._asked_when = (
+            every_n_epochs or 1,
+            every_n_train_steps,
+            save_on_train_epoch_end,
+        )
+        self._on = self._at_epoch_end = self._validated = self._expected = self._warned = (
+            self._looked
+        ) = False
         #: True if it looked and the present weights had no value.
         self._owed = False
         #: The score of the best file.
@@ -155,14 +193,28 @@ class ModelCheckpoint:
     def find_checkpoint(self, which: str, output: Path | None) -> list[Path]:
         if which == "best":
             return [Path(self.best_model_path)] if self._best else []
-        folder = None if output is None else output / "checkpoints" if self.dirpath is None else self.dirpath
-        if folder is None or output is None or not folder.resolve().is_relative_to(output.resolve()):
+        folder = (
+            None
+            if output is None
+            else output / "checkpoints"
+            if self.dirpath is None
+            else self.dirpath
+        )
+        if (
+            folder is None
+            or output is None
+            or not folder.resolve().is_relative_to(output.resolve())
+        ):
             folder = None  # what another process saved elsewhere may be another run's
         if which == "any":
             return [] if folder is None else sorted(folder.rglob("*.ckpt"))
         if self._last:
             return [Path(self.last_model_path)]
-        return list(filter(is_last, sorted(folder.glob("last*.ckpt")))) if self.save_last and folder is not None else []
+        return (
+            list(filter(is_last, sorted(folder.glob("last*.ckpt"))))
+            if self.save_last and folder is not None
+            else []
+        )
 
     # --- when to look ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +227,9 @@ class ModelCheckpoint:
                 "Fix: --model_checkpoint.dirpath DIR, or a folder for the run (--output DIR)"
             )
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise UsageError(f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath")
+            raise UsageError(
+                f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath"
+            )
         self._planned = folder
 
     @hookimpl
@@ -187,7 +241,9 @@ class ModelCheckpoint:
             self._settle(run)
         self._looked = run.resumed is not None and bool(self._best or self._last)
         if self._on and self._steps is None:
-            self._at_epoch_end = looks_after_epochs(run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end")
+            self._at_epoch_end = looks_after_epochs(
+                run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end"
+            )
 
     # Wrappers, so that it looks after all others: those that fail the run, those that put other weights in for the validation, and those
     # whose state goes into the checkpoint.
@@ -223,7 +279,11 @@ class ModelCheckpoint:
     @hookimpl
     def on_run_end(self, run: Run) -> None:
         if self._on and not self._looked and run.world.rank == 0:
-            when = f"every_n_epochs={self._epochs}" if self._steps is None else f"every_n_train_steps={self._steps}"
+            when = (
+                f"every_n_epochs={self._epochs}"
+                if self._steps is None
+                else f"every_n_train_steps={self._steps}"
+            )
             warnings.warn(
                 f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps",
                 stacklevel=2,
@@ -248,7 +308,9 @@ class ModelCheckpoint:
 
     def _continues(self, run: Run, folder: Path) -> bool:
         """True if the named files are those of this run, and not of one in another folder."""
-        if run.resumed is None or run.resumed.path is None:  # a second fit, or a checkpoint in memory
+        if (
+            run.resumed is None or run.resumed.path is None
+        ):  # a second fit, or a checkpoint in memory
             return self._where in (None, folder)
         source, mine = run.resumed.path.resolve(), folder.resolve()
         if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
@@ -294,9 +356,13 @@ class ModelCheckpoint:
         if run.resumed is None:
             return
         kept = {self._best, self._last, *self._scores}
-        left = [name for name in self._old if name not in kept and is_own(folder, name, self._identity)]
+        left = [
+            name for name in self._old if name not in kept and is_own(folder, name, self._identity)
+        ]
         if run.resumed.path is None or is_last(run.resumed.path):
-            left += written_after(folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept)
+            left += written_after(
+                folder, self._identity, (run.epoch, run.step, run.resumed.batch_idx), kept
+            )
         for name in left:
             delete(folder, name)
         self._old = []
@@ -345,7 +411,12 @@ class ModelCheckpoint:
                 missing = not_logged("model_checkpoint", self.monitor, sorted(run.metrics))
                 if self._expected:
                     return _Turn(error=f"{missing} {_FIX}")
-            elif when[0] == run.epoch and self._steps is not None and when[1] != run.step and epochs > run.epoch:
+            elif (
+                when[0] == run.epoch
+                and self._steps is not None
+                and when[1] != run.step
+                and epochs > run.epoch
+            ):
                 missing = (
                     f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
                     f"and it looks every {self._steps} steps. Fix: log it in each step."
@@ -354,9 +425,19 @@ class ModelCheckpoint:
                 return _Turn(last=last if due else "", missing=missing, owed=True)
         if not self._is_among_the_best(score):
             return _Turn(last=last)
-        drop = self._kth_best() if self.monitor is not None else self._best if self.save_top_k == 1 else ""
+        drop = (
+            self._kth_best()
+            if self.monitor is not None
+            else self._best
+            if self.save_top_k == 1
+            else ""
+        )
         try:
-            name = fill(self.filename, {**run.reported, "epoch": run.epoch, "step": run.step}, self.auto_insert_metric_name)
+            name = fill(
+                self.filename,
+                {**run.reported, "epoch": run.epoch, "step": run.step},
+                self.auto_insert_metric_name,
+            )
             return _Turn(free(folder, name, drop), score, drop, last)
         except TrainingError as error:  # for all ranks alike
             return _Turn(error=str(error))
@@ -365,12 +446,18 @@ class ModelCheckpoint:
         if self.save_top_k <= 0 or score is None:
             return self.save_top_k != 0
         worst = self._kth_best()
-        return not math.isnan(score) and (not worst or is_better(self.mode, score, self._scores[worst]))
+        return not math.isnan(score) and (
+            not worst or is_better(self.mode, score, self._scores[worst])
+        )
 
     def _remember(self, turn: _Turn) -> None:
         """Note the next file, and which files it replaces."""
         self._owed = turn.owed
-        self._old = [name for name, new in ((turn.drop, turn.name), (self._last, turn.last)) if new and name not in ("", new)]
+        self._old = [
+            name
+            for name, new in ((turn.drop, turn.name), (self._last, turn.last))
+            if new and name not in ("", new)
+        ]
         self._last = turn.last or self._last
         if turn.name:
             self._scores.pop(turn.drop, None)
@@ -398,7 +485,9 @@ class ModelCheckpoint:
     def _ranked(self) -> list[str]:
         """The files with a score, best first, and of equal ones the older."""
         scored = {name: score for name, score in self._scores.items() if not math.isnan(score)}
-        return sorted(scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name])
+        return sorted(
+            scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name]
+        )
 
     def _path(self, name: str) -> str:
         folder = self._where or self._planned
@@ -431,10 +520,17 @@ class ModelCheckpoint:
         """
         if state == self.state_dict():
             return
-        best, last = (name and check_name(name) for name in (state["best_model_path"], state["last_model_path"]))
+        best, last = (
+            name and check_name(name)
+            for name in (state["best_model_path"], state["last_model_path"])
+        )
         scores = {check_name(name): float(score) for name, score in state["best_k_models"].items()}
         old = [check_name(name) for name in state["replaced"]]
-        self._identity, self._output, self.best_model_score = str(state["identity"]), str(state["output"]), state["best_model_score"]
+        self._identity, self._output, self.best_model_score = (
+            str(state["identity"]),
+            str(state["output"]),
+            state["best_model_score"],
+        )
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._owed = bool(state.get("owed"))
         self._where = self._planned  # a fit in another process wrote its files there

@@ -26,14 +26,18 @@ class ModelSummary:
 
     def __init__(self, max_depth: int = 1) -> None:
         if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
-            raise UsageError(f"model_summary: max_depth={max_depth!r} must be a whole number, at least -1 (all).")
+            raise UsageError(
+                f"model_summary: max_depth={max_depth!r} must be a whole number, at least -1 (all)."
+            )
         self.max_depth = max_depth
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         if run.world.rank or run.command != "fit":
             return
-        from rich.console import Console  # not above: other ranks and other callbacks need not pay for rich
+        from rich.console import (
+            Console,
+        )  # not above: other ranks and other callbacks need not pay for rich
         from rich.table import Table
 
         table = Table("layer", "type", "parameters", "trainable", "MiB")

@@ -39,12 +39,16 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
             f"Fix: give a validation loader, or leave {option} out"
         )
     interval = options.val_check_interval
-    each_epoch = isinstance(interval, float) and interval == 1.0 and options.check_val_every_n_epoch == 1
+    each_epoch = (
+        isinstance(interval, float) and interval == 1.0 and options.check_val_every_n_epoch == 1
+    )
     return not validates or each_epoch if asked is None else asked
 
 
 def not_logged(name: str, monitor: str, known: list[str]) -> str:
     """Return sentences about a missing metric: the nearest name, and all names."""
     hint = nearest(monitor, known)
-    near = f" {hint}" if hint.startswith("Did") else ""  # otherwise it lists the logged metrics, as this does
+    near = (
+        f" {hint}" if hint.startswith("Did") else ""
+    )  # otherwise it lists the logged metrics, as this does
     return f"geartrain-callbacks[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."

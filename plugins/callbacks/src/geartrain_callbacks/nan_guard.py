@@ -36,8 +36,15 @@ class NaNGuard:
         TrainingError: ``"raise"``, and something was not finite.
     """
 
-    def __init__(self, action: Literal["stop", "skip", "raise"] = "stop", check: Literal["loss", "gradients"] = "loss") -> None:
-        for name, value, known in (("action", action, ("stop", "skip", "raise")), ("check", check, ("loss", "gradients"))):
+    def __init__(
+        self,
+        action: Literal["stop", "skip", "raise"] = "stop",
+        check: Literal["loss", "gradients"] = "loss",
+    ) -> None:
+        for name, value, known in (
+            ("action", action, ("stop", "skip", "raise")),
+            ("check", check, ("loss", "gradients")),
+        ):
             if value not in known:
                 raise UsageError(f"nan_guard: {name}={value!r}. Fix: one of {', '.join(known)}")
         self.action, self.check = action, check
@@ -81,7 +88,11 @@ class NaNGuard:
         if self.check == "gradients":
             found = [(name, p.grad) for name, p in about_to_step(run).items() if p.grad is not None]
             if found:  # by their largest element: a sum of squares of finite ones may overflow
-                self._note(run, tuple(name for name, _ in found), norms_of([grad for _, grad in found], float("inf")))
+                self._note(
+                    run,
+                    tuple(name for name, _ in found),
+                    norms_of([grad for _, grad in found], float("inf")),
+                )
         self._drop = self.action == "skip" and self._is_bad_anywhere(run)
         if self._drop:
             for optimizer in run.optimizers:
@@ -91,7 +102,9 @@ class NaNGuard:
         return (yield)
 
     @hookimpl(wrapper=True)
-    def optimizer_step(self, run: Run, optimizer: Optimizer) -> Generator[None, bool | None, bool | None]:
+    def optimizer_step(
+        self, run: Run, optimizer: Optimizer
+    ) -> Generator[None, bool | None, bool | None]:
         stepped = yield  # without gradients it changes nothing
         return False if self._drop else stepped
 
@@ -113,8 +126,14 @@ class NaNGuard:
         """Keep, on the device, where ``values`` (``[len(names)]``) are not finite for the first time."""
         first = self._first.get(names)
         if first is None:
-            first = self._first[names] = torch.full(values.shape, _NEVER, dtype=torch.int32, device=values.device)
-        torch.minimum(first, torch.where(torch.isfinite(values), _NEVER, run.step + 1).to(torch.int32), out=first)
+            first = self._first[names] = torch.full(
+                values.shape, _NEVER, dtype=torch.int32, device=values.device
+            )
+        torch.minimum(
+            first,
+            torch.where(torch.isfinite(values), _NEVER, run.step + 1).to(torch.int32),
+            out=first,
+        )
 
     # --- what follows ----------------------------------------------------------------------------------------------------
 
@@ -127,7 +146,11 @@ class NaNGuard:
         """Read the notes, agree with the other ranks, and act once. The CPU waits for the device here."""
         if self.reason:
             return False
-        read = [(step, name) for names, first in self._first.items() for step, name in zip(first.tolist(), names, strict=True)]
+        read = [
+            (step, name)
+            for names, first in self._first.items()
+            for step, name in zip(first.tolist(), names, strict=True)
+        ]
         step, where = min(read, key=lambda one: one[0], default=(_NEVER, ""))
         flags = self._gather_flags(run, step < _NEVER, step)
         bad = [(when, rank) for rank, (flag, when) in enumerate(flags) if flag]
@@ -142,15 +165,27 @@ class NaNGuard:
             raise TrainingError(
                 f"geartrain-callbacks[nan_guard]: {self.reason} Fix: a smaller learning rate, clipping, or a look at that batch"
             )
-        say(run, f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+        say(
+            run,
+            f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+        )
         return True
 
     def _gather_flags(self, run: Run, flag: bool, step: int) -> list[tuple[bool, int]]:
         """Return the flag and the step of each rank."""
         if run.world.size == 1:
             return [(flag, step)]
-        table = run.hooks.log_sync(run=run, values=torch.tensor([flag, step], dtype=torch.float64)).tolist()
+        table = run.hooks.log_sync(
+            run=run, values=torch.tensor([flag, step], dtype=torch.float64)
+        ).tolist()
         return [(bool(row[0]), int(row[1])) for row in table]
 
     def _count(self, run: Run, skipped: int) -> None:
-        run.log("skipped_nan_steps", skipped, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        run.log(
+            "skipped_nan_steps",
+            skipped,
+            on_step=False,
+            on_epoch=True,
+            reduce_fx="sum",
+            batch_size=1,
+        )

@@ -27,12 +27,27 @@ class Norms:
         UsageError: neither gradients nor parameters, or a wrong ``every``.
     """
 
-    def __init__(self, gradients: bool = True, parameters: bool = False, per_parameter: bool = False, every: int | None = None) -> None:
+    def __init__(
+        self,
+        gradients: bool = True,
+        parameters: bool = False,
+        per_parameter: bool = False,
+        every: int | None = None,
+    ) -> None:
         if not gradients and not parameters:
-            raise UsageError("norms: neither gradients nor parameters are asked for. Fix: one of them")
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise UsageError(
+                "norms: neither gradients nor parameters are asked for. Fix: one of them"
+            )
+        if every is not None and (
+            isinstance(every, bool) or not isinstance(every, int) or every < 1
+        ):
             raise UsageError(f"norms: every={every!r} must be a whole number of steps, at least 1.")
-        self.gradients, self.parameters, self.per_parameter, self.every = gradients, parameters, per_parameter, every
+        self.gradients, self.parameters, self.per_parameter, self.every = (
+            gradients,
+            parameters,
+            per_parameter,
+            every,
+        )
 
     @hookimpl(wrapper=True)
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
@@ -43,7 +58,11 @@ class Norms:
     def _measure(self, run: Run) -> None:
         trained = {name: p for name, p in about_to_step(run).items() if p.requires_grad}
         if self.gradients:
-            self._log(run, "grad_norm", {name: p.grad for name, p in trained.items() if p.grad is not None})
+            self._log(
+                run,
+                "grad_norm",
+                {name: p.grad for name, p in trained.items() if p.grad is not None},
+            )
         if self.parameters:
             self._log(run, "param_norm", {name: p.detach() for name, p in trained.items()})
 

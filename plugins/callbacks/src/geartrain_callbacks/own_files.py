@@ -39,7 +39,9 @@ def is_own(folder: Path, name: str, identity: str) -> bool:
     return not states or any(state["identity"] == identity for state in states)
 
 
-def written_after(folder: Path, identity: str, after: tuple[int, int, int], known: Container[str]) -> Iterator[str]:
+def written_after(
+    folder: Path, identity: str, after: tuple[int, int, int], known: Container[str]
+) -> Iterator[str]:
     """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past some progress.
 
     A checkpoint lists itself among its files: a copy that a user made under another name is not one of them.
@@ -51,7 +53,11 @@ def written_after(folder: Path, identity: str, after: tuple[int, int, int], know
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
         for state in () if name in known else _states_in(path, after):
-            if state["identity"] == identity and name in (state["best_model_path"], state["last_model_path"], *state["best_k_models"]):
+            if state["identity"] == identity and name in (
+                state["best_model_path"],
+                state["last_model_path"],
+                *state["best_k_models"],
+            ):
                 yield name
                 break
 
@@ -67,7 +73,10 @@ def delete(folder: Path, name: str) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:  # a file too many is no reason to end a training
-        warnings.warn(f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}", stacklevel=2)
+        warnings.warn(
+            f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}",
+            stacklevel=2,
+        )
 
 
 def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:
@@ -76,5 +85,10 @@ def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dic
         fit = peek(path)
         if fit and progress(fit) > after:
             parts = [fit["parts"], *(rank["parts"] for rank in fit["ranks"])]
-            return [state for part in parts for state in part.values() if isinstance(state, dict) and state.keys() >= _KEYS]
+            return [
+                state
+                for part in parts
+                for state in part.values()
+                if isinstance(state, dict) and state.keys() >= _KEYS
+            ]
     return []

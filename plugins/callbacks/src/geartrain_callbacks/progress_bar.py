@@ -70,7 +70,9 @@ class ProgressBar:
         if isinstance(self._display, Lines):
             (epoch,), shown = self._counts, {**run.logs.prog_bar, **run.logs.logged}
             with self._harmless():
-                self._display.say([f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)])
+                self._display.say(
+                    [f"{epoch.title}: step {run.step}", epoch.rate(), metrics_text(shown)]
+                )
         else:
             self._show(run)
         self._due = math.inf
@@ -89,7 +91,9 @@ class ProgressBar:
                 self._counts[0].paused = self._whole.began
 
     @hookimpl(wrapper=True)
-    def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Iterator[Any], Iterator[Any]]:
+    def device_batches(
+        self, run: Run, loader: Iterable[Any]
+    ) -> Generator[None, Iterator[Any], Iterator[Any]]:
         """Count the batches that an evaluation takes from its loader; the loop counts training steps."""
         batches = yield
         if self._display is None or run.stage == "train":
@@ -121,7 +125,13 @@ class ProgressBar:
         if asked_for and isinstance(self._display, Lines):
             shown = {**run.logs.prog_bar, **run.logs.logged}
             with self._harmless():
-                self._display.say([f"{run.stage}: {self._whole.batches()} batches", self._whole.rate(), metrics_text(shown)])
+                self._display.say(
+                    [
+                        f"{run.stage}: {self._whole.batches()} batches",
+                        self._whole.rate(),
+                        metrics_text(shown),
+                    ]
+                )
         if self._counts:
             self._counts[0].resume()
         if not asked_for and draws:
@@ -166,7 +176,8 @@ class ProgressBar:
             self._stop()
             if not isinstance(error, OSError):
                 warnings.warn(
-                    f"geartrain-callbacks[progress]: {type(error).__name__}: {error}. The run continues without it.", stacklevel=3
+                    f"geartrain-callbacks[progress]: {type(error).__name__}: {error}. The run continues without it.",
+                    stacklevel=3,
                 )
 
     def _table(self, run: Run) -> None:
@@ -179,7 +190,9 @@ class ProgressBar:
             table.add_row(Text(name), f"{value:.6g}")  # a name with brackets is no markup
         console = Console()
         done = f"{run.step} steps, {run.epoch} epochs, " if run.command == "fit" else ""
-        console.print(f"{run.command}: {done}{time.monotonic() - self._started:.1f} s", highlight=False)
+        console.print(
+            f"{run.command}: {done}{time.monotonic() - self._started:.1f} s", highlight=False
+        )
         if run.metrics:
             console.print(table)
 
@@ -192,7 +205,9 @@ def _epoch(run: Run) -> str:
 def _evaluation(run: Run) -> str:
     """Return the name of the evaluation, with the number of the loader if there are several."""
     loaders = len(run.current_stage.loaders)
-    return run.stage.replace("_", " ") + (f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else "")
+    return run.stage.replace("_", " ") + (
+        f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else ""
+    )
 
 
 def _batches_in_epoch(run: Run) -> int | None:
@@ -205,5 +220,14 @@ def _batches_in_epoch(run: Run) -> int | None:
 
 
 def _batches_to_evaluate(run: Run) -> int | None:
-    total, limit = run.current_stage.batches[run.dataloader_idx], run.plan.options.num_sanity_val_steps
-    return total if run.stage != "sanity_check" or limit == -1 else limit if total is None else min(total, limit)
+    total, limit = (
+        run.current_stage.batches[run.dataloader_idx],
+        run.plan.options.num_sanity_val_steps,
+    )
+    return (
+        total
+        if run.stage != "sanity_check" or limit == -1
+        else limit
+        if total is None
+        else min(total, limit)
+    )

@@ -14,7 +14,13 @@ from geartrain.plugin_api import BatchSizer
 
 #: Dense 16-bit operations a second of a GPU, by a part of its name; the first that fits. NVIDIA's pages, whose figures "with
 #: sparsity" are twice as large: https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
-PEAK_FLOPS = {"H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 
 #: Precisions that compute in 16 bits, for which that table holds.
 _HALF = ("16-mixed", "bf16-mixed", "bf16-true")
@@ -44,9 +50,18 @@ class Throughput:
         UsageError: ``tokens`` or ``peak_flops`` that cannot be.
     """
 
-    def __init__(self, tokens: int | Callable[[Any], int] | None = None, flops: bool = True, peak_flops: float | None = None) -> None:
-        if isinstance(tokens, bool) or not (tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)):
-            raise UsageError(f"throughput: tokens={tokens!r}. Fix: a number of tokens in a sample, or a function of a batch")
+    def __init__(
+        self,
+        tokens: int | Callable[[Any], int] | None = None,
+        flops: bool = True,
+        peak_flops: float | None = None,
+    ) -> None:
+        if isinstance(tokens, bool) or not (
+            tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)
+        ):
+            raise UsageError(
+                f"throughput: tokens={tokens!r}. Fix: a number of tokens in a sample, or a function of a batch"
+            )
         if peak_flops is not None and not peak_flops > 0:
             raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")
         self.tokens, self.flops, self.peak_flops = tokens, flops, peak_flops
@@ -55,7 +70,11 @@ class Throughput:
     def on_run_start(self, run: Run) -> None:
         #: Batches, samples and tokens since the last flush, and floating-point operations of one sample.
         self._done = [0, 0, 0]
-        self._sizer = BatchSizer(run.stages["train"].loaders[0], run.world.rank == 0) if run.stages["train"].loaders else BatchSizer(None)
+        self._sizer = (
+            BatchSizer(run.stages["train"].loaders[0], run.world.rank == 0)
+            if run.stages["train"].loaders
+            else BatchSizer(None)
+        )
         self._per_sample: float | None = None
         self._since: float | None = None
         self._paused = 0.0
@@ -64,7 +83,9 @@ class Throughput:
 
     @hookimpl(wrapper=True)
     def step(self, run: Run, micro_batches: Sequence[Any]) -> Generator[None, None, None]:
-        counter = FlopCounterMode(display=False) if self._counts and self._per_sample is None else None
+        counter = (
+            FlopCounterMode(display=False) if self._counts and self._per_sample is None else None
+        )
         if counter is None:
             yield
         else:
@@ -102,13 +123,21 @@ class Throughput:
             self._since += time.perf_counter() - self._paused
 
     def _log(self, run: Run, seconds: float) -> None:
-        mine = dict(zip(("batches_per_sec", "samples_per_sec", "tokens_per_sec"), (n / seconds for n in self._done), strict=True))
+        mine = dict(
+            zip(
+                ("batches_per_sec", "samples_per_sec", "tokens_per_sec"),
+                (n / seconds for n in self._done),
+                strict=True,
+            )
+        )
         if self._per_sample:
             mine["flops_per_sec"] = mine["samples_per_sec"] * self._per_sample
         figures = {}
         for name, value in mine.items():
             if value:
-                figures[f"device/{name}"] = value / (1 if name == "batches_per_sec" else run.plan.layout.devices_per_process)
+                figures[f"device/{name}"] = value / (
+                    1 if name == "batches_per_sec" else run.plan.layout.devices_per_process
+                )
                 figures[f"global/{name}"] = value * run.world.size
         if self._peak and "flops_per_sec" in mine:
             figures["device/mfu"] = mine["flops_per_sec"] / self._peak

@@ -45,7 +45,11 @@ class Timer:
 
     def time_elapsed(self) -> float:
         """Seconds trained, with those of the state that was loaded."""
-        return self._elapsed if self._started is None else self._before + time.monotonic() - self._started
+        return (
+            self._elapsed
+            if self._started is None
+            else self._before + time.monotonic() - self._started
+        )
 
     def time_remaining(self) -> float:
         """Seconds left; 0 when the time is up."""
@@ -92,7 +96,10 @@ class Timer:
     def _say(self, run: Run) -> None:
         if not self._said and self.time_elapsed() >= self.seconds:
             self._said = True
-            say(run, f"timer: {timedelta(seconds=self.seconds)} are over. Training ends in epoch {run.epoch + 1}, after {run.step} steps.")
+            say(
+                run,
+                f"timer: {timedelta(seconds=self.seconds)} are over. Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+            )
 
 
 def seconds(duration: Duration) -> float:
@@ -101,11 +108,15 @@ def seconds(duration: Duration) -> float:
     Raises:
         UsageError: it cannot be read, or is not above 0.
     """
-    fix = "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
+    fix = (
+        "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
+    )
     try:
         if isinstance(duration, str):
             clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())
-            days, hours, minutes, rest = map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
+            days, hours, minutes, rest = (
+                map(int, clock.groups()) if clock else (0, 0, 0, float(duration))
+            )
             found = ((days * 24 + hours) * 60 + minutes) * 60 + float(rest)
         elif isinstance(duration, timedelta):
             found = duration.total_seconds()

@@ -39,7 +39,16 @@ _OF_SOME = {
 
 def option_names() -> frozenset[str]:
     """Return the name of every option of the commands that plan or run, with underscores. No plugin can have one of them."""
-    own = {"help", "print_config", "quiet", "traceback", "config", *_OF_SOME, *_REPEATED, *_REPEATED.values()}
+    own = {
+        "help",
+        "print_config",
+        "quiet",
+        "traceback",
+        "config",
+        *_OF_SOME,
+        *_REPEATED,
+        *_REPEATED.values(),
+    }
     return frozenset(own | set(inspect.signature(Trainer).parameters))
 
 
@@ -48,7 +57,9 @@ class Names:
     """The result of the first pass."""
 
     chosen: dict[str, str] = field(default_factory=dict)
-    repeated: dict[str, list[str]] = field(default_factory=lambda: {key: [] for key in _REPEATED.values()})
+    repeated: dict[str, list[str]] = field(
+        default_factory=lambda: {key: [] for key in _REPEATED.values()}
+    )
     config: dict[str, Any] = field(default_factory=dict)
     #: Arguments for the second pass.
     rest: list[str] = field(default_factory=list)
@@ -109,9 +120,13 @@ def read_arguments(
     assert target is not None  # without one, --help was asked for and has exited
     given = values.get("checkpoint")
     if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
-        raise UsageError(f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints")
+        raise UsageError(
+            f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints"
+        )
     if given is not None and values.get("resume") is not None:
-        raise UsageError("--resume continues with everything, --checkpoint starts from the weights alone. Fix: give one of them")
+        raise UsageError(
+            "--resume continues with everything, --checkpoint starts from the weights alone. Fix: give one of them"
+        )
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
 
@@ -148,13 +163,20 @@ def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
             names.chosen.setdefault(key, str(names.config.pop(key)))
     for key in _REPEATED.values():
         listed = names.config.pop(key, [])
-        names.repeated[key] = [*(listed if isinstance(listed, list) else [listed]), *names.repeated[key]]
+        names.repeated[key] = [
+            *(listed if isinstance(listed, list) else [listed]),
+            *names.repeated[key],
+        ]
     return names
 
 
 def _normalise(argv: list[str]) -> list[str]:
     """``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a bare flag -> ``=true``, ``-q`` -> no bar."""
-    flags = {name for name, p in inspect.signature(Trainer).parameters.items() if "bool" in str(p.annotation)} | {"json"}
+    flags = {
+        name
+        for name, p in inspect.signature(Trainer).parameters.items()
+        if "bool" in str(p.annotation)
+    } | {"json"}
     tokens = []
     for i, token in enumerate(argv):
         if token in ("-q", "--quiet"):
@@ -181,9 +203,13 @@ def _read_config(path: str) -> dict[str, Any]:
         raise UsageError(f"--config {path}: {error}") from error
     # Without aliases a file has fewer values than characters.
     if not _has_at_most(max(len(text), 10_000), loaded):
-        raise UsageError(f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out")
+        raise UsageError(
+            f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out"
+        )
     if not isinstance(loaded, dict):
-        raise UsageError(f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}")
+        raise UsageError(
+            f"--config {path}: it must be a mapping of options, not {type(loaded).__name__}"
+        )
     return _config(loaded)
 
 
@@ -192,7 +218,9 @@ def _has_at_most(most: int, loaded: Any) -> bool:
     left, count = [loaded], 0
     while left and count <= most:
         value = left.pop()
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left += (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        )
         count += 1
     return count <= most
 
@@ -202,7 +230,9 @@ def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for key, value in _underscored(loaded).items():
         key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
-        if key in ("strategy", "accelerator") and isinstance(value, dict):  # strategy: {name: bagua, algorithm: bytegrad}
+        if key in ("strategy", "accelerator") and isinstance(
+            value, dict
+        ):  # strategy: {name: bagua, algorithm: bytegrad}
             options = dict(value)
             config[key] = options.pop("name", "auto")
             _merge(config, {f"{key}_options": options})
@@ -217,7 +247,9 @@ def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
 def _underscored(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return options and those of groups as Python spells them; deeper keys are the user's."""
     return {
-        str(key).replace("-", "_"): {str(k).replace("-", "_"): v for k, v in value.items()} if isinstance(value, Mapping) else value
+        str(key).replace("-", "_"): {str(k).replace("-", "_"): v for k, v in value.items()}
+        if isinstance(value, Mapping)
+        else value
         for key, value in values.items()
     }
 
@@ -234,26 +266,60 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def build_parser(
-    command: str, target: Target | None, names: Names, registry: Registry, options: Mapping[str, tuple[Any, Any, str]]
+    command: str,
+    target: Target | None,
+    names: Names,
+    registry: Registry,
+    options: Mapping[str, tuple[Any, Any, str]],
 ) -> tuple[ArgumentParser, dict[str, str]]:
     """Return the parser with every option, and the groups of plugins: key in the values -> plugin's name."""
-    parser = _Parser(prog=f"geartrain {command}" + (" TARGET" if target is None else ""), exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name")
+    parser = _Parser(
+        prog=f"geartrain {command}" + (" TARGET" if target is None else ""),
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--accelerator", type=str, default="auto", help="auto, gpu or an accelerator's name"
+    )
     parser.add_argument("--strategy", type=str, default="auto", help="auto or a strategy's name")
-    parser.add_argument("--plugins", type=list[str], default=[], help="a plugin's name or file; may be given several times")
-    parser.add_argument("--block", type=list[str], default=[], help="a plugin's name, or DISTRIBUTION[name], that must not be chosen")
+    parser.add_argument(
+        "--plugins",
+        type=list[str],
+        default=[],
+        help="a plugin's name or file; may be given several times",
+    )
+    parser.add_argument(
+        "--block",
+        type=list[str],
+        default=[],
+        help="a plugin's name, or DISTRIBUTION[name], that must not be chosen",
+    )
     parser.add_argument("--config", action="config", help="a YAML file of options")
     if command == "explain":
-        parser.add_argument("--json", type=bool, default=False, help="print the plan and the hooks as JSON")
-        parser.add_argument("--assume", type=list[str], default=[], help="ACCELERATOR=COUNT: plan for hardware that this machine lacks")
+        parser.add_argument(
+            "--json", type=bool, default=False, help="print the plan and the hooks as JSON"
+        )
+        parser.add_argument(
+            "--assume",
+            type=list[str],
+            default=[],
+            help="ACCELERATOR=COUNT: plan for hardware that this machine lacks",
+        )
     else:
-        parser.add_argument("--checkpoint", type=str | None, default=None, help="read the model's weights from this file first")
+        parser.add_argument(
+            "--checkpoint",
+            type=str | None,
+            default=None,
+            help="read the model's weights from this file first",
+        )
     if command == "fit":
         text = "resume from this checkpoint; without a value from the last one in --output; auto: from the last one if it exists"
         parser.add_argument("--resume", type=str | None, default=None, help=text)
     for option, (kind, default, text) in options.items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
-    parser.add_class_arguments(Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False)
+    parser.add_class_arguments(
+        Trainer, None, skip=_SPELT_OTHERWISE, instantiate=False, fail_untyped=False
+    )
     if target is not None:
         parser.add_class_arguments(target[0], "model", fail_untyped=False)
         if target[1] is not None:
@@ -264,12 +330,24 @@ def build_parser(
 def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dict[str, str]:
     for kind in ("accelerator", "strategy"):
         name = names.chosen.get(kind, "auto")
-        if name.lower() not in ("auto", "gpu") and any(c.name.lower() == name.lower() for c in registry.of(kind)):
+        if name.lower() not in ("auto", "gpu") and any(
+            c.name.lower() == name.lower() for c in registry.of(kind)
+        ):
             cls = registry.load(registry.find(kind, name))
-            parser.add_class_arguments(cls, f"{kind}_options", instantiate=False, fail_untyped=False)
-            if hasattr(cls, "more_options"):  # options of a part that another option selects, as bagua's algorithm does
+            parser.add_class_arguments(
+                cls, f"{kind}_options", instantiate=False, fail_untyped=False
+            )
+            if hasattr(
+                cls, "more_options"
+            ):  # options of a part that another option selects, as bagua's algorithm does
                 for other in cls.more_options(names.given(f"{kind}_options")):
-                    parser.add_class_arguments(other, f"{kind}_options", as_group=False, instantiate=False, fail_untyped=False)
+                    parser.add_class_arguments(
+                        other,
+                        f"{kind}_options",
+                        as_group=False,
+                        instantiate=False,
+                        fail_untyped=False,
+                    )
     groups: dict[str, str] = {}
     for plugin in names.repeated["plugins"]:
         if is_file(plugin):
@@ -279,7 +357,9 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
         key = name.replace("-", "_")
         if inspect.isclass(found) and key not in groups:
             if key in parser.get_defaults():
-                raise UsageError(f"plugin {name!r} has the name of an option (--{key}). Fix: rename the plugin")
+                raise UsageError(
+                    f"plugin {name!r} has the name of an option (--{key}). Fix: rename the plugin"
+                )
             parser.add_class_arguments(found, key, instantiate=False, fail_untyped=False)
             groups[key] = name
     return groups
@@ -289,11 +369,21 @@ class _Parser(ArgumentParser):
     """jsonargparse's parser, with options in its help as they are typed."""
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        text = re.sub(r" \[--(strategy|accelerator)_options CONFIG\]", "", super().format_help(*args, **kwargs))
+        text = re.sub(
+            r" \[--(strategy|accelerator)_options CONFIG\]",
+            "",
+            super().format_help(*args, **kwargs),
+        )
         text = re.sub(r"(?m)^  --(strategy|accelerator)_options CONFIG\n.*\n", "", text)
         text = re.sub(r"--(strategy|accelerator)_options\.", r"--\1.", text)
-        text = re.sub(r"--plugins \[ITEM,\.\.\.\](, --plugins\+ \[ITEM,\.\.\.\])?", "--plugin NAME_OR_FILE", text)
-        return re.sub(r"--(block|assume) \[ITEM,\.\.\.\](, --\1\+ \[ITEM,\.\.\.\])?", r"--\1 NAME", text)
+        text = re.sub(
+            r"--plugins \[ITEM,\.\.\.\](, --plugins\+ \[ITEM,\.\.\.\])?",
+            "--plugin NAME_OR_FILE",
+            text,
+        )
+        return re.sub(
+            r"--(block|assume) \[ITEM,\.\.\.\](, --\1\+ \[ITEM,\.\.\.\])?", r"--\1 NAME", text
+        )
 
 
 def _parse(parser: ArgumentParser, names: Names) -> Namespace:
@@ -308,8 +398,13 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
         raise UsageError(f"--{left[0]} belongs to geartrain explain")
     try:
         text = json.dumps(config)
-    except (TypeError, ValueError) as error:  # a date of YAML's, an alias of itself, an object in gt.cli's defaults
-        raise UsageError(f"an option is no text, number, list or mapping: {error}. Fix: write it as text") from error
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # a date of YAML's, an alias of itself, an object in gt.cli's defaults
+        raise UsageError(
+            f"an option is no text, number, list or mapping: {error}. Fix: write it as text"
+        ) from error
     try:
         values: Namespace = parser.parse_args([f"--config={text}", *names.rest])
     except ArgumentError as error:
@@ -320,7 +415,9 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
 def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
     """Return jsonargparse's message in the spelling that was typed, with the nearest option."""
     grouped = re.search(r"Group '(\S+)' does not accept (?:nested key|option) '(\S+)'", message)
-    unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(r"Option '(\S+)' is not accepted", message)
+    unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(
+        r"Option '(\S+)' is not accepted", message
+    )
     if grouped:
         return _unknown_option(f"{grouped[1]}.{grouped[2]}", parser, names)
     if unknown:
@@ -333,31 +430,59 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
     if instead := hint("option", name):
         return f"there is no option --{name}. Write: {instead}"
     typed = re.sub(r"^(strategy|accelerator)_options\.", r"\1.", name)
-    options = [option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--" and option[-1] != "+"]
+    options = [
+        option[2:]
+        for action in parser._actions
+        for option in action.option_strings
+        if option[:2] == "--" and option[-1] != "+"
+    ]
     group = name.partition(".")[0]
     if "." in name and not any(option.startswith(f"{group}.") for option in options):
         kind = group.removesuffix("_options")
         chosen = names.chosen.get(kind, "auto")
-        if any(is_file(plugin) and file_plugin(plugin)[0] == group for plugin in names.repeated["plugins"]):
+        if any(
+            is_file(plugin) and file_plugin(plugin)[0] == group
+            for plugin in names.repeated["plugins"]
+        ):
             return f"--{typed}: {group}.py is a file of functions and takes no options. Fix: a class with a typed __init__"
         if group == "trainer":
             own = name.split(".")[1].removesuffix("+")
-            write = hint("option", own) or f"--{own}; in a config file {own} without the section trainer"
+            write = (
+                hint("option", own)
+                or f"--{own}; in a config file {own} without the section trainer"
+            )
             return f"there is no option --{typed}: the trainer's options have no prefix. Write: {write}"
         if group == kind:
-            return f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
+            return (
+                f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
+            )
         if chosen in ("auto", "gpu"):
             return f"--{typed}: its {kind} must be chosen by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
-    near = [re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option) for option in options if ("." in option) == ("." in name)]
+    near = [
+        re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option)
+        for option in options
+        if ("." in option) == ("." in name)
+    ]
     answer = nearest(typed, [*near, "plugin", "quiet"])
     return f"there is no option --{typed}. {answer if answer.startswith('Did') else 'See --help.'}"
 
 
-def _trainer_arguments(names: Names, values: Namespace, groups: Mapping[str, str]) -> dict[str, Any]:
-    known = [name for name in inspect.signature(Trainer).parameters if name not in {*_SPELT_OTHERWISE, "unknown"}]
+def _trainer_arguments(
+    names: Names, values: Namespace, groups: Mapping[str, str]
+) -> dict[str, Any]:
+    known = [
+        name
+        for name in inspect.signature(Trainer).parameters
+        if name not in {*_SPELT_OTHERWISE, "unknown"}
+    ]
     arguments = {name: values[name] for name in known}
-    arguments |= {"accelerator": values.accelerator, "strategy": values.strategy, "plugins": values.plugins, "block": values.block}
+    arguments |= {
+        "accelerator": values.accelerator,
+        "strategy": values.strategy,
+        "plugins": values.plugins,
+        "block": values.block,
+    }
     for kind in ("accelerator", "strategy"):
         arguments[f"{kind}_options"] = _plain(values.get(f"{kind}_options"))
     arguments["plugin_options"] = {name: _plain(values.get(key)) for key, name in groups.items()}

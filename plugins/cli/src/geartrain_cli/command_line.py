@@ -57,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:11} {what}" for name, what in _listed(Registry()).items())))
+        print(
+            _USAGE.format(
+                commands="\n".join(
+                    f"  {name:11} {what}" for name, what in _listed(Registry()).items()
+                )
+            )
+        )
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
@@ -74,7 +80,9 @@ def _listed(registry: Registry) -> dict[str, str]:
         distribution = candidate.entry_point.dist
         listed.setdefault(name, str(distribution.metadata["Summary"] or "") if distribution else "")
     for name in _HELP:
-        listed.setdefault(name, f"{_HELP[name]} (not installed: pip install {KNOWN['command', name]})")
+        listed.setdefault(
+            name, f"{_HELP[name]} (not installed: pip install {KNOWN['command', name]})"
+        )
     return listed
 
 
@@ -88,8 +96,12 @@ def _command(name: str) -> Callable[..., Any]:
     names = [candidate.name for candidate in registry.of("command")]
     if name not in names:
         if ("command", name) in KNOWN:
-            raise UsageError(f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}")
-        raise UsageError(f"there is no command {name!r}. {nearest(name, [*names, *(n for kind, n in KNOWN if kind == 'command')])}")
+            raise UsageError(
+                f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}"
+            )
+        raise UsageError(
+            f"there is no command {name!r}. {nearest(name, [*names, *(n for kind, n in KNOWN if kind == 'command')])}"
+        )
     command: Callable[..., Any] = registry.load(registry.find("command", name))
     return command
 
@@ -116,7 +128,10 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(f"geartrain {name}: torch is not installed. Fix: pip install torch (a build for your hardware)", file=sys.stderr)
+        print(
+            f"geartrain {name}: torch is not installed. Fix: pip install torch (a build for your hardware)",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print(f"geartrain {name}: interrupted", file=sys.stderr)
@@ -124,7 +139,12 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
     return 0
 
 
-def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
+def cli(
+    model: type,
+    data: type | None = None,
+    argv: Sequence[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Trainer:
     """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
 
     Args:
@@ -142,7 +162,13 @@ def cli(model: type, data: type | None = None, argv: Sequence[str] | None = None
     arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "fit"
     done: list[Any] = []
-    code = _guarded(name, lambda: done.append(_of_target(name)(name, arguments, target=(model, data), defaults=defaults)), whole)
+    code = _guarded(
+        name,
+        lambda: done.append(
+            _of_target(name)(name, arguments, target=(model, data), defaults=defaults)
+        ),
+        whole,
+    )
     if code:
         raise SystemExit(code)
     trainer: Trainer = done[0]
@@ -157,5 +183,7 @@ def _of_target(name: str) -> Callable[..., Any]:
     """
     command = _command(name)
     if "target" not in inspect.signature(command).parameters:
-        raise UsageError(f"{name!r} takes no target, so a script has no such command. Fix: geartrain {name}")
+        raise UsageError(
+            f"{name!r} takes no target, so a script has no such command. Fix: geartrain {name}"
+        )
     return command

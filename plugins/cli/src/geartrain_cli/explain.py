@@ -15,14 +15,28 @@ from geartrain_cli.arguments import read_arguments
 from geartrain_cli.target import Target
 
 
-def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
+def command(
+    name: str,
+    argv: list[str],
+    target: Target | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Trainer:
     """Print the plan and the hook table. Neither module nor data is made: the batch size is the data's ``batch_size`` option."""
     request = read_arguments(name, argv, target, defaults)
     trainer, values = request.trainer, request.values
-    sizes = [group.get("batch_size") for group in (values.get("data"), values.get("model")) if group is not None]
-    plan = trainer.check(request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None))
+    sizes = [
+        group.get("batch_size")
+        for group in (values.get("data"), values.get("model"))
+        if group is not None
+    ]
+    plan = trainer.check(
+        request.target[0], batch_size=next((size for size in sizes if isinstance(size, int)), None)
+    )
     if values.json:
-        hooks = {hook: [choice.name for choice in trainer.hooks.implementers(hook)] for hook in trainer.hooks.names}
+        hooks = {
+            hook: [choice.name for choice in trainer.hooks.implementers(hook)]
+            for hook in trainer.hooks.names
+        }
         print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
     else:
         console = Console(markup=False)  # a label has brackets: geartrain-mps[mps]
@@ -33,7 +47,11 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
 
 def _print_plan(console: Console, plan: Plan) -> None:
     table = Table("what", "chosen", "why", title="plan")
-    for kind, choice in (("accelerator", plan.accelerator), ("strategy", plan.strategy), ("precision", plan.precision)):
+    for kind, choice in (
+        ("accelerator", plan.accelerator),
+        ("strategy", plan.strategy),
+        ("precision", plan.precision),
+    ):
         table.add_row(kind, _label(choice), choice.reason)
     table.add_row("devices", str(list(plan.devices)), f"on each of {plan.num_nodes} node(s)")
     processes = "as the launcher decides" if plan.processes is None else str(plan.processes)
@@ -51,12 +69,21 @@ def _print_plan(console: Console, plan: Plan) -> None:
 def _batch_size(plan: Plan) -> tuple[str, str]:
     if plan.per_device_batch is None:
         return "known when the loaders are made", "the data has no batch_size option"
-    parts = f"per device {plan.per_device_batch} × devices {len(plan.devices)} × nodes {plan.num_nodes}"
-    return f"global {plan.global_batch}", f"{parts} × accumulation {plan.options.accumulate_grad_batches}"
+    parts = (
+        f"per device {plan.per_device_batch} × devices {len(plan.devices)} × nodes {plan.num_nodes}"
+    )
+    return (
+        f"global {plan.global_batch}",
+        f"{parts} × accumulation {plan.options.accumulate_grad_batches}",
+    )
 
 
 def _label(choice: PluginInfo) -> str:
-    return f"{choice.name} ({choice.distribution} {choice.version})" if choice.distribution else choice.name
+    return (
+        f"{choice.name} ({choice.distribution} {choice.version})"
+        if choice.distribution
+        else choice.name
+    )
 
 
 def _print_hooks(console: Console, hooks: Hooks) -> None:
@@ -67,7 +94,11 @@ def _print_hooks(console: Console, hooks: Hooks) -> None:
     for hook in hooks.names:
         owner, wrappers = hooks.owner(hook), hooks.wrappers(hook)
         plain = hooks.implementers(hook)[len(wrappers) :]
-        over = [f"{choice.name}: {owner.name} owns it" for choice in hooks.passed_over(hook)] if owner else []
+        over = (
+            [f"{choice.name}: {owner.name} owns it" for choice in hooks.passed_over(hook)]
+            if owner
+            else []
+        )
         table.add_row(hook, _names(plain), _names(wrappers), ", ".join(over))
     console.print(table)
 

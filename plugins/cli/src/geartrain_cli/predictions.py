@@ -24,7 +24,9 @@ def save_predictions(outputs: list[Any], path: Path) -> None:
     except TrainingError:
         raise
     except Exception as error:
-        number = next((number for number, output in enumerate(outputs) if not _can_be_pickled(output)), 0)
+        number = next(
+            (number for number, output in enumerate(outputs) if not _can_be_pickled(output)), 0
+        )
         raise TrainingError(
             f"{path} was not written: output {number}, of type {type(outputs[number]).__qualname__}, cannot be pickled "
             f"({type(error).__name__}: {error}). "

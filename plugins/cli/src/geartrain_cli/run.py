@@ -12,7 +12,12 @@ from geartrain_cli.predictions import save_predictions
 from geartrain_cli.target import Target
 
 
-def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
+def command(
+    name: str,
+    argv: list[str],
+    target: Target | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Trainer:
     """Make trainer, module and data from the options, and run one of the trainer's methods; ``predict`` writes predictions.pt."""
     request = read_arguments(name, argv, target, defaults)
     check_module(request.target[0], name)

@@ -27,7 +27,9 @@ def find_target(target: str) -> Target:
     if place.endswith(".py"):
         module = load_file(Path(place).expanduser())
     elif "/" in place or Path(place).is_dir():
-        raise UsageError(f"TARGET {target!r} is not a Python file. Fix: file.py, file.py:Class or package.module:Class")
+        raise UsageError(
+            f"TARGET {target!r} is not a Python file. Fix: file.py, file.py:Class or package.module:Class"
+        )
     else:
         module = _import(place)
     models = _own_classes(module, Module)
@@ -41,10 +43,14 @@ def find_target(target: str) -> Target:
             f"{place} has no subclass of geartrain.Module. Fix: class {place.split('/')[-1][:-3].title()}(geartrain.Module): ..."
         )
     if len(models) > 1:
-        raise UsageError(f"{place} has several Modules. Fix: name one: {' or '.join(f'{place}:{name}' for name in models)}")
+        raise UsageError(
+            f"{place} has several Modules. Fix: name one: {' or '.join(f'{place}:{name}' for name in models)}"
+        )
     data = _own_classes(module, DataModule)
     if len(data) > 1:
-        raise UsageError(f"{place} has several DataModules ({', '.join(data)}). Fix: keep one in the file")
+        raise UsageError(
+            f"{place} has several DataModules ({', '.join(data)}). Fix: keep one in the file"
+        )
     return next(iter(models.values())), next(iter(data.values()), None)
 
 
@@ -58,13 +64,22 @@ def _import(name: str) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
-        raise UsageError(f"TARGET {name!r} could not be imported: {describe(error)}{hint}") from error
+        raise UsageError(
+            f"TARGET {name!r} could not be imported: {describe(error)}{hint}"
+        ) from error
 
 
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:
     """Return the subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
-    found = {n: c for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__}
+    found = {
+        n: c
+        for n, c in vars(module).items()
+        if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__
+    }
     first = {c: n for n, c in reversed(found.items())}  # `Model = Mine` is no second class
     return {
-        n: c for n, c in found.items() if first[c] == n and not any(other is not c and issubclass(other, c) for other in found.values())
+        n: c
+        for n, c in found.items()
+        if first[c] == n
+        and not any(other is not c and issubclass(other, c) for other in found.values())
     }

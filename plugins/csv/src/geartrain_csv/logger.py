@@ -46,11 +46,15 @@ class CSVLogger:
             return
         path = self._path(plan)
         if path is None:
-            raise UsageError("geartrain-csv[csv] has no file to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)")
+            raise UsageError(
+                "geartrain-csv[csv] has no file to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)"
+            )
         # Only before the first run of this object: later runs append to the file. Only on rank 0: a rank that starts later finds its table.
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
-            raise UsageError(f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. Fix: another path, or remove it")
+            raise UsageError(
+                f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. Fix: another path, or remove it"
+            )
         self._began = True
 
     @hookimpl
@@ -64,7 +68,10 @@ class CSVLogger:
     @hookimpl
     def log_metrics(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         if self._table is not None:
-            own = {f"metric_{name}" if name in COLUMNS else name: value for name, value in metrics.items()}
+            own = {
+                f"metric_{name}" if name in COLUMNS else name: value
+                for name, value in metrics.items()
+            }
             self._table.add({"step": step, "epoch": run.epoch, "stage": run.stage, **own})
 
     @hookimpl
@@ -105,7 +112,9 @@ class Table:
             with path.open(encoding="utf-8", newline="") as file:
                 self._columns = next(csv.reader(file))
             if tuple(self._columns[: len(COLUMNS)]) != COLUMNS:
-                raise TrainingError(f"{path} is not a table of metrics: its columns are {', '.join(self._columns[:5])}")
+                raise TrainingError(
+                    f"{path} is not a table of metrics: its columns are {', '.join(self._columns[:5])}"
+                )
         self._file = AppendedFile(path)
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -133,7 +142,9 @@ class Table:
                 target.write(line(columns))
                 with self._path.open("rb") as source:
                     source.seek(old)
-                    for text in source:  # only names may hold a line's end: values are numbers and stages
+                    for (
+                        text
+                    ) in source:  # only names may hold a line's end: values are numbers and stages
                         target.write(text[:-1] + more)
                 shutil.copymode(self._path, target.name)
                 self._file.close()  # before it is replaced, which Windows would refuse

@@ -55,9 +55,13 @@ class CUDAAccelerator:
         prefetch: int = 1,
     ) -> None:
         if matmul_precision not in (None, *_PRECISIONS):
-            raise UsageError(f"matmul_precision={matmul_precision!r}. Fix: one of {', '.join(_PRECISIONS)}")
+            raise UsageError(
+                f"matmul_precision={matmul_precision!r}. Fix: one of {', '.join(_PRECISIONS)}"
+            )
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-            raise UsageError(f"prefetch={prefetch!r} must be a whole number of batches, at least 0.")
+            raise UsageError(
+                f"prefetch={prefetch!r} must be a whole number of batches, at least 0."
+            )
         self.auto_select, self.pin_memory, self.prefetch = auto_select, pin_memory, prefetch
         self._settings = Settings(
             matmul_precision=matmul_precision,
@@ -153,7 +157,11 @@ class CUDAAccelerator:
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any], stage: str) -> Iterator[Any]:
-        return Through(iter(loader), loader, run.to_device) if self._prefetcher is None else self._prefetcher.batches(run, loader, stage)
+        return (
+            Through(iter(loader), loader, run.to_device)
+            if self._prefetcher is None
+            else self._prefetcher.batches(run, loader, stage)
+        )
 
     @hookimpl
     def device_stats(self, run: Run) -> dict[str, float] | None:
@@ -181,7 +189,9 @@ def _warn_of_emulation(plan: Plan) -> None:
     found = {}
     for index in plan.devices:
         gpu = torch.cuda.get_device_properties(index)
-        if gpu.major < 8:  # as torch.cuda.is_bf16_supported(including_emulation=False), which asks the current one
+        if (
+            gpu.major < 8
+        ):  # as torch.cuda.is_bf16_supported(including_emulation=False), which asks the current one
             found[index] = gpu.name
     if found:
         names = ", ".join(f"cuda:{index} ({name})" for index, name in found.items())
@@ -204,9 +214,18 @@ def _occupy(label: str, index: int) -> None:
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         seen = next((item for item in look() if item.index == index), None)
         if seen is None:
-            what, fix = f"there is no GPU {index}; {CUDAAccelerator.device_count()} are visible", "give devices= that are"
+            what, fix = (
+                f"there is no GPU {index}; {CUDAAccelerator.device_count()} are visible",
+                "give devices= that are",
+            )
         else:
-            what = f"{seen.name} cannot be used" + (f", taken by {seen.taken}" if seen.taken else "")
-            fix = "end those processes, take other devices=, or --accelerator.auto_select true" if seen.taken else "geartrain doctor"
+            what = f"{seen.name} cannot be used" + (
+                f", taken by {seen.taken}" if seen.taken else ""
+            )
+            fix = (
+                "end those processes, take other devices=, or --accelerator.auto_select true"
+                if seen.taken
+                else "geartrain doctor"
+            )
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TrainingError(f"{label}: {what}: {reason}. Fix: {fix}") from error

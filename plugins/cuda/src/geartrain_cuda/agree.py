@@ -39,8 +39,17 @@ def agreed(n: int, find: Callable[[], list[int]]) -> list[int]:
 def _choose(n: int, find: Callable[[], list[int]]) -> list[int]:
     try:
         devices = find()
-    except (RuntimeError, ValueError) as error:  # a program may catch it and go on; its ranks then do the same
-        _keep({"n": n, "error": str(error), "kind": "ValueError" if isinstance(error, ValueError) else "RuntimeError"})
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # a program may catch it and go on; its ranks then do the same
+        _keep(
+            {
+                "n": n,
+                "error": str(error),
+                "kind": "ValueError" if isinstance(error, ValueError) else "RuntimeError",
+            }
+        )
         raise
     _keep({"n": n, "devices": devices})
     return devices

@@ -89,7 +89,11 @@ class Prefetcher:
                     "Fix: more locked memory (ulimit -l, a container's limits), or --accelerator.pin_memory false",
                     stacklevel=2,
                 )
-        return data if fresh else map_tensors(data, lambda tensor: tensor.clone() if tensor.is_pinned() else tensor)
+        return (
+            data
+            if fresh
+            else map_tensors(data, lambda tensor: tensor.clone() if tensor.is_pinned() else tensor)
+        )
 
 
 @dataclass(slots=True)
@@ -112,8 +116,15 @@ class Ahead:
         most: batches that will be asked for; no more are read, because a generator of the user's own goes on in the next epoch.
     """
 
-    def __init__(self, prefetcher: Prefetcher, run: Run, loader: Iterable[Any], index: int, most: int | None) -> None:
-        self._prefetcher, self._module, self._index, self._left = prefetcher, run.module, index, most
+    def __init__(
+        self, prefetcher: Prefetcher, run: Run, loader: Iterable[Any], index: int, most: int | None
+    ) -> None:
+        self._prefetcher, self._module, self._index, self._left = (
+            prefetcher,
+            run.module,
+            index,
+            most,
+        )
         self._iterator: Iterator[Any] | None = iter(loader)
         self._ahead, self._fresh = prefetcher.prefetch, pins_anew(loader)
         self._copies: deque[_Copy] = deque()
@@ -156,7 +167,9 @@ class Ahead:
             self._iterator = None
             return
         self._left = None if self._left is None else self._left - 1
-        source = self._prefetcher.pin(self._module.on_before_batch_transfer(source, self._index), self._fresh)
+        source = self._prefetcher.pin(
+            self._module.on_before_batch_transfer(source, self._index), self._fresh
+        )
         side = self._prefetcher.side
         # The copy starts when everything queued so far is done, which is what makes its memory safe to write, see above, and a source
         # on the GPU safe to read. The step that comes next is queued after this: the copy runs beside it.
@@ -165,7 +178,9 @@ class Ahead:
             batch = move(source, self._prefetcher.device)
             self._copies.append(_Copy(source, batch, side.record_event()))
         if stays(source, batch):
-            self._ahead = 0  # its step is queued before the loader goes on, here and with all batches to come
+            self._ahead = (
+                0  # its step is queued before the loader goes on, here and with all batches to come
+            )
 
     def _due(self, compute: torch.cuda.Stream) -> Any:
         """The oldest copy; nothing here keeps it, so that its memory is free for another copy as soon as the loop has let it go."""
@@ -224,7 +239,11 @@ def _gather(item: Any, found: list[Any]) -> Any:
         found.append(item)
     elif callable(getattr(item, "to", None)):
         found.append(item)
-        found.extend(value for value in getattr(item, "__dict__", {}).values() if isinstance(value, torch.Tensor))
+        found.extend(
+            value
+            for value in getattr(item, "__dict__", {}).values()
+            if isinstance(value, torch.Tensor)
+        )
     else:
         map_nested(item, lambda part: _gather(part, found))
     return item
@@ -234,8 +253,18 @@ def most(run: Run, stage: str, index: int) -> int | None:
     """How many batches of a loader the loop will ask for, at most; ``None`` if it cannot be known."""
     options, count = run.plan.options, run.stages[stage].batches[index]
     if stage == "train":
-        left = None if options.max_steps == -1 else (options.max_steps - run.step) * options.accumulate_grad_batches
+        left = (
+            None
+            if options.max_steps == -1
+            else (options.max_steps - run.step) * options.accumulate_grad_batches
+        )
         return min((number for number in (count, left) if number is not None), default=None)
     if run.stage == "sanity_check" and options.num_sanity_val_steps != -1:
-        count = options.num_sanity_val_steps if count is None else min(count, options.num_sanity_val_steps)
-    return None if count is None else max(count, 1)  # a rank without batches of its own reads one, to repeat it
+        count = (
+            options.num_sanity_val_steps
+            if count is None
+            else min(count, options.num_sanity_val_steps)
+        )
+    return (
+        None if count is None else max(count, 1)
+    )  # a rank without batches of its own reads one, to repeat it

@@ -22,7 +22,11 @@ def no_gpu() -> str | None:
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is built without CUDA. Fix: install a build that has it, {_INSTALL}"
     if torch.version.hip is not None:
-        return None if count_without_nvml() else f"torch {torch.__version__} is built for ROCm, and ROCm shows no GPU"
+        return (
+            None
+            if count_without_nvml()
+            else f"torch {torch.__version__} is built for ROCm, and ROCm shows no GPU"
+        )
     try:
         with session() as nvml:
             return _hidden(nvml, view(nvml))
@@ -41,7 +45,10 @@ def _hidden(nvml: Session, seen: View) -> str | None:
         return f"NVML: the driver ({nvml.driver()}) shows no GPU. Fix: nvidia-smi -L must list one; a container needs --gpus"
     if seen.variable is None:
         return f"all GPUs here ({len(there)}) are in MIG mode and have no instance. Fix: nvidia-smi mig -cgi, or nvidia-smi -mig 0"
-    return seen.problem or f"CUDA_VISIBLE_DEVICES={seen.variable!r} shows none of the {len(there)} GPUs here. Fix: unset it, or name some"
+    return (
+        seen.problem
+        or f"CUDA_VISIBLE_DEVICES={seen.variable!r} shows none of the {len(there)} GPUs here. Fix: unset it, or name some"
+    )
 
 
 def diagnose() -> dict[str, Any]:
@@ -68,16 +75,29 @@ def diagnose() -> dict[str, Any]:
     try:
         with session() as nvml:
             seen, cuda = view(nvml), nvml.driver_cuda()
-            facts |= {"driver": nvml.driver(), "driver_cuda": None if cuda is None else f"{cuda[0]}.{cuda[1]}"}
+            facts |= {
+                "driver": nvml.driver(),
+                "driver_cuda": None if cuda is None else f"{cuda[0]}.{cuda[1]}",
+            }
             devices = [_device(index, gpu) for index, gpu in enumerate(seen.devices)]
-            problems = [*_of_torch(cuda), *filter(None, [seen.problem, seen.order]), *_of_gpus(nvml, seen)]
+            problems = [
+                *_of_torch(cuda),
+                *filter(None, [seen.problem, seen.order]),
+                *_of_gpus(nvml, seen),
+            ]
     except Unavailable as error:
         facts["nvml"] = str(error)
         if torch.version.cuda is not None:
-            fix = "" if "Fix: " in str(error) else ". Fix: load the NVIDIA driver (nvidia-smi must work)"
+            fix = (
+                ""
+                if "Fix: " in str(error)
+                else ". Fix: load the NVIDIA driver (nvidia-smi must work)"
+            )
             problems.append(f"{error}{fix}")
     except Exception as error:  # a report of what is wrong must not be one more thing that is
-        problems.append(f"NVML gave what it should not: {type(error).__name__}: {error}. Fix: another nvidia-ml-py or driver")
+        problems.append(
+            f"NVML gave what it should not: {type(error).__name__}: {error}. Fix: another nvidia-ml-py or driver"
+        )
     return {"facts": facts, "devices": devices, "problems": problems}
 
 
@@ -110,7 +130,9 @@ def _device(index: int, gpu: GPU) -> dict[str, Any]:
         "memory_used_mib": None if memory is None else memory[0],
         "memory_total_mib": None if memory is None else memory[1],
         "compute_mode": gpu.compute_mode(),
-        "processes": None if processes is None else [{"pid": p.pid, "name": p.name, "memory_mib": p.memory_mib} for p in processes],
+        "processes": None
+        if processes is None
+        else [{"pid": p.pid, "name": p.name, "memory_mib": p.memory_mib} for p in processes],
         "mig": mig,
     }
 
@@ -120,7 +142,9 @@ def _of_torch(driver_cuda: tuple[int, int] | None) -> list[str]:
     if torch.version.hip is not None:
         return []
     if torch.version.cuda is None:
-        return [f"an NVIDIA driver is here, but torch {torch.__version__} is built without CUDA. Fix: a CUDA build of torch, {_INSTALL}"]
+        return [
+            f"an NVIDIA driver is here, but torch {torch.__version__} is built without CUDA. Fix: a CUDA build of torch, {_INSTALL}"
+        ]
     # Within a major version CUDA programs run on older drivers: https://docs.nvidia.com/deploy/cuda-compatibility/
     if driver_cuda is not None and driver_cuda[0] < int(torch.version.cuda.partition(".")[0]):
         have = f"{driver_cuda[0]}.{driver_cuda[1]}"
@@ -139,18 +163,32 @@ def _of_gpus(nvml: Session, seen: View) -> list[str]:
         owner = gpu.parent or gpu
         error = gpu.error or owner.error
         if error is not None:
-            problems.append(f"{gpu.label}: {error}. Fix: look for its Xid error in dmesg, reset it (nvidia-smi -r) or restart")
+            problems.append(
+                f"{gpu.label}: {error}. Fix: look for its Xid error in dmesg, reset it (nvidia-smi -r) or restart"
+            )
             continue
         if gpu.compute_mode() == "prohibited":
-            problems.append(f"{gpu.label} takes no compute processes (mode PROHIBITED). Fix: nvidia-smi -i {owner.index} -c DEFAULT")
+            problems.append(
+                f"{gpu.label} takes no compute processes (mode PROHIBITED). Fix: nvidia-smi -i {owner.index} -c DEFAULT"
+            )
         memory_errors = owner.ask(
-            "nvmlDeviceGetTotalEccErrors", gpu.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"), gpu.constant("NVML_VOLATILE_ECC")
+            "nvmlDeviceGetTotalEccErrors",
+            gpu.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
+            gpu.constant("NVML_VOLATILE_ECC"),
         )
         if memory_errors:
-            problems.append(f"{gpu.label} had {memory_errors} memory errors that ECC could not correct. Fix: reset it (nvidia-smi -r)")
-        slowed = [reason for reason in ("thermal", "hw_slowdown") if throttles(owner).get(f"throttled_{reason}")]
+            problems.append(
+                f"{gpu.label} had {memory_errors} memory errors that ECC could not correct. Fix: reset it (nvidia-smi -r)"
+            )
+        slowed = [
+            reason
+            for reason in ("thermal", "hw_slowdown")
+            if throttles(owner).get(f"throttled_{reason}")
+        ]
         if slowed:
-            problems.append(f"{gpu.label} is slowed down ({', '.join(slowed)}). Fix: look at its cooling and power supply")
+            problems.append(
+                f"{gpu.label} is slowed down ({', '.join(slowed)}). Fix: look at its cooling and power supply"
+            )
         problems += _too_new(gpu, owner)
     return [problem for problem in dict.fromkeys(problems) if problem and problem != seen.problem]
 
@@ -163,7 +201,9 @@ def _too_new(gpu: GPU, owner: GPU) -> list[str]:
     major, minor = capability
     for kind, high, low, only in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(built)):
         made = int(high), int(low)
-        if made == (major, minor) or (not only and made <= (major, minor) and (kind == "compute" or made[0] == major)):
+        if made == (major, minor) or (
+            not only and made <= (major, minor) and (kind == "compute" or made[0] == major)
+        ):
             return []
     return [
         f"torch {torch.__version__} has no kernels for {gpu.label}, of compute capability {major}.{minor}. Fix: another build, {_INSTALL}"

@@ -39,7 +39,14 @@ class Process:
 class GPU:
     """One GPU, or one MIG instance of a GPU, while its session is open."""
 
-    def __init__(self, session: Session, index: int, handle: Any, parent: GPU | None = None, error: str | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        index: int,
+        handle: Any,
+        parent: GPU | None = None,
+        error: str | None = None,
+    ) -> None:
         self._session, self._handle = session, handle
         #: The number that nvidia-smi shows; of an instance, the number on its GPU.
         self.index = index
@@ -77,19 +84,29 @@ class GPU:
         found = self.ask("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return None
-        return [Process(p.pid, self._session.ask("nvmlSystemGetProcessName", p.pid), _mib(p.usedGpuMemory)) for p in found]
+        return [
+            Process(
+                p.pid, self._session.ask("nvmlSystemGetProcessName", p.pid), _mib(p.usedGpuMemory)
+            )
+            for p in found
+        ]
 
     def compute_mode(self) -> str | None:
         """``"default"``, ``"exclusive_process"``, ``"prohibited"``, or ``None`` where NVML cannot say."""
         mode = (self.parent or self).ask("nvmlDeviceGetComputeMode")
         names = {"NVML_COMPUTEMODE_DEFAULT": "default", "NVML_COMPUTEMODE_PROHIBITED": "prohibited"}
         # EXCLUSIVE_THREAD, which drivers no longer set, is exclusive too.
-        names |= dict.fromkeys(("NVML_COMPUTEMODE_EXCLUSIVE_PROCESS", "NVML_COMPUTEMODE_EXCLUSIVE_THREAD"), "exclusive_process")
+        names |= dict.fromkeys(
+            ("NVML_COMPUTEMODE_EXCLUSIVE_PROCESS", "NVML_COMPUTEMODE_EXCLUSIVE_THREAD"),
+            "exclusive_process",
+        )
         return next((word for name, word in names.items() if mode == self.constant(name)), None)
 
     def memory(self) -> tuple[int, int] | None:
         """(used, total) in MiB. What the driver keeps for itself is not in ``used``, where the driver is new enough to tell it apart."""
-        found = self.ask("nvmlDeviceGetMemoryInfo", version=self.constant("nvmlMemory_v2")) or self.ask("nvmlDeviceGetMemoryInfo")
+        found = self.ask(
+            "nvmlDeviceGetMemoryInfo", version=self.constant("nvmlMemory_v2")
+        ) or self.ask("nvmlDeviceGetMemoryInfo")
         return None if found is None else (found.used // MIB, found.total // MIB)
 
     def in_mig_mode(self) -> bool:
@@ -99,8 +116,14 @@ class GPU:
     def instances(self) -> list[GPU]:
         """The MIG instances on this GPU."""
         places = range(self.ask("nvmlDeviceGetMaxMigDeviceCount") or 0)
-        found = [(place, self.ask("nvmlDeviceGetMigDeviceHandleByIndex", place)) for place in places]
-        return [GPU(self._session, place, handle, parent=self) for place, handle in found if handle is not None]
+        found = [
+            (place, self.ask("nvmlDeviceGetMigDeviceHandleByIndex", place)) for place in places
+        ]
+        return [
+            GPU(self._session, place, handle, parent=self)
+            for place, handle in found
+            if handle is not None
+        ]
 
 
 class Session:
@@ -109,7 +132,10 @@ class Session:
     def __init__(self, pynvml: Any) -> None:
         self._pynvml, self._pid, self._open = pynvml, os.getpid(), True
         self.error: type[Exception] = pynvml.NVMLError
-        self.lost: tuple[type[Exception], ...] = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired)
+        self.lost: tuple[type[Exception], ...] = (
+            pynvml.NVMLError_GpuIsLost,
+            pynvml.NVMLError_ResetRequired,
+        )
 
     def close(self) -> None:
         self._open = False
@@ -125,7 +151,9 @@ class Session:
             RuntimeError: the session is closed, or was opened in the process that this one was forked from.
         """
         if not self._open or os.getpid() != self._pid:
-            raise RuntimeError("NVML was asked through a handle of a closed session, or of the process that this one was forked from")
+            raise RuntimeError(
+                "NVML was asked through a handle of a closed session, or of the process that this one was forked from"
+            )
         if not hasattr(self._pynvml, function):
             raise self._pynvml.NVMLError(self._pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return getattr(self._pynvml, function)(*arguments, **more)
@@ -168,7 +196,9 @@ def session() -> Iterator[Session]:
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError as error:
-        raise Unavailable("NVML: the package pynvml is missing. Fix: pip install nvidia-ml-py") from error
+        raise Unavailable(
+            "NVML: the package pynvml is missing. Fix: pip install nvidia-ml-py"
+        ) from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

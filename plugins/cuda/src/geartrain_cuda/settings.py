@@ -21,16 +21,25 @@ LABEL = "geartrain-cuda[cuda]"
 #: option -> (read, set).
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "cudnn_benchmark": (lambda: torch.backends.cudnn.benchmark, lambda value: setattr(torch.backends.cudnn, "benchmark", value)),
+    "cudnn_benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
     "cudnn_deterministic": (
         lambda: torch.backends.cudnn.deterministic,
         lambda value: setattr(torch.backends.cudnn, "deterministic", value),
     ),
-    "cudnn_allow_tf32": (lambda: torch.backends.cudnn.allow_tf32, lambda value: setattr(torch.backends.cudnn, "allow_tf32", value)),
+    "cudnn_allow_tf32": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+    ),
 }
 #: option -> what its older switch overwrites in the tree, below ``torch.backends``. cuDNN's two begin (seen in 2.13) with a
 #: TF32 that gives way to what is set above them, and that nothing can set again: they get back a TF32 that does not.
-_OVERWRITES = {"matmul_precision": ("cuda.matmul", "mkldnn.matmul"), "cudnn_allow_tf32": ("cudnn.conv", "cudnn.rnn")}
+_OVERWRITES = {
+    "matmul_precision": ("cuda.matmul", "mkldnn.matmul"),
+    "cudnn_allow_tf32": ("cudnn.conv", "cudnn.rnn"),
+}
 #: What stands above those, the topmost first. ``mkldnn.fp32_precision`` is left out: setting it sets the topmost one (seen in 2.13).
 _ABOVE = ("", "cudnn")
 

@@ -48,10 +48,18 @@ class Stats:
                             figures |= _named(index, self._of(index, seen.devices[index]))
             except Unavailable:
                 pass
-        for index in run.plan.devices[: run.plan.layout.devices_per_process]:  # this process's own: torch knows its own memory alone
+        for index in run.plan.devices[
+            : run.plan.layout.devices_per_process
+        ]:  # this process's own: torch knows its own memory alone
             device = torch.device("cuda", index)
-            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-            figures |= _named(index, {"torch_allocated_mib": allocated / MIB, "torch_reserved_mib": reserved / MIB})
+            allocated, reserved = (
+                torch.cuda.memory_allocated(device),
+                torch.cuda.memory_reserved(device),
+            )
+            figures |= _named(
+                index,
+                {"torch_allocated_mib": allocated / MIB, "torch_reserved_mib": reserved / MIB},
+            )
         return figures
 
     def _of(self, index: int, gpu: GPU) -> dict[str, float]:
@@ -81,12 +89,18 @@ def _figures(gpu: GPU) -> dict[str, float]:
         "memory_utilization_percent": lambda: None if use is None else use.memory,
         "memory_used_mib": lambda: None if memory is None else memory[0],
         "memory_total_mib": lambda: None if memory is None else memory[1],
-        "temperature_celsius": lambda: board.ask("nvmlDeviceGetTemperature", constant("NVML_TEMPERATURE_GPU")),
+        "temperature_celsius": lambda: board.ask(
+            "nvmlDeviceGetTemperature", constant("NVML_TEMPERATURE_GPU")
+        ),
         "power_watt": lambda: _scaled(board.ask("nvmlDeviceGetPowerUsage"), 1000),
         "sm_clock_mhz": lambda: board.ask("nvmlDeviceGetClockInfo", constant("NVML_CLOCK_SM")),
         "memory_clock_mhz": lambda: board.ask("nvmlDeviceGetClockInfo", constant("NVML_CLOCK_MEM")),
-        "pcie_tx_mib_per_s": lambda: _scaled(board.ask("nvmlDeviceGetPcieThroughput", constant("NVML_PCIE_UTIL_TX_BYTES")), 1024),
-        "pcie_rx_mib_per_s": lambda: _scaled(board.ask("nvmlDeviceGetPcieThroughput", constant("NVML_PCIE_UTIL_RX_BYTES")), 1024),
+        "pcie_tx_mib_per_s": lambda: _scaled(
+            board.ask("nvmlDeviceGetPcieThroughput", constant("NVML_PCIE_UTIL_TX_BYTES")), 1024
+        ),
+        "pcie_rx_mib_per_s": lambda: _scaled(
+            board.ask("nvmlDeviceGetPcieThroughput", constant("NVML_PCIE_UTIL_RX_BYTES")), 1024
+        ),
         "ecc_corrected_errors": lambda: _ecc(board, "NVML_MEMORY_ERROR_TYPE_CORRECTED"),
         "ecc_uncorrected_errors": lambda: _ecc(board, "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
     }
@@ -96,7 +110,9 @@ def _figures(gpu: GPU) -> dict[str, float]:
 
 def _ecc(gpu: GPU, kind: str) -> float | None:
     """Errors since the driver was loaded."""
-    count: float | None = gpu.ask("nvmlDeviceGetTotalEccErrors", gpu.constant(kind), gpu.constant("NVML_VOLATILE_ECC"))
+    count: float | None = gpu.ask(
+        "nvmlDeviceGetTotalEccErrors", gpu.constant(kind), gpu.constant("NVML_VOLATILE_ECC")
+    )
     return count
 
 
@@ -104,17 +120,24 @@ def throttles(gpu: GPU) -> dict[str, float]:
     """``throttled`` and one flag for each group of reasons, 0 or 1; empty where NVML cannot say."""
     active = gpu.ask("nvmlDeviceGetCurrentClocksEventReasons")
     if active is None:
-        active = gpu.ask("nvmlDeviceGetCurrentClocksThrottleReasons")  # what drivers before 535 call it
+        active = gpu.ask(
+            "nvmlDeviceGetCurrentClocksThrottleReasons"
+        )  # what drivers before 535 call it
     if active is None:
         return {}
-    flags = {f"throttled_{group}": float(any(active & gpu.constant(bit) for bit in bits)) for group, bits in _REASONS.items()}
+    flags = {
+        f"throttled_{group}": float(any(active & gpu.constant(bit) for bit in bits))
+        for group, bits in _REASONS.items()
+    }
     return {"throttled": max(flags.values()), **flags}
 
 
 def _links(gpu: GPU) -> tuple[float, float, float] | None:
     """(seconds, KiB sent, KiB received) over all NVLinks since the driver was loaded; ``None`` where there are none."""
     names = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
-    values: Any = gpu.ask("nvmlDeviceGetFieldValues", [(gpu.constant(name), _ALL_LINKS) for name in names])
+    values: Any = gpu.ask(
+        "nvmlDeviceGetFieldValues", [(gpu.constant(name), _ALL_LINKS) for name in names]
+    )
     if values is None or any(value.nvmlReturn != gpu.constant("NVML_SUCCESS") for value in values):
         return None
     return time.monotonic(), float(values[0].value.ullVal), float(values[1].value.ullVal)

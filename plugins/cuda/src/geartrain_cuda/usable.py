@@ -59,7 +59,9 @@ def find_usable_cuda_devices(n: int = -1) -> list[int]:
         RuntimeError: fewer are free; it names the others and their processes. Or ranks would choose apart, see ``docs/cuda.md``.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < -1:
-        raise ValueError(f"find_usable_cuda_devices({n!r}): n is a number of GPUs, or -1 for all usable ones")
+        raise ValueError(
+            f"find_usable_cuda_devices({n!r}): n is a number of GPUs, or -1 for all usable ones"
+        )
     return agreed(n, lambda: _find(n)) if n else []
 
 
@@ -108,7 +110,13 @@ def _look(index: int, gpu: GPU) -> Look:
     if processes is None:
         return Look(index, name, probe_as=gpu.uuid or _entry(index))
     others = [process for process in processes if not is_ours(process.pid)]
-    return Look(index, name, (describe(others) + (" (exclusive mode)" if mode == "exclusive_process" else "")) if others else None)
+    return Look(
+        index,
+        name,
+        (describe(others) + (" (exclusive mode)" if mode == "exclusive_process" else ""))
+        if others
+        else None,
+    )
 
 
 def describe(processes: Iterable[Process]) -> str:
@@ -117,7 +125,10 @@ def describe(processes: Iterable[Process]) -> str:
 
 
 def _without_nvml() -> list[Look]:
-    return [Look(index, f"cuda:{index}", probe_as=_entry(index)) for index in range(count_without_nvml())]
+    return [
+        Look(index, f"cuda:{index}", probe_as=_entry(index))
+        for index in range(count_without_nvml())
+    ]
 
 
 def count_without_nvml() -> int:
@@ -134,7 +145,10 @@ def count_without_nvml() -> int:
         found = int(last[0]) if error is None and last and last[0].isdecimal() else None
         if found is None:
             reason = error or f"torch printed {counted!r}"
-            warnings.warn(f"the GPUs could not be counted: {reason}. Fix: see why torch.cuda.device_count() fails", stacklevel=2)
+            warnings.warn(
+                f"the GPUs could not be counted: {reason}. Fix: see why torch.cuda.device_count() fails",
+                stacklevel=2,
+            )
         _counted[deciding] = found or 0
     return _counted[deciding]
 
@@ -156,7 +170,11 @@ def _can_have_any() -> bool:
 
 def _variable() -> str:
     """The variable that says which GPUs are visible. HIP reads CUDA's where its own is not set, and so does torch."""
-    return _HIP if torch.version.hip is not None and (_HIP in os.environ or _CUDA not in os.environ) else _CUDA
+    return (
+        _HIP
+        if torch.version.hip is not None and (_HIP in os.environ or _CUDA not in os.environ)
+        else _CUDA
+    )
 
 
 def _entry(index: int) -> str:
@@ -212,6 +230,8 @@ def is_ours(pid: int) -> bool:
 def _parent(pid: int) -> int:
     """0 where the system does not say: the process has ended, or there is no /proc."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+        )
     except (OSError, IndexError, ValueError):
         return 0

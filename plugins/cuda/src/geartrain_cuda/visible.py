@@ -47,7 +47,11 @@ def view(session: Session, environ: Mapping[str, str] = os.environ) -> View:
     many = driver is not None and int(driver[0]) >= _MANY_INSTANCES
     if variable is not None and variable.startswith(("GPU-", "MIG-")):
         prefix = variable[:4]
-        named, problem = _named(variable, prefix, gpus if prefix == "GPU-" else [i for gpu in gpus for i in _instances(gpu)])
+        named, problem = _named(
+            variable,
+            prefix,
+            gpus if prefix == "GPU-" else [i for gpu in gpus for i in _instances(gpu)],
+        )
         numbered = False
     else:
         named, problem = (gpus, None) if variable is None else _numbered(variable, gpus)
@@ -72,7 +76,9 @@ def _numbered(variable: str, gpus: Sequence[GPU]) -> tuple[list[GPU], str | None
     problem = None
     for entry in variable.split(","):
         match = re.match(r"([+-]?)0*(\d+)", entry.strip(), re.ASCII)
-        number = int(match[2][:12]) if match else -1  # no machine has GPUs of so many digits, and int() refuses very many
+        number = (
+            int(match[2][:12]) if match else -1
+        )  # no machine has GPUs of so many digits, and int() refuses very many
         index = -number if match and match[1] == "-" else number
         if index in found:
             return [], _twice(variable, entry)

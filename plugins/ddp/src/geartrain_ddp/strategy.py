@@ -51,7 +51,9 @@ class DDPStrategy(ProcessGroupStrategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads wait as long, too
-            raise UsageError(f"timeout={timeout!r} must be above 0 and at most {threading.TIMEOUT_MAX:.0f} seconds.")
+            raise UsageError(
+                f"timeout={timeout!r} must be above 0 and at most {threading.TIMEOUT_MAX:.0f} seconds."
+            )
         #: The capabilities that the conformance kit may expect.
         self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend
@@ -72,14 +74,20 @@ class DDPStrategy(ProcessGroupStrategy):
         place = run.cluster
         assert place is not None
         backend = self.process_group_backend or _default_backend(run.plan.accelerator.name)
-        dist.init_process_group(backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout)
+        dist.init_process_group(
+            backend, store=run.store, rank=place.rank, world_size=place.size, timeout=self.timeout
+        )
 
     def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
         """Wrap the model, which is on its device; called once in each process and run."""
-        ddp = DistributedDataParallel(model, device_ids=self.ddp_device_ids(run), **self.ddp_options)
+        ddp = DistributedDataParallel(
+            model, device_ids=self.ddp_device_ids(run), **self.ddp_options
+        )
         if run.hooks.implementers("reduce_bucket"):
             # A lambda, because DDP compares annotations with types, and those here are strings.
-            ddp.register_comm_hook(run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket))
+            ddp.register_comm_hook(
+                run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket)
+            )
         return ddp
 
     def ddp_device_ids(self, run: Run) -> list[torch.device] | None:
@@ -92,7 +100,11 @@ class DDPStrategy(ProcessGroupStrategy):
         Raises:
             UsageError: a ``fit`` in manual optimisation.
         """
-        if run.command == "fit" and run.mode == "manual" and (by := run.hooks.implementers("reduce_bucket")):
+        if (
+            run.command == "fit"
+            and run.mode == "manual"
+            and (by := run.hooks.implementers("reduce_bucket"))
+        ):
             raise UsageError(
                 f"{by[0].label}: its reduce_bucket would never be called: {type(run.module).__name__}.automatic_optimization is False, "
                 "and manual_backward averages without DDP's buckets. Fix: one without the other"
@@ -108,7 +120,9 @@ class DDPStrategy(ProcessGroupStrategy):
         right = [name for name in here if name != "nccl" or accelerator == "cuda"]
         if backend not in right:
             fix = " or ".join(right) or "a torch built with one"
-            raise UsageError(f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}")
+            raise UsageError(
+                f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}"
+            )
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -121,14 +135,28 @@ class DDPStrategy(ProcessGroupStrategy):
         assert place is not None
         with name_absent_ranks(run):
             self.init_dist_connection(run)
-        return World(dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, place.node_rank)
+        return World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            place.local_rank,
+            place.local_size,
+            place.node_rank,
+        )
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
         # Manual optimisation calls the bare module, and manual_backward averages its gradients: DDP would only keep buckets of their size.
-        trains = run.command == "fit" and run.mode != "manual" and any(parameter.requires_grad for parameter in model.parameters())
-        return self.configure_ddp(run, model.to(run.device)) if trains else super().wrap_model(run, model)
+        trains = (
+            run.command == "fit"
+            and run.mode != "manual"
+            and any(parameter.requires_grad for parameter in model.parameters())
+        )
+        return (
+            self.configure_ddp(run, model.to(run.device))
+            if trains
+            else super().wrap_model(run, model)
+        )
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:

@@ -50,7 +50,10 @@ class Cpu:
             found["process_rss_mib"] = self._process.memory_info().rss / _MIB
         with suppress(psutil.Error, OSError):
             memory = psutil.virtual_memory()
-            found |= {"memory_used_percent": memory.percent, "memory_available_mib": memory.available / _MIB}
+            found |= {
+                "memory_used_percent": memory.percent,
+                "memory_available_mib": memory.available / _MIB,
+            }
         with suppress(OSError, AttributeError):  # Windows has no load average
             found["load_1m"] = os.getloadavg()[0]
         return found

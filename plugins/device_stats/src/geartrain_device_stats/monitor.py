@@ -92,9 +92,15 @@ def sample(run: Run) -> dict[str, float]:
     for given in run.hooks.device_stats(run=run):
         for name, value in given.items():
             if name in figures or isinstance(value, bool) or not isinstance(value, int | float):
-                what = f"gives {name!r} twice" if name in figures else f"gives {name}={value!r}, which is no number"
+                what = (
+                    f"gives {name!r} twice"
+                    if name in figures
+                    else f"gives {name}={value!r}, which is no number"
+                )
                 whose = ", ".join(choice.label for choice in run.hooks.implementers("device_stats"))
-                raise TrainingError(f"device_stats of {whose} {what}. Fix: take one of them out, or give its figures other names")
+                raise TrainingError(
+                    f"device_stats of {whose} {what}. Fix: take one of them out, or give its figures other names"
+                )
             figures[name] = float(value)
     return figures
 

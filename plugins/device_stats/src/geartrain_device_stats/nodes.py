@@ -37,7 +37,9 @@ class Nodes:
             from torch._C._distributed_c10d import TCPStore
 
             assert isinstance(store, TCPStore)  # geartrain-parallel makes no other
-            self._store = TCPStore(store.host, store.port, None, False, timeout=_TIMEOUT, wait_for_workers=False)
+            self._store = TCPStore(
+                store.host, store.port, None, False, timeout=_TIMEOUT, wait_for_workers=False
+            )
 
     def exchange(self, figures: dict[str, float]) -> dict[str, float]:
         """Hand in this node's newest figures.
@@ -55,9 +57,15 @@ class Nodes:
             store.set(_key(world.node_rank), json.dumps(figures))
             return {}
         for node in range(self._count):
-            if store is not None and node != world.node_rank and store.check([_key(node)]):  # get() alone would wait for it
+            if (
+                store is not None and node != world.node_rank and store.check([_key(node)])
+            ):  # get() alone would wait for it
                 found[node] = json.loads(store.get(_key(node)))
-        return {f"node{node}_{name}": value for node in sorted(found) for name, value in found[node].items()}
+        return {
+            f"node{node}_{name}": value
+            for node in sorted(found)
+            for name, value in found[node].items()
+        }
 
 
 def _key(node: int) -> str:

@@ -48,9 +48,13 @@ class DeviceStats:
         world, nodes = run.world, run.plan.num_nodes
         if world.rank == 0:
             if not run.hooks.implementers("log_metrics") and not run.plan.options.fast_dev_run:
-                _warn("device_stats: there is no logger, so nobody will see its figures. Fix: --output DIR, or a logger's plugin")
+                _warn(
+                    "device_stats: there is no logger, so nobody will see its figures. Fix: --output DIR, or a logger's plugin"
+                )
             if nodes > 1 and run.store is None:
-                _warn(f"device_stats: {run.plan.strategy.label} has no store that every rank reaches, so only node 0's figures are logged")
+                _warn(
+                    f"device_stats: {run.plan.strategy.label} has no store that every rank reaches, so only node 0's figures are logged"
+                )
         if world.local_rank == 0 and (world.rank == 0 or run.store is not None):
             self._monitor = Monitor(run, self.interval)
             self._monitor.start()
@@ -61,7 +65,9 @@ class DeviceStats:
         return cpu.figures() if cpu is not None else None
 
     @hookimpl(wrapper=True)
-    def device_batches(self, run: Run, loader: Iterable[Any]) -> Generator[None, Any, Iterator[Any]]:
+    def device_batches(
+        self, run: Run, loader: Iterable[Any]
+    ) -> Generator[None, Any, Iterator[Any]]:
         """Looks for a sample between two batches, in every stage. ``on_step_end`` would cost each step a hook call, 1 µs."""
         batches: Iterator[Any] = yield
         monitor = self._monitor
@@ -99,7 +105,9 @@ class DeviceStats:
     def _stop(self) -> None:
         monitor = self._monitor
         if monitor is not None and not monitor.stop():
-            _warn(f"device_stats: its thread did not end within {PATIENCE:.0f} s; it is left behind and ends with the program")
+            _warn(
+                f"device_stats: its thread did not end within {PATIENCE:.0f} s; it is left behind and ends with the program"
+            )
         self._monitor = None
 
 

@@ -23,7 +23,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from geartrain.parallel import ClusterEnvironment, Failure, Patience, Supervisor, bootstrap, detect, report
+from geartrain.parallel import (
+    ClusterEnvironment,
+    Failure,
+    Patience,
+    Supervisor,
+    bootstrap,
+    detect,
+    report,
+)
 
 #: Seconds that the two have from their start to the end of the all-reduce.
 DEADLINE = 60.0
@@ -65,7 +73,11 @@ class _Rank:
 
     def output(self) -> str:
         path = self.folder / f"output-{self.number}"
-        return "\n".join(path.read_text(errors="replace").splitlines()[-_LINES:]) if path.exists() else ""
+        return (
+            "\n".join(path.read_text(errors="replace").splitlines()[-_LINES:])
+            if path.exists()
+            else ""
+        )
 
     def _where(self) -> str:
         """The innermost frame of the stack that it wrote, its main thread's."""
@@ -80,12 +92,22 @@ class _Rank:
             return f"rank {self.number} did not come to an end within {DEADLINE:g} s{self._where()}"
         if error is not None:
             return f"rank {self.number} failed: {error.message.splitlines()[0]}"
-        return f"rank {self.number} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}")
+        return f"rank {self.number} " + (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def facts(self, blamed: bool) -> dict[str, Any]:
         error = self.error()
         text = None if error is None else error.traceback
-        return {"rank": self.number, "exit_code": self.process.returncode, "blamed": blamed, "error": text, "output": self.output()}
+        return {
+            "rank": self.number,
+            "exit_code": self.process.returncode,
+            "blamed": blamed,
+            "error": text,
+            "output": self.output(),
+        }
 
 
 def all_reduce(backend: str, device: str) -> dict[str, Any]:
@@ -103,17 +125,28 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
     from geartrain.parallel import raise_on_signals, rendezvous, sockets
 
     began, patience = time.monotonic(), Patience.from_environment()
-    facts: dict[str, Any] = {"backend": backend, "device": device, "mib": NUMBERS * 4 / 2**20, "all_reduce_ms": None, "error": None}
+    facts: dict[str, Any] = {
+        "backend": backend,
+        "device": device,
+        "mib": NUMBERS * 4 / 2**20,
+        "all_reduce_ms": None,
+        "error": None,
+    }
     # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    with raise_on_signals() if in_main_thread else nullcontext(), tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder:
+    with (
+        raise_on_signals() if in_main_thread else nullcontext(),
+        tempfile.TemporaryDirectory(prefix="geartrain-doctor-") as folder,
+    ):
         store = rendezvous.serve(sockets.bind("127.0.0.1", None), timedelta(seconds=DEADLINE))
         ranks: list[_Rank] = []
         supervisor = Supervisor(ranks, Path(folder), patience)
         try:
             with _later() if in_main_thread else nullcontext():
                 for number in range(_RANKS):
-                    place = ClusterEnvironment("geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port)
+                    place = ClusterEnvironment(
+                        "geartrain", number, _RANKS, number, _RANKS, 0, "127.0.0.1", store.port
+                    )
                     ranks.append(_start(place, backend, device, Path(folder)))
             _wait(ranks, supervisor)
         finally:
@@ -122,7 +155,11 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
                 os.close(rank.sentinel)
         facts["seconds"] = round(time.monotonic() - began, 3)
         verdict = supervisor.judge()
-        if blamed := [rank for rank in ranks if rank.hangs or (verdict is not None and rank.number in verdict.ranks)]:
+        if blamed := [
+            rank
+            for rank in ranks
+            if rank.hangs or (verdict is not None and rank.number in verdict.ranks)
+        ]:
             facts["error"] = "; ".join(rank.why() for rank in blamed)
             facts["ranks"] = [rank.facts(rank in blamed) for rank in ranks]
         else:
@@ -136,7 +173,10 @@ def _later() -> Iterator[None]:
     from geartrain.parallel import SIGNALS
 
     heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, frame: heard.append(number))
+        for number in SIGNALS
+    }
     try:
         yield
     finally:
@@ -150,15 +190,33 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
     from geartrain.parallel import ERROR_FILE, variables
 
     number = place.rank
-    leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's, which would tell the two another place
+    leftovers = (
+        "TORCHELASTIC_",
+        "GROUP_",
+        "ROLE_",
+    )  # torchrun's, which would tell the two another place
     kept = {name: value for name, value in os.environ.items() if not name.startswith(leftovers)}
     # -P: a file of the current folder that is called like a module of the standard library's is not imported.
-    work = [sys.executable, "-P", "-m", __name__, backend, device, str(DEADLINE), str(folder / f"result-{number}")]
+    work = [
+        sys.executable,
+        "-P",
+        "-m",
+        __name__,
+        backend,
+        device,
+        str(DEADLINE),
+        str(folder / f"result-{number}"),
+    ]
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
             bootstrap.command(folder / f"output-{number}", work),
-            env={**kept, **variables(place), ERROR_FILE: str(folder / f"error-{number}"), "PYTHONUNBUFFERED": "1"},
+            env={
+                **kept,
+                **variables(place),
+                ERROR_FILE: str(folder / f"error-{number}"),
+                "PYTHONUNBUFFERED": "1",
+            },
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C is this process's business
@@ -174,7 +232,9 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
 def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
     """Wait for both, until the deadline; after one has failed the other has a moment to fail, too."""
     deadline = time.monotonic() + DEADLINE
-    while supervisor.running and not supervisor.failures and (left := deadline - time.monotonic()) > 0:
+    while (
+        supervisor.running and not supervisor.failures and (left := deadline - time.monotonic()) > 0
+    ):
         supervisor.wait(left)
         supervisor.look()
     if not supervisor.failures:
@@ -182,7 +242,9 @@ def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
         for rank in ranks:
             if rank.number in supervisor.running:
                 rank.hangs = True
-                rank.signal(signal.SIGUSR1)  # writes the stacks into its output, also from within a collective, and ends it
+                rank.signal(
+                    signal.SIGUSR1
+                )  # writes the stacks into its output, also from within a collective, and ends it
     supervisor.unwind()
 
 
@@ -195,7 +257,9 @@ def main(argv: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
     backend, device, seconds, result = argv
     try:
-        Path(result).write_text(json.dumps({"ms": _sum(backend, device, timedelta(seconds=float(seconds)))}))
+        Path(result).write_text(
+            json.dumps({"ms": _sum(backend, device, timedelta(seconds=float(seconds)))})
+        )
     except BaseException as error:
         report(error)
         traceback.print_exception(error)
@@ -226,7 +290,9 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     store = rendezvous.run_store(place, "doctor", timeout)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout
+    )
     numbers = torch.arange(NUMBERS, dtype=torch.float32, device=device)
     seconds = []
     for _ in range(1 + TIMED):
@@ -239,7 +305,9 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
         wrong = int((summed != numbers * sum(range(1, place.size + 1))).sum())
         if wrong:
             raise TrainingError(f"the all-reduce gave {wrong} wrong numbers of {NUMBERS}")
-    dist.barrier(device_ids=None if kind == "cpu" else [place.local_rank])  # rank 0 keeps the store: it leaves last
+    dist.barrier(
+        device_ids=None if kind == "cpu" else [place.local_rank]
+    )  # rank 0 keeps the store: it leaves last
     dist.destroy_process_group()
     return round(sorted(seconds[1:])[TIMED // 2] * 1000, 3)
 

@@ -31,11 +31,15 @@ def command(name: str, argv: list[str]) -> None:
     registry = Registry()
     if options.accelerator.lower() not in ("auto", "gpu"):
         registry.find("accelerator", options.accelerator)
-    with contextlib.redirect_stdout(sys.stderr):  # what a plugin or a target prints is no part of our answer
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # what a plugin or a target prints is no part of our answer
         request = _target(options.pickle, rest)
         sections = list(_examine(options, registry, request))
     findings = list(dict.fromkeys(finding for section in sections for finding in section.findings))
-    fixes, warnings = ([finding for finding in findings if finding.must is must] for must in (True, False))
+    fixes, warnings = (
+        [finding for finding in findings if finding.must is must] for must in (True, False)
+    )
     if options.json:
         print(json.dumps(_facts(sections, fixes, warnings), indent=2))
     else:
@@ -44,17 +48,34 @@ def command(name: str, argv: list[str]) -> None:
         show(sections, fixes, warnings)
         sys.stdout.flush()
     if fixes:
-        raise GeartrainError("1 thing must be fixed" if len(fixes) == 1 else f"{len(fixes)} things must be fixed")
+        raise GeartrainError(
+            "1 thing must be fixed" if len(fixes) == 1 else f"{len(fixes)} things must be fixed"
+        )
 
 
 def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own options, and those of a TARGET's classes."""
-    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object with everything that was found")
-    parser.add_argument("--accelerator", default="auto", metavar="NAME", help="the accelerator that must serve; default auto")
-    parser.add_argument("--backend", metavar="NAME", help="torch.distributed's backend for the all-reduce; default as the accelerator is")
+    parser = argparse.ArgumentParser(
+        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    )
     parser.add_argument(
-        "--pickle", metavar="TARGET", help="look for what cannot be pickled in a target; its --model.ARG and --data.ARG may follow"
+        "--json", action="store_true", help="print one JSON object with everything that was found"
+    )
+    parser.add_argument(
+        "--accelerator",
+        default="auto",
+        metavar="NAME",
+        help="the accelerator that must serve; default auto",
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="torch.distributed's backend for the all-reduce; default as the accelerator is",
+    )
+    parser.add_argument(
+        "--pickle",
+        metavar="TARGET",
+        help="look for what cannot be pickled in a target; its --model.ARG and --data.ARG may follow",
     )
     try:
         options, rest = parser.parse_known_args(argv)
@@ -64,7 +85,9 @@ def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for token in rest:
         if token.startswith(("--model.", "--data.")):
             if options.pickle is None:
-                raise UsageError(f"{token.partition('=')[0]} is an option of a target. Fix: --pickle TARGET {token}")
+                raise UsageError(
+                    f"{token.partition('=')[0]} is an option of a target. Fix: --pickle TARGET {token}"
+                )
             following = "=" not in token
         elif token.startswith("-") or not following:
             raise UsageError(f"there is no option {token}. {_hint(token)}")
@@ -88,7 +111,11 @@ def _target(target: str | None, rest: list[str]) -> Any:
         return None
 
     # Where it would train changes nothing of what pickles, and may be what is wrong here.
-    return read_arguments("fit", [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest], None)
+    return read_arguments(
+        "fit",
+        [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest],
+        None,
+    )
 
 
 def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> Iterator[Section]:
@@ -117,14 +144,25 @@ def _chosen(accelerators: dict[str, Any]) -> tuple[dict[str, Any] | None, int | 
     """The accelerator that would be taken, and how many devices it has."""
     chosen = accelerators.get("chosen")
     rows = accelerators.get("accelerators", [])
-    return chosen, next((row["device_count"] for row in rows if chosen is not None and row["name"] == chosen["name"]), None)
+    return chosen, next(
+        (
+            row["device_count"]
+            for row in rows
+            if chosen is not None and row["name"] == chosen["name"]
+        ),
+        None,
+    )
 
 
-def _facts(sections: list[Section], fixes: list[Finding], warnings: list[Finding]) -> dict[str, Any]:
+def _facts(
+    sections: list[Section], fixes: list[Finding], warnings: list[Finding]
+) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
         **{section.name: section.facts for section in sections},
-        "failed": {section.name: section.error for section in sections if section.error is not None},
+        "failed": {
+            section.name: section.error for section in sections if section.error is not None
+        },
         "problems": [finding.as_dict() for finding in fixes],
         "warnings": [finding.as_dict() for finding in warnings],
     }

@@ -34,7 +34,9 @@ class Section:
     def problem(self, what: str, fix: str = "", must: bool = True) -> None:
         """Add a finding; the fix may stand at the end of ``what``, after "Fix: "."""
         what, _, ending = what.partition("Fix: ")
-        self.findings.append(Finding(self.name, what.strip().rstrip("."), (fix or ending).strip(), must))
+        self.findings.append(
+            Finding(self.name, what.strip().rstrip("."), (fix or ending).strip(), must)
+        )
 
     def warn(self, what: str, fix: str = "") -> None:
         self.problem(what, fix, must=False)
@@ -49,5 +51,8 @@ def examine(name: str, check: Callable[..., None], *arguments: Any) -> Section:
         raise
     except BaseException as error:  # a plugin or a target may raise anything, SystemExit too
         section.error = f"{type(error).__name__}: {error}"
-        section.problem(f"{name}: this check failed: {section.error}", "what the error names; the other checks are not touched by it")
+        section.problem(
+            f"{name}: this check failed: {section.error}",
+            "what the error names; the other checks are not touched by it",
+        )
     return section

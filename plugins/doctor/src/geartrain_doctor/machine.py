@@ -41,7 +41,11 @@ def _disks(section: Section) -> None:
         usage = shutil.disk_usage(path)
         disks[what] = {"path": path, "free_mib": usage.free // MIB, "total_mib": usage.total // MIB}
         if usage.free < _DISK:
-            fix = "free some, or --output DIR on another disk" if what == "current folder" else "free some, or set TMPDIR"
+            fix = (
+                "free some, or --output DIR on another disk"
+                if what == "current folder"
+                else "free some, or set TMPDIR"
+            )
             section.problem(f"the {what} ({path}) has {usage.free // MIB} MiB free", fix)
         if not os.access(path, os.W_OK):
             section.warn(f"the {what} ({path}) cannot be written to", "--output DIR elsewhere")
@@ -51,7 +55,10 @@ def _temporary(section: Section) -> str | None:
     try:
         return tempfile.gettempdir()
     except FileNotFoundError as error:
-        section.problem(f"there is no temporary folder: {error.strerror}", "set TMPDIR to a folder that can be written to")
+        section.problem(
+            f"there is no temporary folder: {error.strerror}",
+            "set TMPDIR to a folder that can be written to",
+        )
         return None
 
 
@@ -61,14 +68,21 @@ def _shared_memory(section: Section) -> None:
         return  # macOS and Windows have another kind, without a limit of its own
     stats = os.statvfs("/dev/shm")
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
-    section.facts["shared_memory"] = {"path": "/dev/shm", "free_mib": free // MIB, "total_mib": size // MIB}
+    section.facts["shared_memory"] = {
+        "path": "/dev/shm",
+        "free_mib": free // MIB,
+        "total_mib": size // MIB,
+    }
     if size <= _SHARED:
         section.problem(
             f"/dev/shm has {size // MIB} MiB: loader workers hand batches over in it and die with a bus error once it is full",
             "docker run --shm-size=8g (or --ipc=host); elsewhere mount -o remount,size=8g /dev/shm, or num_workers=0",
         )
     elif free < _SHARED:
-        section.problem(f"/dev/shm has {free // MIB} MiB free of {size // MIB}", "remove what dead programs have left there")
+        section.problem(
+            f"/dev/shm has {free // MIB} MiB free of {size // MIB}",
+            "remove what dead programs have left there",
+        )
 
 
 def _limits(section: Section) -> None:
@@ -77,24 +91,43 @@ def _limits(section: Section) -> None:
         import resource
     except ImportError:  # Windows
         return
-    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     section.facts["open_files"] = {"soft": soft, "hard": hard}
     if soft is not None and soft < _FILES:
-        section.warn(f"this process may have {soft} files open, and loader workers may need more", f"ulimit -n {min(hard or 65536, 65536)}")
+        section.warn(
+            f"this process may have {soft} files open, and loader workers may need more",
+            f"ulimit -n {min(hard or 65536, 65536)}",
+        )
 
 
 def _processors(section: Section) -> None:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _cpu_quota()
     threads = os.environ.get("OMP_NUM_THREADS")
-    section.facts["processors"] = {"machine": os.cpu_count(), "usable": usable, "cgroup": quota, "omp_num_threads": threads}
+    section.facts["processors"] = {
+        "machine": os.cpu_count(),
+        "usable": usable,
+        "cgroup": quota,
+        "omp_num_threads": threads,
+    }
     fit = usable if quota is None else min(usable, max(1, int(quota)))
-    levels = [] if threads is None else [level.strip() for level in threads.split(",")]  # of parallel regions, the outermost first
+    levels = (
+        [] if threads is None else [level.strip() for level in threads.split(",")]
+    )  # of parallel regions, the outermost first
     if not all(level.isdecimal() and int(level) > 0 for level in levels):
-        section.problem(f"OMP_NUM_THREADS={threads!r} is no number above 0", f"export OMP_NUM_THREADS={fit}, or unset it")
+        section.problem(
+            f"OMP_NUM_THREADS={threads!r} is no number above 0",
+            f"export OMP_NUM_THREADS={fit}, or unset it",
+        )
     elif levels and int(levels[0]) > fit:
         section.warn(
-            f"OMP_NUM_THREADS={threads}, and this process may use {fit} processor(s)", f"export OMP_NUM_THREADS={fit}, or unset it"
+            f"OMP_NUM_THREADS={threads}, and this process may use {fit} processor(s)",
+            f"export OMP_NUM_THREADS={fit}, or unset it",
         )
     elif threads is None and fit < usable:
         section.warn(
@@ -104,7 +137,12 @@ def _processors(section: Section) -> None:
 
 
 def _memory(section: Section) -> None:
-    facts: dict[str, int | None] = {"total_mib": None, "available_mib": None, "cgroup_mib": None, "cgroup_free_mib": None}
+    facts: dict[str, int | None] = {
+        "total_mib": None,
+        "available_mib": None,
+        "cgroup_mib": None,
+        "cgroup_free_mib": None,
+    }
     section.facts["memory"] = facts
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()
@@ -113,13 +151,17 @@ def _memory(section: Section) -> None:
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total, left = kib["MemTotal"] // 1024, kib.get("MemAvailable", kib["MemFree"]) // 1024
     facts["total_mib"], facts["available_mib"] = total, left
-    limits = [(limit, free) for limit, free in _memory_limits() if limit // MIB < total]  # no limit is a huge number in version 1
+    limits = [
+        (limit, free) for limit, free in _memory_limits() if limit // MIB < total
+    ]  # no limit is a huge number in version 1
     if limits:
         limit, free = (min(numbers) // MIB for numbers in zip(*limits, strict=True))
         facts["cgroup_mib"], facts["cgroup_free_mib"] = limit, free
         left = min(left, free)
     if left * MIB < _MEMORY:
-        section.warn(f"{left} MiB of memory are available", "end other programs, or give the container more")
+        section.warn(
+            f"{left} MiB of memory are available", "end other programs, or give the container more"
+        )
 
 
 # --- cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html ---------------------------
@@ -132,10 +174,17 @@ def _groups(controller: str) -> Iterator[Path]:
         lines = [line.split(":", 2) for line in (_PROC / "self/cgroup").read_text().splitlines()]
     except OSError:
         return
-    mine = {key: path.strip("/") for _, controllers, path in lines for key in controllers.split(",")}
-    for root, group in ((_CGROUP, mine.get("", "")), (_CGROUP / controller, mine.get(controller, ""))):
+    mine = {
+        key: path.strip("/") for _, controllers, path in lines for key in controllers.split(",")
+    }
+    for root, group in (
+        (_CGROUP, mine.get("", "")),
+        (_CGROUP / controller, mine.get(controller, "")),
+    ):
         place = root / group
-        yield from (folder for folder in (place, *place.parents) if folder == root or root in folder.parents)
+        yield from (
+            folder for folder in (place, *place.parents) if folder == root or root in folder.parents
+        )
 
 
 def _file(group: Path, *names: str) -> str:
@@ -163,7 +212,10 @@ def _cpu_quota() -> float | None:
     """Processors that the control groups let this process use at a time."""
     quotas = []
     for group in _groups("cpu"):
-        text = _file(group, "cpu.max") or f"{_file(group, 'cpu.cfs_quota_us')} {_file(group, 'cpu.cfs_period_us')}"
+        text = (
+            _file(group, "cpu.max")
+            or f"{_file(group, 'cpu.cfs_quota_us')} {_file(group, 'cpu.cfs_period_us')}"
+        )
         quota, _, period = text.partition(" ")
         if quota.isdecimal():  # no limit is "max", and -1 in version 1
             quotas.append(int(quota) / int(period or 100_000))

@@ -46,10 +46,14 @@ def network(section: Section) -> None:
             f"127.0.0.1 cannot be used: {found['error']}. Processes of one node meet there",
             "bring the interface lo up (ip link set lo up), and let no firewall close it",
         )
-    facts["loopback_ipv6"] = _connects(socket.AF_INET6, "::1") if socket.has_ipv6 else {"port": None, "error": "no IPv6"}
+    facts["loopback_ipv6"] = (
+        _connects(socket.AF_INET6, "::1") if socket.has_ipv6 else {"port": None, "error": "no IPv6"}
+    )
     _localhost(section)
     _hostname(section)
-    facts["interfaces"] = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    facts["interfaces"] = (
+        [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    )
     _launched(section)
 
 
@@ -61,7 +65,10 @@ def _connects(family: int, address: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"port": None, "error": None}
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener, socket.socket(family, socket.SOCK_STREAM) as client:
+        with (
+            socket.socket(family, socket.SOCK_STREAM) as listener,
+            socket.socket(family, socket.SOCK_STREAM) as client,
+        ):
             for one in (listener, client):
                 one.settimeout(_PATIENCE)
             listener.bind((address, 0))
@@ -82,9 +89,15 @@ def _connects(family: int, address: str) -> dict[str, Any]:
 def _localhost(section: Section) -> None:
     found = section.facts["localhost"] = _addresses("localhost")
     if isinstance(found, str):
-        section.problem(f"the name localhost is not known: {found}", "a line '127.0.0.1 localhost' in /etc/hosts")
+        section.problem(
+            f"the name localhost is not known: {found}",
+            "a line '127.0.0.1 localhost' in /etc/hosts",
+        )
     elif not all(ipaddress.ip_address(address).is_loopback for address in found):
-        section.problem(f"the name localhost leads to {', '.join(found)}, not to loopback", "a line '127.0.0.1 localhost' in /etc/hosts")
+        section.problem(
+            f"the name localhost leads to {', '.join(found)}, not to loopback",
+            "a line '127.0.0.1 localhost' in /etc/hosts",
+        )
 
 
 def _hostname(section: Section) -> None:
@@ -92,8 +105,15 @@ def _hostname(section: Section) -> None:
     found = section.facts["hostname_addresses"] = _addresses(name)
     if isinstance(found, str):
         too_long = any(len(label) > 63 for label in name.split("."))  # Linux allows 64
-        fix = "another name: between its dots there may be at most 63 letters" if too_long else f"{name} in /etc/hosts"
-        section.warn(f"this machine's name, {name}, is not known: {found}. One node does not need it, several do", fix)
+        fix = (
+            "another name: between its dots there may be at most 63 letters"
+            if too_long
+            else f"{name} in /etc/hosts"
+        )
+        section.warn(
+            f"this machine's name, {name}, is not known: {found}. One node does not need it, several do",
+            fix,
+        )
 
 
 def _addresses(name: str) -> list[str] | str:
@@ -113,7 +133,10 @@ def _soon(ask: Callable[[], list[str]]) -> list[str] | str:
     def work() -> None:
         try:
             answer[0] = ask()
-        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no name, and nobody was asked
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # UnicodeError: it can be no name, and nobody was asked
             answer[0] = getattr(error, "strerror", None) or str(error)
 
     thread = threading.Thread(target=work, name="geartrain-doctor-name", daemon=True)
@@ -129,11 +152,15 @@ def _soon(ask: Callable[[], list[str]]) -> list[str] | str:
 def _launched(section: Section) -> None:
     """Who geartrain believes to have started this process."""
     section.facts["launcher"] = None
-    section.facts["launcher_variables"] = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+    section.facts["launcher_variables"] = {
+        name: os.environ[name] for name in LAUNCHER if name in os.environ
+    }
     try:
         place = detect()
     except UsageError as error:
-        section.problem(f"the environment says that this process was launched, and contradicts itself: {error}")
+        section.problem(
+            f"the environment says that this process was launched, and contradicts itself: {error}"
+        )
         return
     if place is None:
         return
@@ -144,12 +171,21 @@ def _launched(section: Section) -> None:
     if place.size == 1:
         return
     if by_hand:  # left by hand, or meant; a program that is started by hand in one process hangs
-        section.problem(f"{what} (WORLD_SIZE and LOCAL_RANK are set): a run would wait for the others", f"{unset}, or start them all")
+        section.problem(
+            f"{what} (WORLD_SIZE and LOCAL_RANK are set): a run would wait for the others",
+            f"{unset}, or start them all",
+        )
     else:
-        section.warn(f"{what}: a run here joins the others and starts none", f"{unset}, if nothing launched this")
+        section.warn(
+            f"{what}: a run here joins the others and starts none",
+            f"{unset}, if nothing launched this",
+        )
 
 
 def environment(section: Section) -> None:
     """Variables that change what torch, NCCL, gloo and geartrain do; of no other the value is shown."""
     names = [name for name in sorted(os.environ) if name in _SHOWN or name.startswith(_PREFIXES)]
-    section.facts["variables"] = {name: "(hidden)" if any(word in name for word in _SECRET) else os.environ[name] for name in names}
+    section.facts["variables"] = {
+        name: "(hidden)" if any(word in name for word in _SECRET) else os.environ[name]
+        for name in names
+    }

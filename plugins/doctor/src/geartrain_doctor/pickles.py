@@ -18,7 +18,9 @@ from geartrain_doctor.findings import Section
 try:
     from geartrain_spawn.refusals import Dump, Refusal, plain_dump, refusals
 except ImportError:
-    raise UsageError("geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn") from None
+    raise UsageError(
+        "geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn"
+    ) from None
 
 #: As many are shown of each object.
 _MOST = 50
@@ -31,12 +33,20 @@ def pickles(section: Section, request: Request) -> None:
     """Make module and data as ``geartrain fit`` would, and look for what does not pickle in them and in their loaders."""
     dump = _by_value(request.trainer.registry)
     facts = section.facts
-    facts |= {"target": request.target[0].__name__, "pickler": "pickle" if dump is None else "cloudpickle", "refused": []}
+    facts |= {
+        "target": request.target[0].__name__,
+        "pickler": "pickle" if dump is None else "cloudpickle",
+        "refused": [],
+    }
     model, data = request.make_model()
     for name, thing in (("model", model), ("data", data)):
-        for found in islice(refusals(name, thing, dump or plain_dump, by_value=dump is not None), _MOST):
+        for found in islice(
+            refusals(name, thing, dump or plain_dump, by_value=dump is not None), _MOST
+        ):
             by_name = dump is None and found.is_name
-            facts["refused"].append(_row(found, "ddp_spawn by forkserver or spawn", needed=not by_name))
+            facts["refused"].append(
+                _row(found, "ddp_spawn by forkserver or spawn", needed=not by_name)
+            )
             what = f"{found.path}: {found.what} cannot be pickled ({found.why})"
             section.problem(what, _BY_NAME if by_name else _IN_SETUP, must=not by_name)
     owners = [thing for thing in (data, model) if thing is not None]
@@ -51,13 +61,21 @@ def pickles(section: Section, request: Request) -> None:
 
 
 def _row(found: Refusal, needed_by: str, needed: bool) -> dict[str, Any]:
-    return {"path": found.path, "what": found.what, "why": found.why, "needed_by": needed_by, "needed": needed}
+    return {
+        "path": found.path,
+        "what": found.what,
+        "why": found.why,
+        "needed_by": needed_by,
+        "needed": needed,
+    }
 
 
 def _by_value(registry: Registry) -> Dump | None:
     """How ddp_spawn pickles what goes to a rank: its class's ``dump``. ``None`` where it is not installed."""
     with contextlib.suppress(UsageError):  # missing, blocked or broken: the other checks say which
-        dump: Dump | None = getattr(registry.load(registry.find("strategy", "ddp_spawn")), "dump", None)
+        dump: Dump | None = getattr(
+            registry.load(registry.find("strategy", "ddp_spawn")), "dump", None
+        )
         return dump
     return None
 
@@ -95,8 +113,14 @@ def _look_at_loader(section: Section, name: str, loader: Any) -> None:
     needed = loader.num_workers > 0 and method != "fork"
     for part in _LOADER:
         for found in islice(refusals(f"{name}.{part}", getattr(loader, part), plain_dump), _MOST):
-            section.facts["refused"].append(_row(found, "loader workers by forkserver or spawn", needed))
-            now = f"num_workers={loader.num_workers}, workers start by {method}" if loader.num_workers else "num_workers=0"
+            section.facts["refused"].append(
+                _row(found, "loader workers by forkserver or spawn", needed)
+            )
+            now = (
+                f"num_workers={loader.num_workers}, workers start by {method}"
+                if loader.num_workers
+                else "num_workers=0"
+            )
             section.problem(
                 f"{found.path}: {found.what} cannot be pickled ({found.why}), and loader workers that are not forked need it: {now}",
                 "a function or class that can be imported, made where a worker can make it, or multiprocessing_context='fork'",
@@ -106,4 +130,7 @@ def _look_at_loader(section: Section, name: str, loader: Any) -> None:
 
 def _default_method() -> str:
     """How processes start here; does not settle it, as asking for the method itself would."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )

@@ -30,13 +30,19 @@ def check_backend(given: str, chosen: Mapping[str, Any] | None, devices: int | N
     except Exception:  # no torch, or one that cannot be imported: the checks say so
         return
     if given not in have:
-        raise UsageError(f"--backend {given}: this torch does not have it. Fix: {' or '.join(have) or 'a torch with torch.distributed'}")
+        raise UsageError(
+            f"--backend {given}: this torch does not have it. Fix: {' or '.join(have) or 'a torch with torch.distributed'}"
+        )
     if given == "nccl" and (chosen is None or chosen["name"] != "cuda" or (devices or 0) < 2):
         here = "no accelerator is" if chosen is None else f"{devices} of {chosen['name']} are"
-        raise UsageError(f"--backend nccl needs two CUDA devices, and {here} here. Fix: --backend gloo")
+        raise UsageError(
+            f"--backend nccl needs two CUDA devices, and {here} here. Fix: --backend gloo"
+        )
 
 
-def choose_backend(given: str | None, chosen: Mapping[str, Any] | None, devices: int | None) -> tuple[str, str]:
+def choose_backend(
+    given: str | None, chosen: Mapping[str, Any] | None, devices: int | None
+) -> tuple[str, str]:
     """The backend to try, and why; the arguments are :func:`check_backend`'s."""
     if given is not None:
         return given, f"--backend {given}"
@@ -51,7 +57,9 @@ def choose_backend(given: str | None, chosen: Mapping[str, Any] | None, devices:
     return "nccl", f"the accelerator is cuda, with {devices} devices"
 
 
-def processes(section: Section, given: str | None, chosen: Mapping[str, Any] | None, devices: int | None) -> None:
+def processes(
+    section: Section, given: str | None, chosen: Mapping[str, Any] | None, devices: int | None
+) -> None:
     """Two fresh processes, an all-reduce, and its time; the arguments are :func:`check_backend`'s.
 
     Not on Windows, which lacks the signals and the pipes by which the two are watched and ended.
@@ -67,13 +75,18 @@ def processes(section: Section, given: str | None, chosen: Mapping[str, Any] | N
     facts |= {"backend": backend, "why": why}
     if backend not in backends():
         facts["error"] = f"this torch has no {backend}"
-        section.problem(f"this torch has no {backend}, without which processes of one node cannot meet", "a torch with torch.distributed")
+        section.problem(
+            f"this torch has no {backend}, without which processes of one node cannot meet",
+            "a torch with torch.distributed",
+        )
         return
     from geartrain_doctor.all_reduce_check import all_reduce
 
     facts |= all_reduce(backend, _DEVICES.get(backend, "cpu"))
     if facts["error"] is not None:
-        section.problem(f"an all-reduce of two processes on {backend} failed: {facts['error']}", _fix(backend))
+        section.problem(
+            f"an all-reduce of two processes on {backend} failed: {facts['error']}", _fix(backend)
+        )
 
 
 def _fix(backend: str) -> str:

@@ -30,22 +30,44 @@ _DIAGNOSIS: dict[str, type] = {"facts": Mapping, "devices": list, "problems": li
 def versions(section: Section, registry: Registry) -> None:
     """Python, torch, geartrain's distributions, and whether what each requires is installed."""
     facts = section.facts
-    facts |= {"python": platform.python_version(), "executable": sys.executable, "platform": platform.platform(), "geartrain": __version__}
-    installed = {candidate.distribution: candidate for candidate in registry.candidates if candidate.entry_point.dist is not None}
-    facts["distributions"] = {name: candidate.version for name, candidate in sorted(installed.items())}
+    facts |= {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "geartrain": __version__,
+    }
+    installed = {
+        candidate.distribution: candidate
+        for candidate in registry.candidates
+        if candidate.entry_point.dist is not None
+    }
+    facts["distributions"] = {
+        name: candidate.version for name, candidate in sorted(installed.items())
+    }
     facts["torch"] = None
     for candidate in installed.values():
         for what, fix in _unmet(candidate):
             section.problem(what, fix)
     facts["nvidia_driver"] = _nvidia_driver()
     if not has_torch():
-        section.problem("torch is not installed", "pip install torch (a build for your hardware: https://pytorch.org)")
+        section.problem(
+            "torch is not installed",
+            "pip install torch (a build for your hardware: https://pytorch.org)",
+        )
         return
     facts |= _torch()
     if facts["nvidia_driver"] and facts["torch_build"] == "CPU":
-        section.warn(f"there is an NVIDIA driver, and torch {facts['torch']} is a build without CUDA", "pip install a CUDA build of torch")
-    if facts["nvidia_driver"] and not any(candidate.name == "cuda" for candidate in registry.of("accelerator")):
-        section.warn("there is an NVIDIA driver, and no cuda accelerator is installed", f"pip install {KNOWN['accelerator', 'cuda']}")
+        section.warn(
+            f"there is an NVIDIA driver, and torch {facts['torch']} is a build without CUDA",
+            "pip install a CUDA build of torch",
+        )
+    if facts["nvidia_driver"] and not any(
+        candidate.name == "cuda" for candidate in registry.of("accelerator")
+    ):
+        section.warn(
+            "there is an NVIDIA driver, and no cuda accelerator is installed",
+            f"pip install {KNOWN['accelerator', 'cuda']}",
+        )
 
 
 def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
@@ -60,9 +82,15 @@ def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
             met = needed.specifier.contains(version, prereleases=True)
         except importlib_metadata.PackageNotFoundError:
             if needed.name != "torch":
-                yield f"{label} requires {_plain(needed)}, which is not installed", f"pip install '{_plain(needed)}'"
+                yield (
+                    f"{label} requires {_plain(needed)}, which is not installed",
+                    f"pip install '{_plain(needed)}'",
+                )
         except (InvalidRequirement, InvalidVersion) as error:
-            yield f"{label} requires {line!r}, which cannot be read: {error}", f"report it to the author of {candidate.distribution}"
+            yield (
+                f"{label} requires {line!r}, which cannot be read: {error}",
+                f"report it to the author of {candidate.distribution}",
+            )
         else:
             if not met:
                 yield (
@@ -89,7 +117,13 @@ def _torch() -> dict[str, Any]:
     nccl = None
     if dist.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {"torch": torch.__version__, "torch_build": build, "torch_cuda": cuda, "torch_nccl": nccl, "torch_backends": backends()}
+    return {
+        "torch": torch.__version__,
+        "torch_build": build,
+        "torch_cuda": cuda,
+        "torch_nccl": nccl,
+        "torch_backends": backends(),
+    }
 
 
 def backends() -> list[str]:
@@ -99,7 +133,11 @@ def backends() -> list[str]:
     if not dist.is_available():
         return []
     # "fake" moves nothing: it is torch's own, for tests.
-    return [name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and dist.is_backend_available(name)]
+    return [
+        name
+        for name in dist.Backend.backend_list
+        if name not in ("undefined", "fake") and dist.is_backend_available(name)
+    ]
 
 
 def _nvidia_driver() -> str | None:
@@ -116,15 +154,24 @@ def _nvidia_driver() -> str | None:
 
 def accelerators(section: Section, registry: Registry, wanted: str) -> None:
     """Each accelerator's state and what it says of its devices, and which one would be taken."""
-    classes = {candidate.label: _load(section, registry, candidate) for candidate in registry.of("accelerator")}
+    classes = {
+        candidate.label: _load(section, registry, candidate)
+        for candidate in registry.of("accelerator")
+    }
     for candidate in registry.of("accelerator"):
-        if candidate.state == "available" and registry.probe(candidate) is None and candidate.state == "failed":
+        if (
+            candidate.state == "available"
+            and registry.probe(candidate) is None
+            and candidate.state == "failed"
+        ):
             section.problem(
-                f"{candidate.label} fails when it is asked whether it can serve here: {candidate.reason}", _reinstall(candidate)
+                f"{candidate.label} fails when it is asked whether it can serve here: {candidate.reason}",
+                _reinstall(candidate),
             )
     section.facts["chosen"] = _choose(section, registry, wanted)
     section.facts["accelerators"] = [
-        _accelerator(section, candidate, classes[candidate.label], wanted.lower()) for candidate in registry.of("accelerator")
+        _accelerator(section, candidate, classes[candidate.label], wanted.lower())
+        for candidate in registry.of("accelerator")
     ]
 
 
@@ -133,14 +180,23 @@ def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any]
         part, passed_over = select_accelerator(registry, wanted, {}, {})
     except UsageError as error:
         if has_torch():  # else that is what is wrong, and has been said
-            section.problem(str(error), "" if "Fix: " in str(error) else "what it names, or --accelerator auto")
+            section.problem(
+                str(error), "" if "Fix: " in str(error) else "what it names, or --accelerator auto"
+            )
         return None
     return {"name": part.info.name, "why": part.info.reason, "passed_over": passed_over}
 
 
-def _accelerator(section: Section, candidate: InstalledPlugin, cls: Any, wanted: str) -> dict[str, Any]:
+def _accelerator(
+    section: Section, candidate: InstalledPlugin, cls: Any, wanted: str
+) -> dict[str, Any]:
     """One accelerator's row."""
-    row: dict[str, Any] = {**candidate.as_dict(), "priority": getattr(cls, "priority", None), "device_count": None, "diagnosis": None}
+    row: dict[str, Any] = {
+        **candidate.as_dict(),
+        "priority": getattr(cls, "priority", None),
+        "device_count": None,
+        "diagnosis": None,
+    }
     if cls is None or candidate.state not in ("selected", "available", "unavailable"):
         return row
     if candidate.state != "unavailable":
@@ -148,7 +204,10 @@ def _accelerator(section: Section, candidate: InstalledPlugin, cls: Any, wanted:
     if hasattr(cls, "diagnose"):
         # What is wrong with a device that nobody would use need not be fixed.
         row["diagnosis"] = _diagnosis(
-            section, candidate, cls, must=candidate.state == "selected" or wanted in ("gpu", candidate.name.lower())
+            section,
+            candidate,
+            cls,
+            must=candidate.state == "selected" or wanted in ("gpu", candidate.name.lower()),
         )
     return row
 
@@ -160,7 +219,10 @@ def _asked(section: Section, candidate: InstalledPlugin, name: str, ask: Any) ->
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        section.problem(f"{candidate.label}: its {name}() fails: {type(error).__name__}: {error}", _reinstall(candidate))
+        section.problem(
+            f"{candidate.label}: its {name}() fails: {type(error).__name__}: {error}",
+            _reinstall(candidate),
+        )
         return None
 
 
@@ -174,10 +236,18 @@ def checked(given: Any) -> dict[str, Any]:
         raise TypeError(f"it returned {given!r}, not a mapping of {', '.join(_DIAGNOSIS)}")
     for key, value in given.items():
         if key not in _DIAGNOSIS or not isinstance(value, _DIAGNOSIS[key]):
-            raise TypeError(f"it returned {key!r}: {value!r}; known are facts (a mapping), devices (a list) and problems (a list)")
-    items: list[tuple[str, Any, type]] = [("devices", item, Mapping) for item in given.get("devices", ())]
+            raise TypeError(
+                f"it returned {key!r}: {value!r}; known are facts (a mapping), devices (a list) and problems (a list)"
+            )
+    items: list[tuple[str, Any, type]] = [
+        ("devices", item, Mapping) for item in given.get("devices", ())
+    ]
     items += [("problems", item, str) for item in given.get("problems", ())]
-    items += [("processes", item, Mapping) for device in given.get("devices", ()) for item in _processes(device)]
+    items += [
+        ("processes", item, Mapping)
+        for device in given.get("devices", ())
+        for item in _processes(device)
+    ]
     for key, item, kind in items:
         if not isinstance(item, kind):
             raise TypeError(f"it returned {item!r} among its {key}, not a {kind.__name__.lower()}")
@@ -200,13 +270,19 @@ def plugins(section: Section, registry: Registry) -> None:
         cls = _load(section, registry, candidate)
         row: dict[str, Any] = {**candidate.as_dict(), "diagnosis": None}
         if hasattr(cls, "diagnose"):
-            row["diagnosis"] = _diagnosis(section, candidate, cls, must=False)  # nobody has chosen it
+            row["diagnosis"] = _diagnosis(
+                section, candidate, cls, must=False
+            )  # nobody has chosen it
         rows.append(row)
 
 
-def _diagnosis(section: Section, candidate: InstalledPlugin, cls: Any, must: bool) -> dict[str, Any] | None:
+def _diagnosis(
+    section: Section, candidate: InstalledPlugin, cls: Any, must: bool
+) -> dict[str, Any] | None:
     """What a class's ``diagnose()`` returned; its problems are findings."""
-    diagnosis: dict[str, Any] | None = _asked(section, candidate, "diagnose", lambda: checked(cls.diagnose()))
+    diagnosis: dict[str, Any] | None = _asked(
+        section, candidate, "diagnose", lambda: checked(cls.diagnose())
+    )
     for problem in (diagnosis or {}).get("problems", ()):
         section.problem(f"{candidate.label}: {problem}", must=must)
     return diagnosis
@@ -222,7 +298,9 @@ def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> A
     try:
         return registry.load(candidate)
     except UsageError as error:
-        if has_torch() or getattr(error.__cause__, "name", None) != "torch":  # that torch is missing need not be said for each
+        if (
+            has_torch() or getattr(error.__cause__, "name", None) != "torch"
+        ):  # that torch is missing need not be said for each
             section.problem(str(error))
         return None
 

@@ -38,7 +38,9 @@ def _show_findings(console: Console, title: str, findings: list[Finding]) -> Non
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for i, finding in enumerate(findings, 1):
-        table.add_row(f"{i}.", f"{finding.what}." + (f"\nFix: {finding.fix}" if finding.fix else ""))
+        table.add_row(
+            f"{i}.", f"{finding.what}." + (f"\nFix: {finding.fix}" if finding.fix else "")
+        )
     console.print(table)
 
 
@@ -79,7 +81,10 @@ def _versions(section: Section) -> Iterator[Table]:
             yield "torch", "not installed" if section.error is None else "-"
         else:
             yield "torch", f"{facts['torch']}, build: {facts['torch_build']}"
-            yield "torch's CUDA, NCCL", f"{_text(facts['torch_cuda'])}, {_text(facts['torch_nccl'])}"
+            yield (
+                "torch's CUDA, NCCL",
+                f"{_text(facts['torch_cuda'])}, {_text(facts['torch_nccl'])}",
+            )
             yield "torch's backends", _listed(facts["torch_backends"])
         yield "NVIDIA driver", _text(facts.get("nvidia_driver"))
         yield from facts.get("distributions", {}).items()
@@ -92,7 +97,9 @@ def _accelerators(section: Section) -> Iterator[Table]:
     found = section.facts.get("accelerators", [])
     for row in found:
         distribution = f"{row['distribution']} {row['version']}"
-        table.add_row(row["name"], row["state"], _text(row["device_count"]), row["reason"], distribution)
+        table.add_row(
+            row["name"], row["state"], _text(row["device_count"]), row["reason"], distribution
+        )
     yield table
     yield from _diagnoses(found)
 
@@ -101,17 +108,28 @@ def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
     for row in rows:
         diagnosis = row["diagnosis"] or {}
         if diagnosis.get("facts"):
-            yield _pairs(f"what {row['name']} says", ((str(name), _text(value)) for name, value in diagnosis["facts"].items()))
+            yield _pairs(
+                f"what {row['name']} says",
+                ((str(name), _text(value)) for name, value in diagnosis["facts"].items()),
+            )
         if diagnosis.get("devices"):
             yield _devices(row["name"], diagnosis["devices"])
 
 
 def _devices(name: str, devices: list[Mapping[str, Any]]) -> Table:
-    table = _table(f"{name}'s devices", "index", "name", "memory", "compute mode", "processes")  # uuids, in --json, leave no room
+    table = _table(
+        f"{name}'s devices", "index", "name", "memory", "compute mode", "processes"
+    )  # uuids, in --json, leave no room
     table.columns[2].no_wrap = True
     for device in devices:
         processes = "\n".join(map(_process, device.get("processes") or ())) or "none"
-        table.add_row(_text(device.get("index")), _text(device.get("name")), _used(device), _text(device.get("compute_mode")), processes)
+        table.add_row(
+            _text(device.get("index")),
+            _text(device.get("name")),
+            _used(device),
+            _text(device.get("compute_mode")),
+            processes,
+        )
     return table
 
 
@@ -127,7 +145,13 @@ def _plugins(section: Section) -> Iterator[Table]:
     table = _table("strategies and plugins", "name", "kind", "state", "reason", "distribution")
     rows = section.facts.get("plugins", [])
     for row in rows:
-        table.add_row(row["name"], row["kind"], row["state"], row["reason"], f"{row['distribution']} {row['version']}")
+        table.add_row(
+            row["name"],
+            row["kind"],
+            row["state"],
+            row["reason"],
+            f"{row['distribution']} {row['version']}",
+        )
     yield table
     yield from _diagnoses(rows)
 
@@ -140,11 +164,17 @@ def _all_reduce(section: Section) -> Iterator[Table]:
         if facts.get("error") is not None:
             yield "failed", facts["error"]
         elif facts.get("all_reduce_ms") is not None:
-            yield "all-reduce", f"exact; {facts['mib']:g} MiB in {facts['all_reduce_ms']:.1f} ms on {facts['device']}"
+            yield (
+                "all-reduce",
+                f"exact; {facts['mib']:g} MiB in {facts['all_reduce_ms']:.1f} ms on {facts['device']}",
+            )
         if facts.get("seconds") is not None:
             yield "from start to end", f"{facts['seconds']:.1f} s"
         for rank in (rank for rank in facts.get("ranks", ()) if rank["blamed"]):
-            yield f"rank {rank['rank']}", rank["error"] or rank["output"] or f"exit code {rank['exit_code']}, no output"
+            yield (
+                f"rank {rank['rank']}",
+                rank["error"] or rank["output"] or f"exit code {rank['exit_code']}, no output",
+            )
 
     yield _pairs("two processes", rows())
 
@@ -154,7 +184,11 @@ def _network(section: Section) -> Iterator[Table]:
 
     def reached(key: str) -> str:
         found = facts.get(key) or {"port": None, "error": "-"}
-        return f"port {found['port']} is free and answers" if found["error"] is None else str(found["error"])
+        return (
+            f"port {found['port']} is free and answers"
+            if found["error"] is None
+            else str(found["error"])
+        )
 
     def names(key: str) -> str:
         found = facts.get(key)
@@ -166,7 +200,10 @@ def _network(section: Section) -> Iterator[Table]:
         yield "localhost", names("localhost")
         yield f"hostname {facts.get('hostname', '')}", names("hostname_addresses")
         yield "interfaces", names("interfaces")
-        yield "launched by", facts.get("launcher") or "nobody: geartrain starts the processes itself"
+        yield (
+            "launched by",
+            facts.get("launcher") or "nobody: geartrain starts the processes itself",
+        )
         for name, value in facts.get("launcher_variables", {}).items():
             yield f"{name}={value}", LAUNCHER[name]
 
@@ -182,7 +219,12 @@ def _machine(section: Section) -> Iterator[Table]:
         shared = facts.get("shared_memory")
         yield "/dev/shm", "-" if shared is None else _size(shared)
         files = facts.get("open_files")
-        yield "open files", "-" if files is None else f"{files['soft'] or 'no'} at most (ulimit -n), hard limit {files['hard'] or 'none'}"
+        yield (
+            "open files",
+            "-"
+            if files is None
+            else f"{files['soft'] or 'no'} at most (ulimit -n), hard limit {files['hard'] or 'none'}",
+        )
         cpus = facts.get("processors") or {}
         yield (
             "processors",
@@ -190,9 +232,15 @@ def _machine(section: Section) -> Iterator[Table]:
         )
         yield "OMP_NUM_THREADS", cpus.get("omp_num_threads") or "not set"
         memory = facts.get("memory") or {}
-        yield "memory", f"{_gib(memory.get('available_mib'))} available of {_gib(memory.get('total_mib'))}"
+        yield (
+            "memory",
+            f"{_gib(memory.get('available_mib'))} available of {_gib(memory.get('total_mib'))}",
+        )
         if memory.get("cgroup_mib") is not None:
-            yield "control group's memory", f"{_gib(memory['cgroup_free_mib'])} free of {_gib(memory['cgroup_mib'])}"
+            yield (
+                "control group's memory",
+                f"{_gib(memory['cgroup_free_mib'])} free of {_gib(memory['cgroup_mib'])}",
+            )
 
     yield _pairs("machine", rows())
 
@@ -207,18 +255,38 @@ def _gib(mib: int | None) -> str:
 
 def _environment(section: Section) -> Iterator[Table]:
     variables = section.facts.get("variables", {})
-    yield _pairs("environment", iter(variables.items()) if variables else iter([("variables that change a run", "none is set")]))
+    yield _pairs(
+        "environment",
+        iter(variables.items())
+        if variables
+        else iter([("variables that change a run", "none is set")]),
+    )
 
 
 def _pickle(section: Section) -> Iterator[Table]:
     title = f"what of {section.facts.get('target')} cannot be pickled, by {section.facts.get('pickler')}"
     refused = section.facts.get("refused", [])
     if not refused:
-        yield _pairs(title, iter([("nothing", "-" if section.error is not None else "all of it can go to another process")]))
+        yield _pairs(
+            title,
+            iter(
+                [
+                    (
+                        "nothing",
+                        "-" if section.error is not None else "all of it can go to another process",
+                    )
+                ]
+            ),
+        )
         return
     table = _table(title, "what", "is", "why", "needed by")
     for row in refused:
-        table.add_row(row["path"], row["what"], row["why"], row["needed_by"] + ("" if row["needed"] else " (not as it is set now)"))
+        table.add_row(
+            row["path"],
+            row["what"],
+            row["why"],
+            row["needed_by"] + ("" if row["needed"] else " (not as it is set now)"),
+        )
     yield table
 
 

@@ -33,9 +33,15 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _combine(method: str, path: str, values: list[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        _unclear(method, path, f"is {' and '.join(dict.fromkeys(type(value).__name__ for value in values))} in different parts")
+        _unclear(
+            method,
+            path,
+            f"is {' and '.join(dict.fromkeys(type(value).__name__ for value in values))} in different parts",
+        )
     if isinstance(first, torch.Tensor) and first.ndim == 0:
-        if not (first.is_floating_point() or first.is_complex()) or any(value.ndim for value in values):
+        if not (first.is_floating_point() or first.is_complex()) or any(
+            value.ndim for value in values
+        ):
             _unclear(method, path, "is one number in each part, and no floating one")
         return _mean(values, sizes)
     if isinstance(first, torch.Tensor):
@@ -58,23 +64,38 @@ def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 
-def _cat(method: str, path: str, values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+def _cat(
+    method: str, path: str, values: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> torch.Tensor:
     """Concatenate, where rows belong to samples: a confusion matrix has as many rows for a part as for the whole."""
     rows = [value.shape[0] if value.ndim else 0 for value in values]
     a_sample = rows[0] // sizes[0]
     if method != "predict_step" and rows != [a_sample * size for size in sizes]:
         _unclear(method, path, f"has {rows} rows in parts of {list(sizes)} samples")
     if len({value.shape[1:] for value in values}) > 1:
-        _unclear(method, path, f"has the shapes {[list(value.shape) for value in values]} in its parts")
+        _unclear(
+            method, path, f"has the shapes {[list(value.shape) for value in values]} in its parts"
+        )
     return torch.cat(list(values))
 
 
-def _nested(method: str, path: str, values: list[Any], inner: list[list[tuple[str, Any]]], sizes: Sequence[int]) -> Any:
+def _nested(
+    method: str,
+    path: str,
+    values: list[Any],
+    inner: list[list[tuple[str, Any]]],
+    sizes: Sequence[int],
+) -> Any:
     by_name = [dict(items) for items in inner]
     if any(items.keys() != by_name[0].keys() for items in by_name):
         odd = next(name for items in by_name for name in by_name[0].keys() ^ items.keys())
         _unclear(method, path + odd, "is not in all parts")
-    done = iter([_combine(method, path + name, [items[name] for items in by_name], sizes) for name in by_name[0]])
+    done = iter(
+        [
+            _combine(method, path + name, [items[name] for items in by_name], sizes)
+            for name in by_name[0]
+        ]
+    )
     return map_nested(values[0], lambda _: next(done))
 
 
@@ -86,6 +107,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _unclear(method: str, path: str, what: str) -> NoReturn:
-    where = f"what {method} returned" + (f" under {path.removeprefix(method)}" if path != method else "")
-    fix = "return tensors, which are concatenated" if method == "predict_step" else f"define {method}_end(outputs), which gets every part's"
-    raise TrainingError(f"{where} {what}, so it cannot be put together for the whole batch. Fix: {fix}")
+    where = f"what {method} returned" + (
+        f" under {path.removeprefix(method)}" if path != method else ""
+    )
+    fix = (
+        "return tensors, which are concatenated"
+        if method == "predict_step"
+        else f"define {method}_end(outputs), which gets every part's"
+    )
+    raise TrainingError(
+        f"{where} {what}, so it cannot be put together for the whole batch. Fix: {fix}"
+    )

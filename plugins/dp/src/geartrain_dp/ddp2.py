@@ -33,12 +33,16 @@ class DDP2Strategy(DDPStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return super().wrap_model(run, Replicas(run, cast(StepForwarder, model), run.plan.strategy.label))
+        return super().wrap_model(
+            run, Replicas(run, cast(StepForwarder, model), run.plan.strategy.label)
+        )
 
     @hookimpl
     def forward(self, run: Run, method: str, args: tuple[Any, ...]) -> Any:
         model = run.model
         assert model is not None
         if not torch.is_grad_enabled() and isinstance(model, DistributedDataParallel):
-            model = model.module  # DDP's own forward may communicate, and nodes may have unequal numbers of batches
+            model = (
+                model.module
+            )  # DDP's own forward may communicate, and nodes may have unequal numbers of batches
         return model(method, *args)

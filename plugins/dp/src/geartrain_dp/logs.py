@@ -37,8 +37,16 @@ class PartLogs:
         copies: the objects kept from batch to batch.
     """
 
-    def __init__(self, run: Run, sizes: list[int], metrics: PartMetrics, copies: dict[str, tuple[Any, Any]]) -> None:
-        self._run, self._logs, self._sizes, self._metrics, self._copies = run, run.logs, sizes, metrics, copies
+    def __init__(
+        self, run: Run, sizes: list[int], metrics: PartMetrics, copies: dict[str, tuple[Any, Any]]
+    ) -> None:
+        self._run, self._logs, self._sizes, self._metrics, self._copies = (
+            run,
+            run.logs,
+            sizes,
+            metrics,
+            copies,
+        )
         #: (name, how often the part had logged it before) -> part -> the call.
         self._calls: dict[tuple[str, int], dict[int, _Call]] = {}
         self._counts: dict[tuple[str, int], int] = {}
@@ -71,7 +79,11 @@ class PartLogs:
 
     def log(self, name: str, value: Any, *, batch_size: int | None = None, **options: Any) -> None:
         index = getattr(self._here, "index", None)
-        one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number) and not isinstance(value, complex)
+        one = (
+            value.numel() == 1
+            if isinstance(value, torch.Tensor)
+            else isinstance(value, Number) and not isinstance(value, complex)
+        )
         if index is not None and is_metric(value):
             value, one = self._metrics.seen(name, value), True
         if index is None or not one or not isinstance(name, str):
@@ -84,7 +96,9 @@ class PartLogs:
             occurrence = self._counts.get((name, index), 0)
             self._counts[name, index] = occurrence + 1
             weight = self._sizes[index] if batch_size is None else batch_size
-            self._calls.setdefault((name, occurrence), {})[index] = _Call(value, weight, batch_size, options)
+            self._calls.setdefault((name, occurrence), {})[index] = _Call(
+                value, weight, batch_size, options
+            )
 
     def _replay(self) -> None:
         for (name, _), by_part in self._calls.items():
@@ -96,28 +110,52 @@ class PartLogs:
             if any(isinstance(call.value, Seen) for call in calls):
                 self._replay_metric(name, calls)
                 continue
-            whole = len(calls) == len(self._sizes) and all(call.batch_size is None for call in calls)
+            whole = len(calls) == len(self._sizes) and all(
+                call.batch_size is None for call in calls
+            )
             # Without a batch_size core weighs the whole batch, as it does in one process.
-            self._log(name, self._combined(calls), None if whole else sum(call.weight for call in calls), calls[0].options)
+            self._log(
+                name,
+                self._combined(calls),
+                None if whole else sum(call.weight for call in calls),
+                calls[0].options,
+            )
 
     def _replay_metric(self, name: str, calls: list[_Call]) -> None:
         """Log a torchmetrics object, which has seen all parts by now, once."""
         first, options = calls[0].value, calls[0].options
-        seen = [call.value for call in calls if isinstance(call.value, Seen) and call.value.metric is getattr(first, "metric", None)]
+        seen = [
+            call.value
+            for call in calls
+            if isinstance(call.value, Seen) and call.value.metric is getattr(first, "metric", None)
+        ]
         if len(seen) < len(calls):
-            raise TrainingError(f"self.log({name!r}): parts of one batch gave it different things. Fix: a name for each metric")
+            raise TrainingError(
+                f"self.log({name!r}): parts of one batch gave it different things. Fix: a name for each metric"
+            )
         on_step = options.get("on_step")
         if self._run.stage == "train" if on_step is None else on_step:
             whole_batch(seen, self._run.device, self._copies, name)
         self._log(name, first, calls[0].batch_size, options)
 
     def _log(self, name: str, value: Any, batch_size: int | None, options: dict[str, Any]) -> None:
-        self._logs.log(name, value.metric if isinstance(value, Seen) else value, batch_size=batch_size, **options)
+        self._logs.log(
+            name,
+            value.metric if isinstance(value, Seen) else value,
+            batch_size=batch_size,
+            **options,
+        )
 
     def _combined(self, calls: list[_Call]) -> Any:
         """The parts' values as one, in float64; a tensor stays on the first device, and nothing waits for it."""
-        device = self._run.device if any(isinstance(call.value, torch.Tensor) for call in calls) else torch.device("cpu")
-        values = torch.stack([torch.as_tensor(call.value).to(device, torch.float64).reshape(()) for call in calls])
+        device = (
+            self._run.device
+            if any(isinstance(call.value, torch.Tensor) for call in calls)
+            else torch.device("cpu")
+        )
+        values = torch.stack(
+            [torch.as_tensor(call.value).to(device, torch.float64).reshape(()) for call in calls]
+        )
         reduce_fx = calls[0].options.get("reduce_fx", "mean")
         match reductions.key(reduce_fx):
             case "sum":
@@ -128,5 +166,15 @@ class PartLogs:
                 combined = values.amax()
             case _:  # a mean; core refuses unknown reductions
                 total = sum(call.weight for call in calls) or 1
-                combined = sum((value * call.weight for value, call in zip(values, calls, strict=True)), values.new_zeros(())) / total
-        return combined if any(isinstance(call.value, torch.Tensor) for call in calls) else combined.item()
+                combined = (
+                    sum(
+                        (value * call.weight for value, call in zip(values, calls, strict=True)),
+                        values.new_zeros(()),
+                    )
+                    / total
+                )
+        return (
+            combined
+            if any(isinstance(call.value, torch.Tensor) for call in calls)
+            else combined.item()
+        )

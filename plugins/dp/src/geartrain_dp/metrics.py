@@ -38,7 +38,9 @@ class PartMetrics:
     def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
         self._places, self._devices = find_metrics(network), devices
         #: They and all inside them, by id: a metric's hash changes with its state.
-        self.modules = {id(module): module for _, metric in self._places for module in metric.modules()}
+        self.modules = {
+            id(module): module for _, metric in self._places for module in metric.modules()
+        }
         #: (part, id of the metric) -> its last arguments.
         self._calls: dict[tuple[int, int], Any] = {}
         self._part = 0
@@ -71,16 +73,22 @@ class PartMetrics:
             TrainingError: the metric is not the module's.
         """
         if id(metric) not in self.modules:
-            raise TrainingError(f"self.log({name!r}): parts of a batch share only what the module has. Fix: an attribute of the module")
+            raise TrainingError(
+                f"self.log({name!r}): parts of a batch share only what the module has. Fix: an attribute of the module"
+            )
         return Seen(metric, self._calls.get((self._part, id(metric))))
 
-    def _called(self, metric: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _called(
+        self, metric: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         self._calls[self._part, id(metric)] = args, kwargs
         device = self._devices[self._part]
         return map_tensors(output, lambda tensor: tensor.to(device))
 
 
-def whole_batch(seen: Sequence[Seen], device: torch.device, copies: dict[str, tuple[Any, Any]], name: str) -> None:
+def whole_batch(
+    seen: Sequence[Seen], device: torch.device, copies: dict[str, tuple[Any, Any]], name: str
+) -> None:
     """Let a metric's newest ``forward`` be that of the whole batch, where each part left its own.
 
     A reset copy is updated with the arguments of all parts: a mean of the parts' values would be right for few metrics.
@@ -119,7 +127,9 @@ def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
         for module in filter(is_metric, metric.modules()):
             what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
             if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):
-                raise TrainingError(f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp")
+                raise TrainingError(
+                    f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp"
+                )
             if nodes and module.dist_sync_on_step:
                 raise TrainingError(
                     f"{what} has dist_sync_on_step=True, but nodes may have unlike numbers of parts. Fix: leave it out, or --strategy ddp"

@@ -61,7 +61,13 @@ class Replicas(nn.Module):
         self._warned: set[str] = set()
         self._copies: dict[str, tuple[Any, Any]] = {}
         count, first = run.plan.layout.devices_per_process, run.device
-        self.devices = [first, *(torch.device(first.type, i) if first.type != "cpu" else first for i in run.plan.devices[1:count])]
+        self.devices = [
+            first,
+            *(
+                torch.device(first.type, i) if first.type != "cpu" else first
+                for i in run.plan.devices[1:count]
+            ),
+        ]
         if count > 1:
             _check(step, first, label)
             refuse_metrics(step, label, nodes=run.world.size > 1)
@@ -80,7 +86,12 @@ class Replicas(nn.Module):
                 metrics.put_into(replica)
             watch = Watch(replicas, metrics.modules)
             with metrics.watched():
-                outputs = _apply(replicas, [(method, part, *rest) for part in parts], devices, side_by_side=not metrics.modules)
+                outputs = _apply(
+                    replicas,
+                    [(method, part, *rest) for part in parts],
+                    devices,
+                    side_by_side=not metrics.modules,
+                )
         watch.warn(method, self._label, self._warned)
         if self.part.step.has_end(method):
             return self.part.step.end(method, outputs)
@@ -117,32 +128,48 @@ def _check(step: StepForwarder, first: torch.device, label: str) -> None:
         TrainingError: devices, or the first module that cannot.
     """
     if first.type not in ("cpu", "cuda"):
-        raise TrainingError(f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp")
+        raise TrainingError(
+            f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp"
+        )
     for name, module in step.module.named_modules():
         name = name or type(module).__name__
         # A compiled module's replica would still call the original; torch.compile(net)'s would even empty the original's parameters.
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
             what = "compiled" if compiled else "a ScriptModule"
-            raise TrainingError(f"{label}: {name} is {what}, which cannot be replicated. Fix: leave it as it is written, or --strategy ddp")
-        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in module._parameters.values()):
+            raise TrainingError(
+                f"{label}: {name} is {what}, which cannot be replicated. Fix: leave it as it is written, or --strategy ddp"
+            )
+        if any(
+            isinstance(parameter, nn.UninitializedParameter)
+            for parameter in module._parameters.values()
+        ):
             raise TrainingError(
                 f"{label}: {name} has lazy parameters, whose shapes no replica could set. Fix: call the module on one batch before"
             )
 
 
 def _apply(
-    replicas: Sequence[LoadedPlugin], inputs: Sequence[tuple[Any, ...]], devices: Sequence[torch.device], side_by_side: bool
+    replicas: Sequence[LoadedPlugin],
+    inputs: Sequence[tuple[Any, ...]],
+    devices: Sequence[torch.device],
+    side_by_side: bool,
 ) -> list[Any]:
     """Each replica's output, all on the first device."""
     if devices[0].type == "cpu":
         return [replica(*arguments) for replica, arguments in zip(replicas, inputs, strict=True)]
-    there = [tuple(move(argument, device) for argument in arguments) for arguments, device in zip(inputs, devices, strict=True)]
+    there = [
+        tuple(move(argument, device) for argument in arguments)
+        for arguments, device in zip(inputs, devices, strict=True)
+    ]
     if side_by_side:
         outputs = parallel_apply(replicas, there, None, devices)
     else:  # started one after another, in this thread, so that metrics see the parts in their order
         each = zip(replicas, there, devices, strict=True)
-        outputs = [parallel_apply([replica], [arguments], None, [device])[0] for replica, arguments, device in each]
+        outputs = [
+            parallel_apply([replica], [arguments], None, [device])[0]
+            for replica, arguments, device in each
+        ]
     return [map_tensors(output, lambda tensor: tensor.to(devices[0])) for output in outputs]
 
 
@@ -153,6 +180,12 @@ def _share(network: nn.Module, first: bool) -> nn.Module:
     buffers = {buffer: buffer if first else buffer.clone() for buffer in network.buffers()}
     for module, replica in copies.items():
         replica._parameters = module._parameters.copy()
-        replica._buffers = {name: None if buffer is None else buffers[buffer] for name, buffer in module._buffers.items()}
-        replica._modules = {name: None if child is None else copies[child] for name, child in module._modules.items()}
+        replica._buffers = {
+            name: None if buffer is None else buffers[buffer]
+            for name, buffer in module._buffers.items()
+        }
+        replica._modules = {
+            name: None if child is None else copies[child]
+            for name, child in module._modules.items()
+        }
     return cast(nn.Module, copies[network])

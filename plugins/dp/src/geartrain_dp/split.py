@@ -51,7 +51,9 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
         return [batch], [1]
     size = -(-n // count)
     bounds = [(start, min(start + size, n)) for start in range(0, n, size)]
-    return [_slice(batch, n, start, stop) for start, stop in bounds], [stop - start for start, stop in bounds]
+    return [_slice(batch, n, start, stop) for start, stop in bounds], [
+        stop - start for start, stop in bounds
+    ]
 
 
 def has_rows(item: Any) -> bool:
@@ -68,7 +70,12 @@ def is_plain(item: Any) -> bool:
 
 def is_plain_list(data: Any, n: int) -> bool:
     """True if it is a list or tuple of ``n`` plain values; a named tuple has fields, not samples."""
-    return isinstance(data, list | tuple) and not hasattr(data, "_fields") and len(data) == n and all(map(is_plain, data))
+    return (
+        isinstance(data, list | tuple)
+        and not hasattr(data, "_fields")
+        and len(data) == n
+        and all(map(is_plain, data))
+    )
 
 
 def _slice(data: Any, n: int, start: int, stop: int) -> Any:
@@ -79,8 +86,12 @@ def _slice(data: Any, n: int, start: int, stop: int) -> Any:
 
 def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
     """Where each tensor or array with a first dimension stands, and that dimension."""
-    if isinstance(data, PackedSequence):  # a named tuple whose fields have unlike first dimensions, none of them the samples'
-        raise TrainingError(f"{path} is a PackedSequence, which cannot be split over devices. Fix: pack it in the step method")
+    if isinstance(
+        data, PackedSequence
+    ):  # a named tuple whose fields have unlike first dimensions, none of them the samples'
+        raise TrainingError(
+            f"{path} is a PackedSequence, which cannot be split over devices. Fix: pack it in the step method"
+        )
     if has_rows(data):
         yield path, int(data.shape[0])
     for name, item in children(data):
@@ -89,7 +100,11 @@ def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
     """Return the places and types of objects that hold tensors in their own way, such as those that can be moved to a device."""
-    if callable(getattr(data, "to", None)) and not isinstance(data, torch.Tensor) and not children(data):
+    if (
+        callable(getattr(data, "to", None))
+        and not isinstance(data, torch.Tensor)
+        and not children(data)
+    ):
         yield path, type(data).__name__
     for name, item in children(data):
         yield from _opaque(item, path + name)

@@ -28,8 +28,13 @@ class Watch:
     """
 
     def __init__(self, replicas: Sequence[nn.Module], kept: Container[int] = ()) -> None:
-        own = [[(name, module) for name, module in replica.named_modules() if id(module) not in kept] for replica in replicas]
-        self._modules = [[(name, module, _held(module)) for name, module in modules] for modules in own]
+        own = [
+            [(name, module) for name, module in replica.named_modules() if id(module) not in kept]
+            for replica in replicas
+        ]
+        self._modules = [
+            [(name, module, _held(module)) for name, module in modules] for modules in own
+        ]
         # The first replica's buffers are the module's own: what happens to them in place stays.
         self._buffers = [
             (f"{path}.{name}" if path else name, buffer, buffer._version)
@@ -67,7 +72,9 @@ class Watch:
             if buffer._version != version:
                 yield name
                 module, _, own = name.rpartition(".")
-                if own == "num_batches_tracked":  # torch's batch_norm changes the statistics beside it without counting that
+                if (
+                    own == "num_batches_tracked"
+                ):  # torch's batch_norm changes the statistics beside it without counting that
                     yield from (f"{module}.running_mean", f"{module}.running_var")
 
     def _lost(self) -> Iterator[str]:
@@ -75,7 +82,11 @@ class Watch:
             for name, module, before in modules:
                 after = _held(module)
                 path = f"{name}." if name else ""
-                yield from (path + key for key in before.keys() | after.keys() if not _same(before.get(key, ...), after.get(key, ...)))
+                yield from (
+                    path + key
+                    for key in before.keys() | after.keys()
+                    if not _same(before.get(key, ...), after.get(key, ...))
+                )
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
@@ -88,7 +99,10 @@ def _held(module: nn.Module) -> dict[str, Any]:
 
 def _same(before: Any, after: Any) -> bool:
     return before is after or (
-        is_plain(before) and type(before) is type(after) and not isinstance(before, torch.Tensor) and before == after
+        is_plain(before)
+        and type(before) is type(after)
+        and not isinstance(before, torch.Tensor)
+        and before == after
     )
 
 

@@ -20,7 +20,12 @@ _COMPRESSIONS = ("none", "fp16")
 
 
 def check_choices(
-    op: str, compression: str, predivide: float, ranks: Sequence[int] | None, distributed_optimizer: bool, groups: int | None
+    op: str,
+    compression: str,
+    predivide: float,
+    ranks: Sequence[int] | None,
+    distributed_optimizer: bool,
+    groups: int | None,
 ) -> None:
     """Refuse an unknown ``op`` or ``compression``, and what does not go with an ``op``.
 
@@ -29,17 +34,27 @@ def check_choices(
     """
     for name, value, known in (("op", op, _OPS), ("compression", compression, _COMPRESSIONS)):
         if value not in known:
-            raise UsageError(f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}")
+            raise UsageError(
+                f"{name}={value!r} is not known. Fix: one of {', '.join(map(repr, known))}"
+            )
     if predivide != 1 and op != "average":
-        raise UsageError(f"gradient_predivide_factor={predivide} is for op='average', not op={op!r}. Fix: leave it out")
+        raise UsageError(
+            f"gradient_predivide_factor={predivide} is for op='average', not op={op!r}. Fix: leave it out"
+        )
     if distributed_optimizer and groups is not None and predivide != 1:
         raise UsageError(
             f"distributed_optimizer=True, groups={groups} and gradient_predivide_factor={predivide} do not go together: Horovod's own "
             "optimizer does not divide in groups. Fix: leave one out"
         )
     if op == "adasum" and (ranks is not None or distributed_optimizer):
-        which = "distributed_optimizer=True" if distributed_optimizer else f"process_set={list(ranks or ())!r}"
-        raise UsageError(f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out")
+        which = (
+            "distributed_optimizer=True"
+            if distributed_optimizer
+            else f"process_set={list(ranks or ())!r}"
+        )
+        raise UsageError(
+            f"op='adasum' and {which} do not go together: Horovod's Adasum takes all ranks' gradients. Fix: leave one out"
+        )
 
 
 def check_numbers(**options: Any) -> None:
@@ -49,11 +64,16 @@ def check_numbers(**options: Any) -> None:
         UsageError: one that is not above 0, or no whole number where one is needed. ``stall_timeout`` may be 0.
     """
     for name, value in options.items():
-        whole, off = name in ("backward_passes_per_step", "groups", "commit_every_n_steps"), name == "stall_timeout" and value == 0
+        whole, off = (
+            name in ("backward_passes_per_step", "groups", "commit_every_n_steps"),
+            name == "stall_timeout" and value == 0,
+        )
         number = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
         if value is not None and not (number and (value > 0 or off)):
             more = ", or 0: never" if name == "stall_timeout" else ""
-            raise UsageError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0{more}.")
+            raise UsageError(
+                f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0{more}."
+            )
 
 
 def check_ranks(ranks: Sequence[int] | None) -> None:
@@ -64,8 +84,12 @@ def check_ranks(ranks: Sequence[int] | None) -> None:
     """
     if ranks is None:
         return
-    if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks) or len(set(ranks)) != len(ranks):
-        raise UsageError(f"process_set={list(ranks)!r} must be ranks, each once. Fix: [0, 1], for one")
+    if any(
+        isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks
+    ) or len(set(ranks)) != len(ranks):
+        raise UsageError(
+            f"process_set={list(ranks)!r} must be ranks, each once. Fix: [0, 1], for one"
+        )
     if len(ranks) < 2 or 0 not in ranks:
         raise UsageError(
             f"process_set={list(ranks)!r}: ranks outside of it train alone, and checkpoints and results are rank 0's. "
@@ -104,8 +128,14 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
             f"{plan.strategy.label}: this Horovod was built without NCCL, which GPUs need. "
             "Fix: build it with HOROVOD_GPU_OPERATIONS=NCCL, or --accelerator cpu"
         )
-    if op == "adasum" and several and not meets_by_mpi(place):  # in Horovod's own thread the process would be aborted
-        why = "the ranks meet by Gloo" if horovod().mpi_built() else "this Horovod was built without it"
+    if (
+        op == "adasum" and several and not meets_by_mpi(place)
+    ):  # in Horovod's own thread the process would be aborted
+        why = (
+            "the ranks meet by Gloo"
+            if horovod().mpi_built()
+            else "this Horovod was built without it"
+        )
         raise UsageError(
             f"{plan.strategy.label}: op='adasum' needs MPI, and {why}. "
             "Fix: a Horovod built with HOROVOD_WITH_MPI=1, under mpirun or horovodrun --mpi; or op='average'"
@@ -116,8 +146,14 @@ def check_here(plan: Plan, op: str, timeline: str | None) -> None:
             "Horovod write one from the start. Fix: leave one out"
         )
     where = detect()
-    if timeline is not None and (where is None or where.rank == 0) and not os.access(Path(timeline).absolute().parent, os.W_OK):
-        raise UsageError(f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in.")
+    if (
+        timeline is not None
+        and (where is None or where.rank == 0)
+        and not os.access(Path(timeline).absolute().parent, os.W_OK)
+    ):
+        raise UsageError(
+            f"timeline={timeline!r} cannot be written: {Path(timeline).absolute().parent} is no folder to write in."
+        )
 
 
 def check_elastic_options(elastic: bool, every: int | None, **others: Any) -> None:
@@ -132,9 +168,13 @@ def check_elastic_options(elastic: bool, every: int | None, **others: Any) -> No
     """
     for name, value in others.items():
         if elastic and (value == "adasum" if name == "op" else value is not None):
-            raise UsageError(f"elastic=True and {name}={value!r} do not go together: ranks come and go. Fix: leave one out")
+            raise UsageError(
+                f"elastic=True and {name}={value!r} do not go together: ranks come and go. Fix: leave one out"
+            )
     if every is not None and not elastic:
-        raise UsageError(f"commit_every_n_steps={every} is for elastic=True. Fix: leave it out, or elastic=True")
+        raise UsageError(
+            f"commit_every_n_steps={every} is for elastic=True. Fix: leave it out, or elastic=True"
+        )
 
 
 def check_elastic(label: str) -> None:
@@ -150,7 +190,9 @@ def check_elastic(label: str) -> None:
         )
 
 
-def check_combination(plan: Plan, module: Module | type[Module], op: str, ranks: Sequence[int] | None, passes: int) -> None:
+def check_combination(
+    plan: Plan, module: Module | type[Module], op: str, ranks: Sequence[int] | None, passes: int
+) -> None:
     """Refuse what cannot go together.
 
     Raises:
@@ -158,11 +200,17 @@ def check_combination(plan: Plan, module: Module | type[Module], op: str, ranks:
     """
     label, size = plan.strategy.label, size_of(plan)
     if plan.accelerator.name not in ("cpu", "cuda"):
-        raise UsageError(f"{label}: Horovod knows nothing of {plan.accelerator.name}. Fix: --accelerator cpu or cuda")
+        raise UsageError(
+            f"{label}: Horovod knows nothing of {plan.accelerator.name}. Fix: --accelerator cpu or cuda"
+        )
     if op == "adasum" and size is not None and size & (size - 1):
-        raise UsageError(f"{label}: op='adasum' needs a power of two of ranks, and there are {size}. Fix: 2, 4, 8, ..., or op='average'")
+        raise UsageError(
+            f"{label}: op='adasum' needs a power of two of ranks, and there are {size}. Fix: 2, 4, 8, ..., or op='average'"
+        )
     if ranks is not None and size is not None and max(ranks) >= size:
-        raise UsageError(f"{label}: process_set={list(ranks)!r} names rank {max(ranks)}, and there are {size} ranks, from 0 on.")
+        raise UsageError(
+            f"{label}: process_set={list(ranks)!r} names rank {max(ranks)}, and there are {size} ranks, from 0 on."
+        )
     every = plan.options.accumulate_grad_batches
     if passes not in (1, every) and module.automatic_optimization:
         raise UsageError(
@@ -170,7 +218,9 @@ def check_combination(plan: Plan, module: Module | type[Module], op: str, ranks:
             f"Fix: --accumulate-grad-batches {passes}, which divides the loss by it too"
         )
     if size != 1 and not inspect.isclass(module):
-        alone = [name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+        alone = [
+            name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)
+        ]
         if alone:
             raise UsageError(
                 f"{label}: {type(module).__name__}.{alone[0]} is torch's SyncBatchNorm, which needs a torch.distributed group, and Horovod "

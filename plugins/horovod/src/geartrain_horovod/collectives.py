@@ -109,7 +109,11 @@ class Collectives:
             yield
         except self.hvd.HorovodInternalError as error:
             lines = str(error).strip().splitlines() or ["no reason given"]
-            gone = "a peer has gone: " if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport")) else ""
+            gone = (
+                "a peer has gone: "
+                if any(word in lines[0] for word in ("shut down", "onnect", "gloo/transport"))
+                else ""
+            )
             silent = self._roll_call() if gone else []
             who = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
             kind = self._gone if gone else TrainingError
@@ -125,7 +129,10 @@ class Collectives:
         if self._board is None:
             return []
         self.say_here()
-        silent, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ROLL_CALL
+        silent, deadline = (
+            [rank for rank in range(self.size) if rank != self.rank],
+            time.monotonic() + _ROLL_CALL,
+        )
         try:
             while silent and time.monotonic() < deadline:
                 silent = [rank for rank in silent if self._board.get(f"here-{rank}") is None]
@@ -147,7 +154,9 @@ class Collectives:
 
     def _gather_rows(self, row: torch.Tensor, name: str, what: str) -> torch.Tensor:
         """``[n]`` on the CPU, of one length on all ranks -> ``[size, n]``."""
-        table: torch.Tensor = self.wait(self.start("allgather_async", row[None].contiguous(), name=name), name, what)
+        table: torch.Tensor = self.wait(
+            self.start("allgather_async", row[None].contiguous(), name=name), name, what
+        )
         return table
 
     def gather_values(self, values: torch.Tensor) -> torch.Tensor:
@@ -165,22 +174,36 @@ class Collectives:
         """
         name = self.next_name("all_gather")
         shapes = self._shapes(tensor, name)
-        whole = self.wait(self.start("allgather_async", _bytes(tensor), name=name), name, "all_gather")
+        whole = self.wait(
+            self.start("allgather_async", _bytes(tensor), name=name), name, "all_gather"
+        )
         sizes = [_numel(shape) * tensor.element_size() for shape in shapes]
         # Each part gets memory of its own: a view of another type must begin at a multiple of its size.
-        parts = [part.clone().view(tensor.dtype).reshape(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
+        parts = [
+            part.clone().view(tensor.dtype).reshape(shape)
+            for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)
+        ]
         parts = [part.to(tensor.device) for part in parts]
         return torch.stack(parts) if all(shape == shapes[0] for shape in shapes) else parts
 
     def _shapes(self, tensor: torch.Tensor, name: str) -> list[list[int]]:
         """Each rank's shape."""
         # 64 numbers, as many as torch has dimensions.
-        header = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), zlib.crc32(str(tensor.dtype).encode())])
+        header = torch.tensor(
+            [
+                tensor.ndim,
+                *tensor.shape,
+                *[0] * (64 - tensor.ndim),
+                zlib.crc32(str(tensor.dtype).encode()),
+            ]
+        )
         table = self._gather_rows(header, f"{name}.shape", "all_gather").tolist()
         shapes = [row[1 : 1 + row[0]] for row in table]
         for rank, (row, shape) in enumerate(zip(table, shapes, strict=True)):
             if row[-1] != table[0][-1]:
-                raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}.")
+                raise TrainingError(
+                    f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}."
+                )
             if len(shape) != len(shapes[0]) or shape[1:] != shapes[0][1:]:
                 raise TrainingError(
                     f"all_gather: rank 0 has the shape {shapes[0]} and rank {rank} {shape}; only the first dimension may differ."
@@ -190,9 +213,17 @@ class Collectives:
     def broadcast(self, obj: Any, src: int) -> Any:
         """Rank ``src``'s object, on every rank."""
         name, mine = self.next_name("broadcast"), self.rank == src
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        data = (
+            torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+            if mine
+            else torch.empty(0, dtype=torch.uint8)
+        )
         size = torch.tensor([len(data)])
-        size = self.wait(self.start("broadcast_async_", size, src, name=f"{name}.size"), f"{name}.size", "broadcast")
+        size = self.wait(
+            self.start("broadcast_async_", size, src, name=f"{name}.size"),
+            f"{name}.size",
+            "broadcast",
+        )
         data = data if mine else torch.empty(int(size), dtype=torch.uint8)
         data = self.wait(self.start("broadcast_async_", data, src, name=name), name, "broadcast")
         return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
@@ -215,7 +246,15 @@ class Collectives:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's numbers as uint8 ``[n]`` on the CPU."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach()
+        .cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
 
 
 def _numel(shape: list[int]) -> int:

@@ -70,7 +70,11 @@ class Elastic:
                 try:
                     return worker()
                 except WorldChanged as change:
-                    print(f"geartrain: {change}; the run goes on in a new world", file=sys.stderr, flush=True)
+                    print(
+                        f"geartrain: {change}; the run goes on in a new world",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._changed.clear()
                 run.again()
         finally:
@@ -84,7 +88,9 @@ class Elastic:
         """
         mine = torch.tensor([[self.call, -1 if self.last is None else self.last.number]])
         name = "geartrain.elastic"  # not under the call's number, which may differ
-        table = collectives.wait(collectives.start("allgather_async", mine, name=name), name, "agreement on a commit")
+        table = collectives.wait(
+            collectives.start("allgather_async", mine, name=name), name, "agreement on a commit"
+        )
         calls, numbers = table.T.tolist()
         if len(set(calls)) > 1:
             raise TrainingError(
@@ -94,7 +100,9 @@ class Elastic:
         if max(numbers) >= 0:
             self.last = collectives.broadcast(self.last, numbers.index(max(numbers)))
             assert self.last is not None
-            run.memory_checkpoint = torch.load(io.BytesIO(self.last.data), map_location="cpu", weights_only=True)
+            run.memory_checkpoint = torch.load(
+                io.BytesIO(self.last.data), map_location="cpu", weights_only=True
+            )
             run.plan = replace(run.plan, resumes=True)
 
     def commit_epoch(self, run: Run, collectives: Collectives) -> None:
@@ -104,16 +112,24 @@ class Elastic:
 
     def commit_step(self, run: Run, collectives: Collectives) -> None:
         """Commit where a step makes it due; not after the last, from where there is nothing to go on with."""
-        if self.every is not None and run.step % self.every == 0 and run.step != run.plan.options.max_steps:
+        if (
+            self.every is not None
+            and run.step % self.every == 0
+            and run.step != run.plan.options.max_steps
+        ):
             self._commit(run, collectives)
 
     def _commit(self, run: Run, collectives: Collectives) -> None:
         state = checkpoint_state(run, run.epoch)
-        if run.world.size > 1:  # rank 0, which alone has what is every rank's own, may be the one that goes
+        if (
+            run.world.size > 1
+        ):  # rank 0, which alone has what is every rank's own, may be the one that goes
             state["fit"]["ranks"] = collectives.broadcast(state["fit"]["ranks"], 0)
         file = io.BytesIO()
         torch.save(state, file)
         self.last = Commit(0 if self.last is None else self.last.number + 1, file.getvalue())
-        changed = collectives.gather_values(torch.tensor([float(self._changed.is_set())], dtype=torch.float64))
+        changed = collectives.gather_values(
+            torch.tensor([float(self._changed.is_set())], dtype=torch.float64)
+        )
         if changed.any():
             raise WorldChanged(f"rank {run.world.rank}: the hosts have changed")

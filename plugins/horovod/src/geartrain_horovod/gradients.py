@@ -72,7 +72,9 @@ class Gradients:
         process_set: Horovod's, or ``None`` for all ranks.
     """
 
-    def __init__(self, collectives: Collectives, reduction: Reduction, process_set: Any = None) -> None:
+    def __init__(
+        self, collectives: Collectives, reduction: Reduction, process_set: Any = None
+    ) -> None:
         self._collectives, self._how, self._process_set = collectives, reduction, process_set
         self._units: list[Unit] = []
         self._unit_of: dict[nn.Parameter, Unit] = {}
@@ -96,7 +98,11 @@ class Gradients:
     def _completed(self, parameter: nn.Parameter) -> None:
         unit = self._unit_of[parameter]
         unit.ready.add(parameter)
-        if self._early and unit.under_way is None and all(p in unit.ready or not p.requires_grad for p in unit.parameters):
+        if (
+            self._early
+            and unit.under_way is None
+            and all(p in unit.ready or not p.requires_grad for p in unit.parameters)
+        ):
             self._send(unit)
 
     # --- after it --------------------------------------------------------------------------------------------------------
@@ -108,13 +114,19 @@ class Gradients:
         """
         self.watch(run)
         stepped = self._about_to_step(run)
-        units = [unit for unit in self._units if unit.under_way is not None or not stepped.isdisjoint(unit.parameters)]
+        units = [
+            unit
+            for unit in self._units
+            if unit.under_way is not None or not stepped.isdisjoint(unit.parameters)
+        ]
         if not units:
             return
         wanted = self._agree(units, stepped)
         for unit in units:
             unit.ready.clear()
-            if unit.under_way is None and any(wanted[parameter][0] for parameter in unit.parameters):
+            if unit.under_way is None and any(
+                wanted[parameter][0] for parameter in unit.parameters
+            ):
                 self._send(unit)
         again = []
         for unit in units:
@@ -129,21 +141,32 @@ class Gradients:
         for unit in again:
             self._write(unit, self._arrived(unit), wanted)
 
-    def _agree(self, units: Sequence[Unit], stepped: set[nn.Parameter]) -> dict[nn.Parameter, tuple[int, bool]]:
+    def _agree(
+        self, units: Sequence[Unit], stepped: set[nn.Parameter]
+    ) -> dict[nn.Parameter, tuple[int, bool]]:
         """What some rank has of each parameter's gradient, and whether it is sparse there: one small all-reduce."""
         parameters = [parameter for unit in units for parameter in unit.parameters]
         has = [self._has(parameter, stepped) for parameter in parameters]
-        sparse = [parameter.grad is not None and parameter.grad.layout != torch.strided for parameter in parameters]
+        sparse = [
+            parameter.grad is not None and parameter.grad.layout != torch.strided
+            for parameter in parameters
+        ]
         table = torch.tensor([has, sparse], dtype=torch.int32)
         name = self._collectives.name("gradients")
         options = {} if self._process_set is None else {"process_set": self._process_set}
-        handle = self._collectives.start("allreduce_async_", table, op=self._collectives.hvd.Max, name=name, **options)
-        most, sparse_somewhere = self._collectives.wait(handle, name, "all-reduce of which ranks have which gradients,").tolist()
+        handle = self._collectives.start(
+            "allreduce_async_", table, op=self._collectives.hvd.Max, name=name, **options
+        )
+        most, sparse_somewhere = self._collectives.wait(
+            handle, name, "all-reduce of which ranks have which gradients,"
+        ).tolist()
         return {p: (m, bool(s)) for p, m, s in zip(parameters, most, sparse_somewhere, strict=True)}
 
     def _has(self, parameter: nn.Parameter, stepped: set[nn.Parameter]) -> int:
         unit, grad = self._unit_of[parameter], parameter.grad
-        before = self._reduced.get(parameter) if unit.under_way is None else unit.sent.get(parameter)
+        before = (
+            self._reduced.get(parameter) if unit.under_way is None else unit.sent.get(parameter)
+        )
         same = before is not None and grad is not None and before.same(grad)
         if unit.under_way is not None:
             return _SENT if grad is None or same else _CHANGED
@@ -155,13 +178,20 @@ class Gradients:
         hvd, how = self._collectives.hvd, self._how
         copies = [self._copy(parameter) for parameter in unit.parameters]
         name = self._collectives.name(f"gradient.{unit.name}{suffix}")
-        options: dict[str, Any] = {"op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.op], "name": name}
+        options: dict[str, Any] = {
+            "op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[how.op],
+            "name": name,
+        }
         if how.op == "average":
             options |= {"prescale_factor": 1 / how.predivide, "postscale_factor": how.predivide}
         if self._process_set is not None:
             options["process_set"] = self._process_set
         one = len(copies) == 1
-        handle = self._collectives.start("allreduce_async_" if one else "grouped_allreduce_async_", copies[0] if one else copies, **options)
+        handle = self._collectives.start(
+            "allreduce_async_" if one else "grouped_allreduce_async_",
+            copies[0] if one else copies,
+            **options,
+        )
         unit.under_way = handle, name
         unit.sent = {p: Seen(p.grad) for p in unit.parameters if p.grad is not None}
 
@@ -171,7 +201,13 @@ class Gradients:
         grad = (grad.to_dense() if grad.layout != torch.strided else grad).detach()
         if grad.is_complex():
             grad = torch.view_as_real(grad.resolve_conj())
-        dtype = torch.float16 if self._how.half else torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+        dtype = (
+            torch.float16
+            if self._how.half
+            else torch.float32
+            if grad.dtype == torch.bfloat16
+            else grad.dtype
+        )
         return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _arrived(self, unit: Unit) -> list[torch.Tensor]:
@@ -182,12 +218,21 @@ class Gradients:
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
     @torch.no_grad()
-    def _write(self, unit: Unit, results: Sequence[torch.Tensor], wanted: dict[nn.Parameter, tuple[int, bool]]) -> None:
+    def _write(
+        self,
+        unit: Unit,
+        results: Sequence[torch.Tensor],
+        wanted: dict[nn.Parameter, tuple[int, bool]],
+    ) -> None:
         for parameter, result in zip(unit.parameters, results, strict=True):
             most, sparse = wanted[parameter]
             if most == _NOTHING:
                 continue  # no rank has used it: it is left as it is, as in one process
-            value = torch.view_as_complex(result.to(parameter.real.dtype)) if parameter.is_complex() else result.to(parameter.dtype)
+            value = (
+                torch.view_as_complex(result.to(parameter.real.dtype))
+                if parameter.is_complex()
+                else result.to(parameter.dtype)
+            )
             if sparse:
                 parameter.grad = value.to_sparse(1)
             elif parameter.grad is None:
@@ -201,12 +246,19 @@ class Gradients:
 
     def _about_to_step(self, run: Run) -> set[nn.Parameter]:
         """Those whose gradients the step uses: all, and in manual optimisation and in a Session those of the optimizer that steps."""
-        own = {parameter for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]}
+        own = {
+            parameter
+            for optimizer in run.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         return own if run.mode != "automatic" else own | set(run.module.parameters())
 
     def watch(self, run: Run) -> None:
         """Make units of parameters that are new, and hook those that became trainable."""
-        new = [(name, p) for name, p in named_parameters(run, run.optimizers) if p not in self._unit_of]
+        new = [
+            (name, p) for name, p in named_parameters(run, run.optimizers) if p not in self._unit_of
+        ]
         taken = {unit.name for unit in self._units}
         for unit in _units(new, self._how.groups):
             while unit.name in taken:  # several models of a Session have parameters of one name
@@ -250,5 +302,8 @@ def _units(named: Sequence[tuple[str, nn.Parameter]], groups: int | None) -> lis
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in trained[i : i + size]:
             kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-        units += [Unit(f"{members[0][0]}+{len(members) - 1}", [p for _, p in members]) for members in kinds.values()]
+        units += [
+            Unit(f"{members[0][0]}+{len(members) - 1}", [p for _, p in members])
+            for members in kinds.values()
+        ]
     return units

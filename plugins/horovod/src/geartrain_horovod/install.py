@@ -32,7 +32,9 @@ VERSION = "0.28.1"
 _SHOWN = 30
 #: Where the CUDA toolkit lies if no variable says so.
 _CUDA = "/usr/local/cuda"
-_CPU_TORCH = "pip install --force-reinstall torch=={} --index-url https://download.pytorch.org/whl/cpu"
+_CPU_TORCH = (
+    "pip install --force-reinstall torch=={} --index-url https://download.pytorch.org/whl/cpu"
+)
 #: The first CMake that hears CMAKE_CXX_COMPILER_LAUNCHER, and the first that must be told that old projects are welcome.
 _LAUNCHER_SINCE, _POLICY_SINCE = (3, 17), (4, 0)
 
@@ -60,13 +62,17 @@ class PickledPlugin:
     def __post_init__(self) -> None:
         found = torch_version()
         if found is None:
-            raise InstallError("torch is not installed, and Horovod is built for one. Fix: pip install torch first")
+            raise InstallError(
+                "torch is not installed, and Horovod is built for one. Fix: pip install torch first"
+            )
         self.torch = found
         compiler = self._compiler()
         cmake = self._cmake()
         self._check()
         self.variables = self._variables(cmake)
-        flag = "-std=c++20" if self.mpi else "-std=c++17"  # Open MPI's C++ header is fine with either, gloo's MPI part only with 20
+        flag = (
+            "-std=c++20" if self.mpi else "-std=c++17"
+        )  # Open MPI's C++ header is fine with either, gloo's MPI part only with 20
         if shutil.which("ccache", path=self.environ.get("PATH")) or cmake < _LAUNCHER_SINCE:
             # Horovod's CMake files put ccache, where it finds it, in the launcher's place.
             self.wrapper = f'#!/bin/sh\nexec {compiler} "$@" {flag}\n'
@@ -78,33 +84,51 @@ class PickledPlugin:
         for name in [named] if named else ["c++", "g++", "clang++"]:
             if shutil.which(shlex.split(name)[0], path=self.environ.get("PATH")):
                 return name
-        raise InstallError(f"there is no C++ compiler ({named or 'c++, g++ or clang++'}). Fix: apt-get install g++, or set CXX")
+        raise InstallError(
+            f"there is no C++ compiler ({named or 'c++, g++ or clang++'}). Fix: apt-get install g++, or set CXX"
+        )
 
     def _cmake(self) -> tuple[int, ...]:
         name = self.environ.get("HOROVOD_CMAKE", "cmake")
         path = shutil.which(name, path=self.environ.get("PATH"))
         if path is None:
-            raise InstallError(f"there is no {name}. Fix: pip install cmake, or apt-get install cmake")
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, env=dict(self.environ)).stdout
+            raise InstallError(
+                f"there is no {name}. Fix: pip install cmake, or apt-get install cmake"
+            )
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, check=False, env=dict(self.environ)
+        ).stdout
         found = re.search(r"version\s+(\d+)\.(\d+)", told)
         cmake = (int(found[1]), int(found[2])) if found else (0, 0)
         if cmake < (3, 13):
-            raise InstallError(f"{path} is older than 3.13. Fix: pip install cmake, or set HOROVOD_CMAKE to a newer one")
+            raise InstallError(
+                f"{path} is older than 3.13. Fix: pip install cmake, or set HOROVOD_CMAKE to a newer one"
+            )
         return cmake
 
     def _check(self) -> None:
         """What else the build needs."""
         path = self.environ.get("PATH")
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
-            raise InstallError("Python's headers are not installed. Fix: apt-get install python3-dev")
-        for module, name in (("pip", "pip"), ("setuptools", "setuptools"), ("packaging", "packaging")):
+            raise InstallError(
+                "Python's headers are not installed. Fix: apt-get install python3-dev"
+            )
+        for module, name in (
+            ("pip", "pip"),
+            ("setuptools", "setuptools"),
+            ("packaging", "packaging"),
+        ):
             if find_spec(module) is None:
                 fix = "python -m ensurepip" if name == "pip" else f"pip install {name}"
                 raise InstallError(f"the build needs {name}, which is not installed. Fix: {fix}")
         if self.mpi and shutil.which("mpicxx", path=path) is None:
-            raise InstallError("there is no mpicxx. Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out")
+            raise InstallError(
+                "there is no mpicxx. Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out"
+            )
         if self.nccl and not self._has_toolkit():
-            raise InstallError("there is no nvcc. Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out")
+            raise InstallError(
+                "there is no nvcc. Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out"
+            )
         if (cuda := torch_cuda()) is not None and not self._has_toolkit():
             raise InstallError(
                 f"torch {self.torch} is built for CUDA {cuda}, and Horovod's build for it needs the CUDA toolkit: there is no nvcc. "
@@ -115,7 +139,10 @@ class PickledPlugin:
     def _has_toolkit(self) -> bool:
         homes = [self.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
         folders = [os.path.join(home, "bin") for home in (*homes, _CUDA) if home]
-        return shutil.which("nvcc", path=os.pathsep.join([*folders, self.environ.get("PATH", "")])) is not None
+        return (
+            shutil.which("nvcc", path=os.pathsep.join([*folders, self.environ.get("PATH", "")]))
+            is not None
+        )
 
     def _variables(self, cmake: tuple[int, ...]) -> dict[str, str]:
         """The build's options. What is set in the environment already stands."""
@@ -126,7 +153,11 @@ class PickledPlugin:
             "HOROVOD_WITHOUT_MXNET": "1",
             "HOROVOD_WITH_GLOO": "1",
         }
-        given |= {"HOROVOD_WITH_MPI": "1"} if self.mpi else {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_CPU_OPERATIONS": "GLOO"}
+        given |= (
+            {"HOROVOD_WITH_MPI": "1"}
+            if self.mpi
+            else {"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_CPU_OPERATIONS": "GLOO"}
+        )
         if self.nccl:
             given["HOROVOD_GPU_OPERATIONS"] = "NCCL"
         if cmake >= _POLICY_SINCE:
@@ -136,10 +167,19 @@ class PickledPlugin:
     @property
     def key(self) -> str:
         """What the wheel depends on, as a folder's name."""
-        parts = [f"horovod-{VERSION}", f"torch-{self.torch}", f"cp{sys.version_info[0]}{sys.version_info[1]}", platform.machine()]
+        parts = [
+            f"horovod-{VERSION}",
+            f"torch-{self.torch}",
+            f"cp{sys.version_info[0]}{sys.version_info[1]}",
+            platform.machine(),
+        ]
         parts += ["mpi"] * self.mpi + ["nccl"] * self.nccl
         # Horovod's other variables and the compiler's flags, which make other wheels.
-        own = {name: value for name, value in self.environ.items() if re.match(r"HOROVOD_|(CXX|C|LD)(FLAGS)?$", name)}
+        own = {
+            name: value
+            for name, value in self.environ.items()
+            if re.match(r"HOROVOD_|(CXX|C|LD)(FLAGS)?$", name)
+        }
         own = {name: value for name, value in own.items() if not re.match(_OF_A_RUN, name)}
         if own:
             parts.append(f"{zlib.crc32(repr(sorted(own.items())).encode()):08x}")
@@ -149,16 +189,31 @@ class PickledPlugin:
         """The recipe for a shell."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         if self.wrapper is not None:
-            lines += [f"printf '%s' {shlex.quote(self.wrapper)} > horovod-c++", "chmod +x horovod-c++", 'export CXX="$PWD/horovod-c++"']
+            lines += [
+                f"printf '%s' {shlex.quote(self.wrapper)} > horovod-c++",
+                "chmod +x horovod-c++",
+                'export CXX="$PWD/horovod-c++"',
+            ]
         return "\n".join(
-            [*lines, " ".join(["python -m pip install --force-reinstall", *_PIP]), f"python -m pip install numpy horovod=={VERSION}"]
+            [
+                *lines,
+                " ".join(["python -m pip install --force-reinstall", *_PIP]),
+                f"python -m pip install numpy horovod=={VERSION}",
+            ]
         )
 
 
 #: What horovodrun sets in the processes that it starts: nothing of the build.
 _OF_A_RUN = r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|CONTROLLER|ELASTIC|TIMELINE|STALL|LOG_|CYCLE|FUSION|CACHE|SECRET)"
 #: A wheel of pip's own cache may be another torch's.
-_PIP = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--no-binary", "horovod", f"horovod=={VERSION}"]
+_PIP = [
+    "--no-build-isolation",
+    "--no-deps",
+    "--no-cache-dir",
+    "--no-binary",
+    "horovod",
+    f"horovod=={VERSION}",
+]
 
 
 def build(recipe: PickledPlugin, cache: Path) -> Path:
@@ -173,9 +228,15 @@ def build(recipe: PickledPlugin, cache: Path) -> Path:
         return ready[0]
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
-    print(f"building Horovod {VERSION} for torch {recipe.torch}; this takes some minutes (log: {log})", flush=True)
+    print(
+        f"building Horovod {VERSION} for torch {recipe.torch}; this takes some minutes (log: {log})",
+        flush=True,
+    )
     # Beside the place where it will lie, so that it comes there in one step: two builds at once do not meet half a wheel.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary, log.open("w", encoding="utf-8") as out:
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as temporary,
+        log.open("w", encoding="utf-8") as out,
+    ):
         variables = {**recipe.environ, **recipe.variables, "PYTHONUNBUFFERED": "1"}
         if recipe.wrapper is not None:
             script = Path(temporary, "c++")
@@ -183,7 +244,14 @@ def build(recipe: PickledPlugin, cache: Path) -> Path:
             script.chmod(0o755)
             variables["CXX"] = str(script)
         command = [sys.executable, "-m", "pip", "wheel", "-v", *_PIP, "--wheel-dir", temporary]
-        done = subprocess.run(command, env=variables, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            env=variables,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         made = sorted(Path(temporary).glob("horovod-*.whl"))
         if done.returncode != 0 or not made:
             raise InstallError(
@@ -207,27 +275,56 @@ def install(wheel: Path) -> None:
     for arguments in (["--no-deps", "--force-reinstall", str(wheel)], [str(wheel), "numpy"]):
         done = subprocess.run([*pip, *arguments], check=False, stdin=subprocess.DEVNULL)
         if done.returncode != 0:
-            raise InstallError(f"pip could not install {wheel.name} (exit code {done.returncode}). Fix: what pip names above")
+            raise InstallError(
+                f"pip could not install {wheel.name} (exit code {done.returncode}). Fix: what pip names above"
+            )
     # Another process: what this one has imported may be the old one.
     ask = "from geartrain_horovod.installed import missing; print(missing() or '')"
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    told = subprocess.run(
+        [sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
     if told.returncode != 0 or told.stdout.strip():
-        raise InstallError(f"{wheel.name} is installed and cannot be used: {told.stdout.strip() or told.stderr.strip()}")
+        raise InstallError(
+            f"{wheel.name} is installed and cannot be used: {told.stdout.strip() or told.stderr.strip()}"
+        )
 
 
 def default_cache() -> Path:
     """Where wheels are kept: a folder of the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or (Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache"))
+    base = os.environ.get("XDG_CACHE_HOME") or (
+        Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    )
     return Path(base, "geartrain-horovod")
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m geartrain_horovod.install", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mpi", action="store_true", help="with MPI too, for mpirun and horovodrun --mpi")
-    parser.add_argument("--nccl", action="store_true", help="with NCCL, for GPUs: needs nvcc and NCCL's headers")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the steps for doing it by hand, and do nothing")
-    parser.add_argument("--cache", type=Path, default=None, metavar="DIR", help=f"where wheels are kept; default {default_cache()}")
+    parser = argparse.ArgumentParser(
+        prog="python -m geartrain_horovod.install", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--mpi", action="store_true", help="with MPI too, for mpirun and horovodrun --mpi"
+    )
+    parser.add_argument(
+        "--nccl", action="store_true", help="with NCCL, for GPUs: needs nvcc and NCCL's headers"
+    )
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        dest="show",
+        help="print the steps for doing it by hand, and do nothing",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help=f"where wheels are kept; default {default_cache()}",
+    )
     options = parser.parse_args(argv)
     try:
         recipe = PickledPlugin(options.mpi, options.nccl)

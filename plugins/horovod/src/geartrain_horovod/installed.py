@@ -42,7 +42,9 @@ def _unloadable() -> str | None:
     try:
         import horovod.torch as hvd
     except Exception as error:  # a symbol that another build of torch lacks, or a library of MPI or NCCL that is not here
-        return f"Horovod {horovod_version()} cannot be loaded: {type(error).__name__}: {error}. {_FIX}"
+        return (
+            f"Horovod {horovod_version()} cannot be loaded: {type(error).__name__}: {error}. {_FIX}"
+        )
     if not hvd.gloo_built() and not hvd.mpi_built():
         return f"Horovod {horovod_version()} was built with neither Gloo nor MPI: its processes cannot meet. {_FIX}"
     return None
@@ -59,7 +61,11 @@ def built_for() -> str | None:
     """The torch for which the installed Horovod was built, as its build noted."""
     package = _folder("horovod")
     try:
-        noted = json.loads((package / "metadata.json").read_text(encoding="utf-8")) if package is not None else {}
+        noted = (
+            json.loads((package / "metadata.json").read_text(encoding="utf-8"))
+            if package is not None
+            else {}
+        )
     except (OSError, ValueError):
         return None
     return noted.get("pytorch") if isinstance(noted, dict) else None
@@ -86,7 +92,9 @@ def _of_torch(name: str) -> str | None:
     path = package / "version.py" if package is not None else None
     if path is None or not path.is_file():
         return None
-    found = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)", path.read_text(encoding="utf-8"), re.M)
+    found = re.search(
+        rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)", path.read_text(encoding="utf-8"), re.M
+    )
     return found[1] if found else None
 
 
@@ -98,12 +106,18 @@ def _folder(package: str) -> Path | None:
 
 def facts() -> dict[str, Any]:
     """What ``geartrain doctor`` shows; what Horovod cannot say of itself is ``None``."""
-    found: dict[str, Any] = {"horovod": horovod_version(), "built_for_torch": built_for(), "torch": torch_version()}
+    found: dict[str, Any] = {
+        "horovod": horovod_version(),
+        "built_for_torch": built_for(),
+        "torch": torch_version(),
+    }
     found |= dict.fromkeys(("gloo", "mpi", "nccl", "cuda"))
     if missing() is None:
         import horovod.torch as hvd
 
-        found |= {name: bool(getattr(hvd, f"{name}_built")()) for name in ("gloo", "mpi", "nccl", "cuda")}
+        found |= {
+            name: bool(getattr(hvd, f"{name}_built")()) for name in ("gloo", "mpi", "nccl", "cuda")
+        }
     return found
 
 

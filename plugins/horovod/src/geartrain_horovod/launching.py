@@ -68,7 +68,9 @@ def left_mpi() -> bool:
     return _left_mpi
 
 
-def start(run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elastic | None = None) -> Any:
+def start(
+    run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elastic | None = None
+) -> Any:
     """Call ``worker`` in this process as one of the ranks, after starting this node's others where nobody else has.
 
     Args:
@@ -84,7 +86,11 @@ def start(run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elast
     with ExitStack() as around:
         around.enter_context(raise_on_signals())
         local_rank = place.local_rank  # stays as it is when the world changes
-        result = worker(local_rank) if elastic is None else elastic.keep_going(run, lambda: worker(local_rank))
+        result = (
+            worker(local_rank)
+            if elastic is None
+            else elastic.keep_going(run, lambda: worker(local_rank))
+        )
         if hasattr(worker, "keep"):  # a Session goes on in here
             worker.keep(around.pop_all())
         return result
@@ -101,7 +107,12 @@ class Meeting:
     """
 
     def __init__(
-        self, run: Run, timeout: float, ranks: Sequence[int] | None = None, timeline: str | None = None, elastic: bool = False
+        self,
+        run: Run,
+        timeout: float,
+        ranks: Sequence[int] | None = None,
+        timeline: str | None = None,
+        elastic: bool = False,
     ) -> None:
         place = run.cluster
         assert place is not None
@@ -118,10 +129,16 @@ class Meeting:
             if not self._stays:
                 self._meet(run, timeout, sets)
             elif not self.hvd.is_initialized():
-                self._initialise(place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS)
+                self._initialise(
+                    place, {}, sets, {**_DEFAULTS, **_PATIENT} if elastic else _DEFAULTS
+                )
             if elastic:
                 hvd = self.hvd
-                numbers = {"local_rank": hvd.local_rank(), "local_size": hvd.local_size(), "node_rank": hvd.cross_rank()}
+                numbers = {
+                    "local_rank": hvd.local_rank(),
+                    "local_size": hvd.local_size(),
+                    "node_rank": hvd.cross_rank(),
+                }
                 place = run.cluster = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
             self._check_world(place)
         except BaseException:  # nobody else could undo what was done so far
@@ -172,18 +189,27 @@ class Meeting:
                 store.set("horovod", self._server.address)
             address, port = store.get("horovod").decode().rsplit(" ", 1)
             self.rendezvous = (address, int(port))
-            store.wait([f"here/{rank}" for rank in range(place.size)], timedelta(seconds=max(timeout, _TO_COME)))
+            store.wait(
+                [f"here/{rank}" for rank in range(place.size)],
+                timedelta(seconds=max(timeout, _TO_COME)),
+            )
         self._initialise(place, _variables(place, address, port), sets, {**_DEFAULTS, **_SILENCE})
 
     def _initialise(
-        self, place: ClusterEnvironment, variables: Mapping[str, str], sets: list[Any], defaults: Mapping[str, str] = _DEFAULTS
+        self,
+        place: ClusterEnvironment,
+        variables: Mapping[str, str],
+        sets: list[Any],
+        defaults: Mapping[str, str] = _DEFAULTS,
     ) -> None:
         more = {name: value for name, value in defaults.items() if name not in os.environ}
         with _environment({**variables, **more}):
             try:
                 self.hvd.init(process_sets=sets)
             except ValueError as error:
-                raise TrainingError(f"rank {place.rank}: Horovod could not connect to its peers: {error}") from error
+                raise TrainingError(
+                    f"rank {place.rank}: Horovod could not connect to its peers: {error}"
+                ) from error
 
     def end(self, failed: bool, leave: Callable[[Callable[[], Any], bool], None]) -> None:
         """Leave the others; after an error they hear of it. Where Horovod meets by itself it stays initialised for the program's next
@@ -211,7 +237,11 @@ class _Rendezvous:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
         self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="horovod-rendezvous")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.05},
+            name="horovod-rendezvous",
+        )
         self._thread.daemon = True
         self._thread.start()
         self.address = f"{host} {self._server.server_address[1]}"
@@ -224,7 +254,10 @@ class _Rendezvous:
 
 def _prepared() -> tuple[str, int] | None:
     """The rendezvous of horovodrun."""
-    address, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+    address, port = (
+        os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
+        os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", ""),
+    )
     return (address, int(port)) if address and port.isdigit() else None
 
 

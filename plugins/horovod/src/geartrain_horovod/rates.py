@@ -43,12 +43,18 @@ def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: int) -> int:
     return before
 
 
-def _scale_all(optimizer: Optimizer, schedulers: Iterable[Any], factor: float, done: set[int]) -> None:
+def _scale_all(
+    optimizer: Optimizer, schedulers: Iterable[Any], factor: float, done: set[int]
+) -> None:
     for group in optimizer.param_groups:
         _scale(group, _IN_GROUPS, factor, done)
     seen: dict[int, Any] = {}
     for scheduler in schedulers:
-        seen |= {id(one): one for one in _nested(scheduler) if getattr(one, "optimizer", optimizer) is optimizer}
+        seen |= {
+            id(one): one
+            for one in _nested(scheduler)
+            if getattr(one, "optimizer", optimizer) is optimizer
+        }
     for one in seen.values():
         _scale(vars(one), _IN_SCHEDULERS, factor, done)
 

@@ -14,7 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from geartrain import Layout, Module, Plan, PlanRequest, Run, TrainingError, UsageError, World, hookimpl
+from geartrain import (
+    Layout,
+    Module,
+    Plan,
+    PlanRequest,
+    Run,
+    TrainingError,
+    UsageError,
+    World,
+    hookimpl,
+)
 from geartrain.parallel import SeveralRanks, shard
 from geartrain.plugin_api import user_path
 from geartrain_horovod import checks, installed, rates
@@ -81,19 +91,40 @@ class HorovodStrategy:
             commit_every_n_steps=commit_every_n_steps,
         )
         checks.check_ranks(process_set)
-        timeline = None if timeline is None else str(user_path(timeline, "geartrain-horovod[horovod]: timeline"))
-        checks.check_choices(op, compression, gradient_predivide_factor, process_set, distributed_optimizer, groups)
-        checks.check_elastic_options(elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op)
-        approximate = scale_lr or op != "average" or compression != "none" or process_set is not None
+        timeline = (
+            None
+            if timeline is None
+            else str(user_path(timeline, "geartrain-horovod[horovod]: timeline"))
+        )
+        checks.check_choices(
+            op, compression, gradient_predivide_factor, process_set, distributed_optimizer, groups
+        )
+        checks.check_elastic_options(
+            elastic, commit_every_n_steps, process_set=process_set, timeline=timeline, op=op
+        )
+        approximate = (
+            scale_lr or op != "average" or compression != "none" or process_set is not None
+        )
         #: What the conformance kit may expect.
         self.capabilities = {
             "timeout_option": "stall_timeout",
             "convergence": 0.5 if approximate else None,
             "identical_weights": process_set is None,
         }
-        self.op, self.scale_lr, self.stall_timeout, self.timeline = op, scale_lr, float(stall_timeout), timeline
-        self.passes, self.ranks, self.distributed_optimizer = backward_passes_per_step, process_set, distributed_optimizer
-        self.reduction = Reduction(op, compression == "fp16", float(gradient_predivide_factor), groups)
+        self.op, self.scale_lr, self.stall_timeout, self.timeline = (
+            op,
+            scale_lr,
+            float(stall_timeout),
+            timeline,
+        )
+        self.passes, self.ranks, self.distributed_optimizer = (
+            backward_passes_per_step,
+            process_set,
+            distributed_optimizer,
+        )
+        self.reduction = Reduction(
+            op, compression == "fp16", float(gradient_predivide_factor), groups
+        )
         self._elastic = Elastic(commit_every_n_steps) if elastic else None
         self._meeting: Meeting | None = None
         self._failed = False
@@ -114,16 +145,34 @@ class HorovodStrategy:
         """What the plan shows of this strategy."""
         size = checks.size_of(plan)
         why = "scale_lr=False" if not self.scale_lr else f"op={self.op!r}"
-        factor = "as configured" if size is None or self.lr_factor(size) == 1 else f"× {self.lr_factor(size)}"
+        factor = (
+            "as configured"
+            if size is None or self.lr_factor(size) == 1
+            else f"× {self.lr_factor(size)}"
+        )
         workers = "" if size is None else f", {size} worker(s)"
-        alone = [] if self.ranks is None or size is None else [rank for rank in range(size) if rank not in self.ranks]
+        alone = (
+            []
+            if self.ranks is None or size is None
+            else [rank for rank in range(size) if rank not in self.ranks]
+        )
         scales = self.scale_lr and self.op == "average"
         if self._elastic is not None:  # the same on every rank, whenever it came
-            steps = "" if self._elastic.every is None else f" and after every {self._elastic.every} steps"
+            steps = (
+                ""
+                if self._elastic.every is None
+                else f" and after every {self._elastic.every} steps"
+            )
             told = {"elastic": f"a commit at the beginning of each epoch{steps}"}
-            return told | {"learning rates": "× workers, as many as there are (scale_lr)" if scales else f"as configured ({why})"}
+            return told | {
+                "learning rates": "× workers, as many as there are (scale_lr)"
+                if scales
+                else f"as configured ({why})"
+            }
         told = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
-        return told | ({"process set": f"ranks {alone} train alone, at rates as configured"} if alone else {})
+        return told | (
+            {"process set": f"ranks {alone} train alone, at rates as configured"} if alone else {}
+        )
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -132,7 +181,9 @@ class HorovodStrategy:
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         checks.check_combination(plan, module, self.op, self.ranks, self.passes)
-        if not plan.assumed and self._meeting is None:  # a Session checks again for each of its models, when all this was seen to
+        if (
+            not plan.assumed and self._meeting is None
+        ):  # a Session checks again for each of its models, when all this was seen to
             if self._elastic is not None:
                 checks.check_elastic(plan.strategy.label)
             checks.check_here(plan, self.op, self.timeline)
@@ -140,7 +191,9 @@ class HorovodStrategy:
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         if self._elastic is not None and run.mode == "session":
-            raise UsageError(f"{run.plan.strategy.label}: elastic=True needs a Trainer, which calls the loop again. Fix: elastic=False")
+            raise UsageError(
+                f"{run.plan.strategy.label}: elastic=True needs a Trainer, which calls the loop again. Fix: elastic=False"
+            )
         return start(run, worker, self.stall_timeout or _TO_MEET, self._elastic)
 
     # --- set-up ----------------------------------------------------------------------------------------------------------
@@ -150,17 +203,27 @@ class HorovodStrategy:
         global _runs
         _runs += 1
         self._failed, elastic = False, self._elastic
-        self._meeting = Meeting(run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline, elastic is not None)
+        self._meeting = Meeting(
+            run, self.stall_timeout or _TO_MEET, self.ranks, self.timeline, elastic is not None
+        )
         hvd, ranks = self._meeting.hvd, self._meeting.process_set
         number, gone = (_runs, TrainingError) if elastic is None else (elastic.call, WorldChanged)
-        self.collectives = Collectives(hvd, number, self.stall_timeout, self._meeting.rendezvous, gone)
+        self.collectives = Collectives(
+            hvd, number, self.stall_timeout, self._meeting.rendezvous, gone
+        )
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
-        passes = self.passes if run.plan.options.accumulate_grad_batches == 1 else run.plan.options.accumulate_grad_batches
+        passes = (
+            self.passes
+            if run.plan.options.accumulate_grad_batches == 1
+            else run.plan.options.accumulate_grad_batches
+        )
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
         #: Whether this rank has others to reduce gradients with.
         self._reduces = hvd.size() > 1 and (ranks is None or ranks.included())
         if elastic is not None:
-            elastic.agree(run, self.collectives)  # last: where it fails, teardown_process_group finds all that it ends
+            elastic.agree(
+                run, self.collectives
+            )  # last: where it fails, teardown_process_group finds all that it ends
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
@@ -175,13 +238,22 @@ class HorovodStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         if run.world.size > 1:
-            state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}  # those that are not persistent, too
-            self.collectives.broadcast_tensors({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+            state = {
+                **model.state_dict(keep_vars=True),
+                **dict(model.named_buffers()),
+            }  # those that are not persistent, too
+            self.collectives.broadcast_tensors(
+                {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            )
         return model
 
     @hookimpl
     def wrap_optimizer(self, run: Run, optimizer: Optimizer) -> Optimizer:
-        if run.needs_closure and self._meeting is not None and self._meeting.process_set is not None:
+        if (
+            run.needs_closure
+            and self._meeting is not None
+            and self._meeting.process_set is not None
+        ):
             raise UsageError(
                 f"{run.plan.strategy.label}: {type(optimizer).__name__} evaluates its closure as often as it likes, and ranks outside of "
                 f"process_set={self.ranks} another number of times than those in it. Fix: another optimizer, or no process_set"
@@ -191,7 +263,11 @@ class HorovodStrategy:
             state = self.collectives.broadcast(optimizer.state_dict(), 0)
             if run.world.rank:
                 optimizer.load_state_dict(state)
-        rates.scale(optimizer, [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank))
+        rates.scale(
+            optimizer,
+            [schedule.scheduler for schedule in run.schedulers],
+            self.lr_factor(run.world.size, run.world.rank),
+        )
         if self._reduces and self.distributed_optimizer:
             self.wrapped.add(run, optimizer)
         elif self._reduces:
@@ -203,13 +279,26 @@ class HorovodStrategy:
         """Of a run that goes on: its checkpoint's learning rates, which may be of another number of workers, become those of this one."""
         if run.resumed is None:
             return
-        schedulers, factor = [schedule.scheduler for schedule in run.schedulers], self.lr_factor(run.world.size, run.world.rank)
+        schedulers, factor = (
+            [schedule.scheduler for schedule in run.schedulers],
+            self.lr_factor(run.world.size, run.world.rank),
+        )
         before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
-            warnings.warn(f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says", stacklevel=2)
-        if run.world.rank == 0 and self._meeting is not None and self._meeting.process_set is not None:
-            warnings.warn(f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other", stacklevel=2)
+            warnings.warn(
+                f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says",
+                stacklevel=2,
+            )
+        if (
+            run.world.rank == 0
+            and self._meeting is not None
+            and self._meeting.process_set is not None
+        ):
+            warnings.warn(
+                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other",
+                stacklevel=2,
+            )
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:

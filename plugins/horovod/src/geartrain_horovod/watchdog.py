@@ -42,7 +42,12 @@ class Wait:
         dog.current = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         dog = self._dog
         dog.current = self._before
         dog.last = self
@@ -71,7 +76,9 @@ class Watchdog:
         UsageError: ``GEARTRAIN_PATIENCE`` cannot be read.
     """
 
-    def __init__(self, timeout: float, rank: int, size: int = 1, board: Board | None = None) -> None:
+    def __init__(
+        self, timeout: float, rank: int, size: int = 1, board: Board | None = None
+    ) -> None:
         self.timeout, self.rank, self.size, self._board = timeout, rank, size, board
         self._patience = Patience.from_environment()
         #: The wait that is under way, and the one that ended last.
@@ -87,7 +94,9 @@ class Watchdog:
         #: Of other ranks: what they told last, and when that was new.
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="geartrain-horovod-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="geartrain-horovod-watchdog", daemon=True
+        )
         if timeout:
             self._thread.start()
 
@@ -110,12 +119,16 @@ class Watchdog:
         thread = threading.Thread(target=shutdown, name="horovod-shutdown", daemon=True)
         with self.watching("shutdown", "") as wait:
             thread.start()
-            while thread.is_alive() and not ((failed or self.verdict) and time.monotonic() > wait.began + self._patience.unwind):
+            while thread.is_alive() and not (
+                (failed or self.verdict) and time.monotonic() > wait.began + self._patience.unwind
+            ):
                 if not failed:
                     wait.check()
                 thread.join(0.05)
         self._stop.set()
-        if thread.is_alive():  # Horovod shuts down at the end of the program, too, and would wait there
+        if (
+            thread.is_alive()
+        ):  # Horovod shuts down at the end of the program, too, and would wait there
             self._end_soon(thread)
         elif self.timeout:
             self._thread.join()
@@ -147,7 +160,11 @@ class Watchdog:
             return
         self._beats += 1
         wait, last = self.current, self.last
-        told = {"beat": self._beats, "in": None if wait is None else str(wait), "last": None if last is None else str(last)}
+        told = {
+            "beat": self._beats,
+            "in": None if wait is None else str(wait),
+            "last": None if last is None else str(last),
+        }
         self._board.put(str(self.rank), json.dumps({**told, "stack": self._stack()}))
 
     def _listen(self) -> None:
@@ -166,7 +183,8 @@ class Watchdog:
         before = {rank: told.get("beat") for rank, (told, _) in self._heard.items()}
         deadline = time.monotonic() + 2 * self._silence
         while time.monotonic() < deadline and any(
-            self._heard[rank][0].get("beat") == beat and time.monotonic() - self._heard[rank][1] <= self._silence
+            self._heard[rank][0].get("beat") == beat
+            and time.monotonic() - self._heard[rank][1] <= self._silence
             for rank, beat in before.items()
             if rank != self.rank
         ):
@@ -185,14 +203,23 @@ class Watchdog:
         if self._board is not None and self._board.problem:
             known = f"it hears nothing of the others: {self._board.problem}"
         elif self._board is not None:
-            late = {rank: told for rank in range(self.size) if rank != self.rank and (told := self._late(rank, wait)) is not None}
+            late = {
+                rank: told
+                for rank in range(self.size)
+                if rank != self.rank and (told := self._late(rank, wait)) is not None
+            }
         else:
             known = "which rank did not come cannot be told under this launcher"
         if self.size > 1 and not late and not known:
             known = "every rank waits in it: the network between them, or a rank's device, hangs"
         verdict = f"rank {self.rank} has waited {waited:.0f} s for the others in {wait} (stall_timeout={self.timeout:g})"
-        verdict += "".join(f"; rank {rank} {told}" for rank, told in late.items()) + (f"; {known}" if known else "")
-        stacks = {self.rank: self._stack(), **{rank: self._heard[rank][0].get("stack", []) for rank in late if rank in self._heard}}
+        verdict += "".join(f"; rank {rank} {told}" for rank, told in late.items()) + (
+            f"; {known}" if known else ""
+        )
+        stacks = {
+            self.rank: self._stack(),
+            **{rank: self._heard[rank][0].get("stack", []) for rank in late if rank in self._heard},
+        }
         lines = [f"geartrain: {verdict}"]
         for rank, stack in stacks.items():
             lines += [f"--- rank {rank} is at ---", "".join(stack).rstrip()] if stack else []
@@ -218,7 +245,9 @@ class Watchdog:
         silent = time.monotonic() - when
         if silent > self._silence:
             why = "it is stopped, or its machine or network has gone"
-            return f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
+            return (
+                f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
+            )
         return None if told.get("in") == str(wait) else f"has not joined it: it is {doing}"
 
     def _end_soon(self, leaving: threading.Thread) -> None:
@@ -227,7 +256,9 @@ class Watchdog:
         def end() -> None:
             leaving.join(2 * self._patience.grace)
             if leaving.is_alive():
-                _print(f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended")
+                _print(
+                    f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended"
+                )
                 os._exit(1)
 
         threading.Thread(target=end, name="geartrain-horovod-end", daemon=True).start()
@@ -266,11 +297,15 @@ class Board:
     def _call(self, method: str, name: str, text: str | None) -> str | None:
         connection = http.client.HTTPConnection(self._address, self._port, timeout=self._PATIENCE)
         try:
-            connection.request(method, f"/{self._topic}/{name}", None if text is None else text.encode())
+            connection.request(
+                method, f"/{self._topic}/{name}", None if text is None else text.encode()
+            )
             response = connection.getresponse()
             body = response.read().decode()
         except (OSError, http.client.HTTPException) as error:
-            self.problem = f"{self._address}:{self._port} does not answer ({type(error).__name__}: {error})"
+            self.problem = (
+                f"{self._address}:{self._port} does not answer ({type(error).__name__}: {error})"
+            )
             raise OSError(self.problem) from error
         finally:
             connection.close()

@@ -33,8 +33,15 @@ class Wrapped:
         process_set: Horovod's, or ``None`` for all ranks.
     """
 
-    def __init__(self, collectives: Collectives, reduction: Reduction, passes: int, process_set: Any = None) -> None:
-        self._collectives, self._how, self._passes, self._process_set = collectives, reduction, passes, process_set
+    def __init__(
+        self, collectives: Collectives, reduction: Reduction, passes: int, process_set: Any = None
+    ) -> None:
+        self._collectives, self._how, self._passes, self._process_set = (
+            collectives,
+            reduction,
+            passes,
+            process_set,
+        )
         #: By an optimizer's first parameter: a Session hands out another object than it wraps.
         self._made: dict[nn.Parameter, Any] = {}
 
@@ -46,16 +53,29 @@ class Wrapped:
         """
         hvd, how = self._collectives.hvd, self._how
         own = _parameters(optimizer)
-        named = [(name, parameter) for name, parameter in named_parameters(run, [optimizer]) if parameter in own]
+        named = [
+            (name, parameter)
+            for name, parameter in named_parameters(run, [optimizer])
+            if parameter in own
+        ]
         for name, parameter in named:
-            if parameter.dtype == torch.bfloat16 or parameter.is_complex() or not parameter.is_contiguous():
+            if (
+                parameter.dtype == torch.bfloat16
+                or parameter.is_complex()
+                or not parameter.is_contiguous()
+            ):
                 what = str(parameter.dtype) if parameter.is_contiguous() else "not contiguous"
-                raise UsageError(f"distributed_optimizer=True: {name} is {what}, which Horovod refuses. Fix: distributed_optimizer=False")
+                raise UsageError(
+                    f"distributed_optimizer=True: {name} is {what}, which Horovod refuses. Fix: distributed_optimizer=False"
+                )
         options = {} if self._process_set is None else {"process_set": self._process_set}
         try:
             made = hvd.DistributedOptimizer(
                 optimizer,
-                named_parameters=[(self._collectives.name(f"optimizer.{name}"), parameter) for name, parameter in named],
+                named_parameters=[
+                    (self._collectives.name(f"optimizer.{name}"), parameter)
+                    for name, parameter in named
+                ],
                 compression=hvd.Compression.fp16 if how.half else hvd.Compression.none,
                 backward_passes_per_step=self._passes if run.mode == "automatic" else _LATE,
                 op=hvd.Sum if how.op == "sum" else hvd.Average,
@@ -82,7 +102,9 @@ class Wrapped:
             with self._collectives.explained("start of all-reduce", _NAME):
                 yield
         except AssertionError as error:
-            if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("horovod/torch/optimizer.py"):
+            if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(
+                "horovod/torch/optimizer.py"
+            ):
                 raise
             raise TrainingError(
                 "distributed_optimizer=True: one backward has computed a gradient several times, as reentrant checkpoints do, and Horovod "
@@ -123,11 +145,15 @@ def _check(name: str, parameter: nn.Parameter, made: Any) -> None:
     """
     why = None
     if parameter.requires_grad and parameter not in made._requires_update:
-        why = "was frozen when training began and is not now; Horovod would let the ranks drift apart"
+        why = (
+            "was frozen when training began and is not now; Horovod would let the ranks drift apart"
+        )
     elif parameter.grad is not None and parameter.grad.layout != torch.strided:
         why = "has a sparse gradient, which a rank that does not use it could not reduce"
     if why is not None:
-        raise TrainingError(f"distributed_optimizer=True: {name} {why}. Fix: distributed_optimizer=False")
+        raise TrainingError(
+            f"distributed_optimizer=True: {name} {why}. Fix: distributed_optimizer=False"
+        )
 
 
 def _complete_groups(made: Any) -> None:

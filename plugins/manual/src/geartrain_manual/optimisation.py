@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError, hookimpl
-from geartrain.plugin_api import LoadedPlugin, ScaledPrecision, backward, clip, end_of_epoch, mean_over_ranks, parameters_of
+from geartrain.plugin_api import (
+    LoadedPlugin,
+    ScaledPrecision,
+    backward,
+    clip,
+    end_of_epoch,
+    mean_over_ranks,
+    parameters_of,
+)
 from geartrain_manual.gradients import changed_since, gradients_now
 from geartrain_manual.scaling import ManuallyScaledPrecision
 
@@ -63,9 +71,13 @@ class ManualOptimisation:
     def replace_parts(self, parts: Sequence[LoadedPlugin]) -> list[LoadedPlugin]:
         """Return a trainer's parts as a run in manual optimisation has them: this part comes behind them."""
         return [
-            replace(part, plugin=ManuallyScaledPrecision()) if type(part.plugin) is ScaledPrecision else part
+            replace(part, plugin=ManuallyScaledPrecision())
+            if type(part.plugin) is ScaledPrecision
+            else part
             for part in parts
-            if not (part.info.is_core and part.info.name == "clipping")  # two would own clip_gradients; check_plan has the fix
+            if not (
+                part.info.is_core and part.info.name == "clipping"
+            )  # two would own clip_gradients; check_plan has the fix
         ]
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
@@ -97,7 +109,9 @@ class ManualOptimisation:
         if on.on_train_batch_start(run.batch, run.batch_idx) == -1:
             raise end_of_epoch(run)
         with hooks.micro_step(run=run, first=True, last=True):
-            run.step_output = hooks.forward(run=run, method="training_step", args=(run.batch, run.batch_idx))
+            run.step_output = hooks.forward(
+                run=run, method="training_step", args=(run.batch, run.batch_idx)
+            )
         on.on_train_batch_end(run.step_output, run.batch, run.batch_idx)
 
     @hookimpl
@@ -135,12 +149,20 @@ class ManualOptimisation:
     def manual_backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
         run, on = self._run, self._run.module_hooks
         if not isinstance(loss, torch.Tensor):
-            raise TrainingError(f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}")
+            raise TrainingError(
+                f"self.manual_backward takes the loss, a tensor, and got {type(loss).__name__}"
+            )
         owner = run.hooks.owner("backward")
         if options and owner is not None and owner.distribution not in _TAKE_OPTIONS:
-            raise TrainingError(f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out")
+            raise TrainingError(
+                f"{owner.label} owns the hook 'backward', which takes no {', '.join(options)}. Fix: leave them out"
+            )
         on.on_before_backward(loss)
-        parameters = list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)])) if self._average_gradients else []
+        parameters = (
+            list(dict.fromkeys([*run.module.parameters(), *parameters_of(run.optimizers)]))
+            if self._average_gradients
+            else []
+        )
         before = gradients_now(parameters)
         self.options = options
         try:
@@ -152,15 +174,24 @@ class ManualOptimisation:
         if self._average_gradients:
             # Gradients that this backward added to are averaged whole: the sum of earlier backwards is the same on all
             # ranks, so its mean is itself, and the sum of means is the mean of sums.
-            self._averaged.update(self._average_gradients(run, parameters, changed_since(parameters, before)))
+            self._averaged.update(
+                self._average_gradients(run, parameters, changed_since(parameters, before))
+            )
         self._seen.clear()
         on.on_after_backward()
 
     # --- clipping and stepping -------------------------------------------------------------------------------------------
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> torch.Tensor | None:
-        if algorithm not in ("norm", "value") or isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0:
-            raise TrainingError(f"self.clip_gradients: {limit!r}, {algorithm!r}. Fix: a number above 0, and 'norm' or 'value'")
+        if (
+            algorithm not in ("norm", "value")
+            or isinstance(limit, bool)
+            or not isinstance(limit, int | float)
+            or limit <= 0
+        ):
+            raise TrainingError(
+                f"self.clip_gradients: {limit!r}, {algorithm!r}. Fix: a number above 0, and 'norm' or 'value'"
+            )
         self._limit = (float(limit), algorithm)
         try:
             return self._show(self._known(optimizer))
@@ -202,7 +233,9 @@ class ManualOptimisation:
                 ready()
             before, self._stepping = self._stepping, optimizer
             try:
-                run.hooks.optimizer_step(run=run, optimizer=optimizer, closure=None if closure is None else evaluate)
+                run.hooks.optimizer_step(
+                    run=run, optimizer=optimizer, closure=None if closure is None else evaluate
+                )
             finally:
                 self._stepping = before
                 torch.clear_autocast_cache()  # or the next forward in this training_step would use the weights as they were
@@ -213,7 +246,9 @@ class ManualOptimisation:
     def _look_for_own_backward(self, optimizer: Optimizer) -> None:
         if not self._average_gradients or optimizer in self._looked_at:
             return
-        with_gradient = [parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None]
+        with_gradient = [
+            parameter for parameter in parameters_of([optimizer]) if parameter.grad is not None
+        ]
         if with_gradient and self._averaged.isdisjoint(with_gradient):
             warnings.warn(
                 f"{type(optimizer).__name__} is stepped with gradients that self.manual_backward did not average: unless you do "
@@ -224,7 +259,9 @@ class ManualOptimisation:
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if not any(optimizer is one for one in self._run.optimizers):
-            raise TrainingError(f"{type(optimizer).__name__} is none of this module's optimizers. Fix: one of self.optimizers()")
+            raise TrainingError(
+                f"{type(optimizer).__name__} is none of this module's optimizers. Fix: one of self.optimizers()"
+            )
         return optimizer
 
     # --- toggling --------------------------------------------------------------------------------------------------------
@@ -232,8 +269,12 @@ class ManualOptimisation:
     def toggle(self, optimizer: Optimizer) -> None:
         self._known(optimizer)
         if self._toggled is not None:
-            raise TrainingError("an optimizer is toggled already. Fix: self.untoggle_optimizer(...) of that one first")
-        before = {parameter: parameter.requires_grad for parameter in parameters_of(self._run.optimizers)}
+            raise TrainingError(
+                "an optimizer is toggled already. Fix: self.untoggle_optimizer(...) of that one first"
+            )
+        before = {
+            parameter: parameter.requires_grad for parameter in parameters_of(self._run.optimizers)
+        }
         own = set(parameters_of([optimizer]))  # those that it shares with another stay as they are
         for parameter in before:
             if parameter not in own:
@@ -243,7 +284,9 @@ class ManualOptimisation:
     def untoggle(self, optimizer: Optimizer) -> None:
         if self._toggled is None or self._toggled[0] is not optimizer:
             what = "no optimizer is" if self._toggled is None else "another optimizer is"
-            raise TrainingError(f"self.untoggle_optimizer: {what} toggled. Fix: self.toggle_optimizer(...) of the same one before")
+            raise TrainingError(
+                f"self.untoggle_optimizer: {what} toggled. Fix: self.toggle_optimizer(...) of the same one before"
+            )
         _, before = self._toggled
         self._toggled = None
         for parameter, needs in before.items():
@@ -261,7 +304,9 @@ class ManualOptimisation:
             if self._stepping is optimizer:
                 return own_step(**more) if closure is None else own_step(closure, **more)
             if more:
-                raise TypeError(f"{type(optimizer).__name__}.step of a Trainer takes a closure alone, not {', '.join(more)}")
+                raise TypeError(
+                    f"{type(optimizer).__name__}.step of a Trainer takes a closure alone, not {', '.join(more)}"
+                )
             return self._step(optimizer, closure)
 
         @wraps(own_zero_grad)
@@ -277,7 +322,8 @@ class ManualOptimisation:
                 if method is not None:
                     setattr(optimizer, name, method)
 
-        optimizer.step, optimizer.zero_grad = MethodType(step, optimizer), MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
         return put_back
 
     def _release(self) -> None:
@@ -292,15 +338,25 @@ class ManualOptimisation:
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Backward and steps are called from ``training_step``, which mixed precision runs under autocast; they are not to be."""
         kind = self._run.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return (
+            torch.autocast(kind, enabled=False)
+            if torch.is_autocast_enabled(kind)
+            else nullcontext()
+        )
 
     def _same_autocast(self) -> AbstractContextManager[Any]:
         """Autocast as it is now, for a closure, which computes a loss."""
         kind = self._run.device.type
-        return torch.autocast(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else nullcontext()
+        return (
+            torch.autocast(kind, torch.get_autocast_dtype(kind))
+            if torch.is_autocast_enabled(kind)
+            else nullcontext()
+        )
 
 
-def _average_gradients_of(run: Run) -> Callable[[Run, Sequence[torch.nn.Parameter], Sequence[bool]], list[torch.nn.Parameter]] | None:
+def _average_gradients_of(
+    run: Run,
+) -> Callable[[Run, Sequence[torch.nn.Parameter], Sequence[bool]], list[torch.nn.Parameter]] | None:
     """Return the strategy's ``average_gradients``, which ``manual_backward`` calls; ``None`` if ``reduce_gradients`` does it.
 
     A strategy with a process group needs it, whichever part owns ``reduce_gradients``: if the strategy reduces in its wrapper's backward,

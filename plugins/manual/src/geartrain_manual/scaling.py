@@ -56,7 +56,9 @@ class ManuallyScaledPrecision(ScaledPrecision):
         (loss * self._scale).backward(**run.manual.options)  # type: ignore[no-untyped-call]
         for optimizer, was in before.items():
             if any(changed_since(parameters_of([optimizer]), was)):
-                self._now[optimizer] = _Now.MIXED  # an error only if they are stepped on: another loss may leave its trace here
+                self._now[optimizer] = (
+                    _Now.MIXED
+                )  # an error only if they are stepped on: another loss may leave its trace here
 
     @hookimpl(wrapper=True)
     def reduce_gradients(self, run: Run) -> Generator[None, None, None]:
@@ -70,7 +72,9 @@ class ManuallyScaledPrecision(ScaledPrecision):
         self, run: Run, optimizer: Optimizer, closure: Callable[[], Any] | None
     ) -> bool:
         if closure is not None:
-            raise TrainingError(f"{self._label} cannot skip steps that have a closure. Fix: --precision bf16-mixed or 32")
+            raise TrainingError(
+                f"{self._label} cannot skip steps that have a closure. Fix: --precision bf16-mixed or 32"
+            )
         scaler = self._scalers.pop(optimizer, None)
         if scaler is None or all(p.grad is None for p in parameters_of([optimizer])):
             if self._now.get(optimizer) is _Now.OVERFLOWED:
@@ -90,7 +94,13 @@ class ManuallyScaledPrecision(ScaledPrecision):
         return self._stepped
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self._scale, "clean": self._clean, "batch": self._batch, "overflowed": self._overflowed, "stepped": self._any_step}
+        return {
+            "scale": self._scale,
+            "clean": self._clean,
+            "batch": self._batch,
+            "overflowed": self._overflowed,
+            "stepped": self._any_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with this scale."""
@@ -106,7 +116,9 @@ class ManuallyScaledPrecision(ScaledPrecision):
             )
         if now is None:
             scaler = torch.amp.GradScaler(run.device.type, init_scale=self._scale)
-            scaler.scale(torch.zeros((), device=run.device))  # it makes its tensors when it first scales
+            scaler.scale(
+                torch.zeros((), device=run.device)
+            )  # it makes its tensors when it first scales
             scaler.unscale_(optimizer)
             self._scalers[optimizer], self._now[optimizer] = scaler, _Now.UNSCALED
 
@@ -128,4 +140,6 @@ class ManuallyScaledPrecision(ScaledPrecision):
             for optimizer in run.optimizers:
                 for parameter in parameters_of([optimizer]):
                     if optimizer not in self._now and parameter.grad is not None:
-                        parameter.grad.mul_(self._scale / before)  # a power of two: nothing is rounded
+                        parameter.grad.mul_(
+                            self._scale / before
+                        )  # a power of two: nothing is rounded

@@ -26,7 +26,10 @@ def params(plan: Plan) -> dict[str, str]:
         "plugins": [choice["name"] for choice in facts["plugins"]],
         **facts["options"],
     }
-    every = {**plan.hyperparameters, **{f"plan.{name}": value for name, value in {**chosen, **found}.items()}}
+    every = {
+        **plan.hyperparameters,
+        **{f"plan.{name}": value for name, value in {**chosen, **found}.items()},
+    }
     return {name: _text(value)[:LONGEST] for name, value in every.items()}
 
 

@@ -55,11 +55,19 @@ class MLflow:
         checkpoints: bool = False,
         patience: float = 30.0,
     ) -> None:
-        for name, value in (("experiment", experiment), ("run_name", run_name), ("tracking_uri", tracking_uri)):
+        for name, value in (
+            ("experiment", experiment),
+            ("run_name", run_name),
+            ("tracking_uri", tracking_uri),
+        ):
             if value is not None and not value.strip():
-                raise UsageError(f"{_LABEL}: {name}={value!r} is empty. Fix: leave it out, or a name")
+                raise UsageError(
+                    f"{_LABEL}: {name}={value!r} is empty. Fix: leave it out, or a name"
+                )
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not patience > 0:
-            raise UsageError(f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. Fix: leave it out (30.0)")
+            raise UsageError(
+                f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. Fix: leave it out (30.0)"
+            )
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
         self.tags, self.checkpoints, self.patience = dict(tags or {}), checkpoints, patience
         self._upload: Upload | None = None
@@ -92,7 +100,11 @@ class MLflow:
             from mlflow.entities import Metric
 
             now = int(time.time() * 1000)
-            self._upload.add(metrics=[Metric(self._names[name], value, now, step) for name, value in metrics.items()])
+            self._upload.add(
+                metrics=[
+                    Metric(self._names[name], value, now, step) for name, value in metrics.items()
+                ]
+            )
 
     @hookimpl
     def on_checkpoint_saved(self, path: Path) -> None:
@@ -105,7 +117,9 @@ class MLflow:
 
     @hookimpl
     def on_exception(self, error: BaseException) -> None:
-        self._finish("FAILED" if isinstance(error, Exception) else "KILLED")  # Ctrl-C and sys.exit are no Exceptions
+        self._finish(
+            "FAILED" if isinstance(error, Exception) else "KILLED"
+        )  # Ctrl-C and sys.exit are no Exceptions
 
     def _finish(self, status: str) -> None:
         upload, self._upload = self._upload, None
@@ -120,7 +134,11 @@ class MLflow:
 
         client = MlflowClient(self.tracking_uri)
         name = self.run_name or (plan.output.resolve().name if plan.output is not None else None)
-        made = client.create_run(_experiment(client, self.experiment), tags={**_tags(command), **self.tags}, run_name=name)
+        made = client.create_run(
+            _experiment(client, self.experiment),
+            tags={**_tags(command), **self.tags},
+            run_name=name,
+        )
         names, run_id = Names(), str(made.info.run_id)
         every = [Param(names[key], value) for key, value in params(plan).items()]
         for start in range(0, len(every), _PARAMS):

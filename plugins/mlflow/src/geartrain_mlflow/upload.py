@@ -64,7 +64,9 @@ class Upload:
         self._thread.join(patience)
         if self._thread.is_alive():
             self._abandoned = True
-            raise TrainingError(f"MLflow has not taken everything within {patience:g} s; the rest is lost. Fix: a longer patience")
+            raise TrainingError(
+                f"MLflow has not taken everything within {patience:g} s; the rest is lost. Fix: a longer patience"
+            )
         self._look()
 
     def _look(self) -> None:
@@ -91,7 +93,9 @@ class Upload:
         finally:
             _close(client)
 
-    def _send(self, client: MlflowClient, run_id: str, metrics: Sequence[Metric], files: Iterable[str]) -> None:
+    def _send(
+        self, client: MlflowClient, run_id: str, metrics: Sequence[Metric], files: Iterable[str]
+    ) -> None:
         for start in range(0, len(metrics), BATCH):
             if not self._abandoned:
                 client.log_batch(run_id, metrics=metrics[start : start + BATCH])

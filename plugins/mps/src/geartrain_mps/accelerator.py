@@ -49,12 +49,19 @@ class MPSAccelerator:
             ``facts`` by name, ``devices`` (``index``, ``name``, ``cores``, ``memory_used_mib`` by this process, ``memory_total_mib``
             that Metal recommends to stay within) and ``problems``, each with its fix.
         """
-        facts = {"torch built with MPS": torch.backends.mps.is_built(), "macOS": platform.mac_ver()[0] or "no"} | limits.environment()
+        facts = {
+            "torch built with MPS": torch.backends.mps.is_built(),
+            "macOS": platform.mac_ver()[0] or "no",
+        } | limits.environment()
         try:
             reason = MPSAccelerator.unavailable()
         except Exception as error:
             reason = f"torch could not say whether MPS can be used: {type(error).__name__}: {error}"
-        problems = [] if reason is None else [reason if "Fix: " in reason else f"{reason}. Fix: --accelerator cpu"]
+        problems = (
+            []
+            if reason is None
+            else [reason if "Fix: " in reason else f"{reason}. Fix: --accelerator cpu"]
+        )
         return {"facts": facts, "devices": [] if reason else [_describe()], "problems": problems}
 
     # --- before anything starts ------------------------------------------------------------------------------------------
@@ -67,7 +74,9 @@ class MPSAccelerator:
 
     @hookimpl
     def setup_device(self) -> torch.device:
-        return torch.device("mps", 0)  # with its index, which every tensor's device has: run.device == tensor.device
+        return torch.device(
+            "mps", 0
+        )  # with its index, which every tensor's device has: run.device == tensor.device
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
@@ -96,7 +105,9 @@ def _is_too_old(version: str) -> bool:
 def _describe() -> Mapping[str, Any]:
     device: dict[str, Any] = {"index": 0, "name": "Apple GPU"}
     asked: dict[str, Callable[[], Any]] = {
-        "name": lambda: torch.backends.mps.get_name(),  # newer than torch 2.4, as the number of cores is
+        "name": lambda: (
+            torch.backends.mps.get_name()
+        ),  # newer than torch 2.4, as the number of cores is
         "cores": lambda: torch.backends.mps.get_core_count(),
         "memory_used_mib": lambda: torch.mps.driver_allocated_memory() / _MIB,
         "memory_total_mib": lambda: torch.mps.recommended_max_memory() / _MIB,

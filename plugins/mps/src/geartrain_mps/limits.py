@@ -27,14 +27,20 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
     """
     label = plan.accelerator.label
     if plan.precision.name == "64-true":
-        raise UsageError(f"{label}: precision 64-true needs float64, which MPS has not. Fix: --precision 32-true, or --accelerator cpu")
-    if plan.precision.name == "16-mixed" and "mps" not in inspect.getsource(torch.amp.GradScaler.unscale_):
+        raise UsageError(
+            f"{label}: precision 64-true needs float64, which MPS has not. Fix: --precision 32-true, or --accelerator cpu"
+        )
+    if plan.precision.name == "16-mixed" and "mps" not in inspect.getsource(
+        torch.amp.GradScaler.unscale_
+    ):
         raise UsageError(
             f"{label}: the gradient scaler of torch {torch.__version__} needs float64, which MPS has not. "
             "Fix: a newer torch, or --precision bf16-mixed or 32-true"
         )
     if plan.strategy.name == "dp":
-        raise UsageError(f"{label}: dp splits batches over devices, and there is one. Fix: --strategy single")
+        raise UsageError(
+            f"{label}: dp splits batches over devices, and there is one. Fix: --strategy single"
+        )
     if (plan.processes != 1 or plan.strategy.name in _DISTRIBUTED) and not _backends():
         raise UsageError(
             f"{label}: {plan.strategy.label} needs torch.distributed, none of whose backends takes MPS tensors. "
@@ -66,7 +72,9 @@ def to_device(run: Run, batch: Any) -> Any:
         return run.to_device(batch)
     except TypeError as error:
         # Looked for only now: a good batch costs nothing more.
-        found = next(((path, t) for path, t in _tensors("batch", batch) if t.dtype in _ABSENT), None)
+        found = next(
+            ((path, t) for path, t in _tensors("batch", batch) if t.dtype in _ABSENT), None
+        )
         if found is None or "MPS" not in str(error):
             raise
         path, tensor = found
@@ -100,4 +108,8 @@ def _name(tensor: torch.Tensor) -> str:
 
 def environment() -> dict[str, str]:
     """torch's variables that change what MPS does, as far as they are set."""
-    return {name: value for name, value in os.environ.items() if name == "PYTORCH_ENABLE_MPS_FALLBACK" or name.startswith("PYTORCH_MPS_")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == "PYTORCH_ENABLE_MPS_FALLBACK" or name.startswith("PYTORCH_MPS_")
+    }

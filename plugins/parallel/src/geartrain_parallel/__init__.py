@@ -99,7 +99,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES[name]
-    value = import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+    value = (
+        import_module(f"{home}.{name}") if home == __name__ else getattr(import_module(home), name)
+    )
     globals()[name] = value
     return value
 

@@ -43,7 +43,9 @@ def main() -> None:
     if os.getppid() != int(starter):
         sys.exit(f"rank not started: its starter, process {starter}, is gone")
     write_output_to(log)
-    os.environ["GEARTRAIN_STARTED_BY"] = str(os.getpid())  # exec keeps the id; a program that this rank runs has another
+    os.environ["GEARTRAIN_STARTED_BY"] = str(
+        os.getpid()
+    )  # exec keeps the id; a program that this rank runs has another
     os.execv(program[0], program)
 
 

@@ -50,10 +50,18 @@ def broadcast_object(run: Run, obj: Any, src: int) -> Any:
     """``broadcast`` on torch.distributed; its own ``broadcast_object_list`` needs NumPy, which torch does not bring."""
     group(run)
     mine = run.world.rank == src
-    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        if mine
+        else torch.empty(0, dtype=torch.uint8)
+    )
     size = torch.tensor([len(data)], device=run.device)
     dist.broadcast(size, src)
-    data = data.to(run.device) if mine else torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    data = (
+        data.to(run.device)
+        if mine
+        else torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    )
     dist.broadcast(data, src)
     data = data.cpu()
     return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
@@ -71,7 +79,9 @@ def broadcast_weights(run: Run, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def average_gradients(run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
+def average_gradients(
+    run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
+) -> list[nn.Parameter]:
     """Make gradients the mean over ranks, in place. A rank without a gradient that another has takes part with zeros, and gets the mean.
 
     The CPU waits for the device here: ranks agree first on whose gradients they average, since unequal collectives would hang.
@@ -89,7 +99,9 @@ def average_gradients(run: Run, parameters: Sequence[nn.Parameter], changed: Seq
     group(run)
     named = torch.tensor(changed, dtype=torch.int32, device=run.device)
     dist.all_reduce(named, op=dist.ReduceOp.MAX)
-    averaged = [parameter for parameter, by_any in zip(parameters, named.tolist(), strict=True) if by_any]
+    averaged = [
+        parameter for parameter, by_any in zip(parameters, named.tolist(), strict=True) if by_any
+    ]
     buckets: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in averaged:
@@ -97,14 +109,20 @@ def average_gradients(run: Run, parameters: Sequence[nn.Parameter], changed: Seq
             parameter.grad = torch.zeros_like(parameter)
         grad = parameter.grad
         if grad.layout is not torch.strided:
-            raise TrainingError("sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding")
+            raise TrainingError(
+                "sparse gradients cannot be averaged over ranks here. Fix: sparse=False in nn.Embedding"
+            )
         kind = (grad.dtype, grad.device)
         buckets.setdefault((*kind, filled.get(kind, 0) // _BUCKET), []).append(grad)
         filled[kind] = filled.get(kind, 0) + grad.numel() * grad.element_size()
     for grads in buckets.values():
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(run.world.size)  # first, as DDP does: 16 bits could not hold the sum
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(
+            run.world.size
+        )  # first, as DDP does: 16 bits could not hold the sum
         dist.all_reduce(flat)
-        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+        for grad, mean in zip(
+            grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
+        ):
             grad.copy_(mean.view_as(grad))
     return averaged
 
@@ -128,11 +146,15 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
     tensor = tensor.detach().to(run.device).contiguous()
     # Sizes first: gloo ends the process by terminate() on unequal ones. The header has 64 numbers, as many as torch has dimensions.
     kind = zlib.crc32(str(tensor.dtype).encode())
-    shape = torch.tensor([tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device)
+    shape = torch.tensor(
+        [tensor.ndim, *tensor.shape, *[0] * (64 - tensor.ndim), kind], device=run.device
+    )
     shapes = [torch.empty_like(shape) for _ in range(run.world.size)]
     dist.all_gather(shapes, shape)
     sizes = [s.tolist() for s in shapes]
-    refuse_unequal([size[1 : 1 + size[0]] for size in sizes], [size[-1] for size in sizes], tensor.dtype)
+    refuse_unequal(
+        [size[1 : 1 + size[0]] for size in sizes], [size[-1] for size in sizes], tensor.dtype
+    )
     if tensor.ndim == 0 or len({size[1] for size in sizes}) == 1:
         table = [torch.empty_like(tensor) for _ in sizes]
         dist.all_gather(table, tensor)
@@ -145,7 +167,9 @@ def gather_uneven(run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.T
     return [part[: size[1]] for part, size in zip(table, sizes, strict=True)]
 
 
-def refuse_unequal(shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: torch.dtype) -> None:
+def refuse_unequal(
+    shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: torch.dtype
+) -> None:
     """Refuse tensors that ``all_gather`` cannot put together.
 
     Args:
@@ -159,10 +183,14 @@ def refuse_unequal(shapes: Sequence[Sequence[int]], kinds: Sequence[Any], mine: 
     first = list(shapes[0])
     for rank, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
         if kind != kinds[0]:
-            raise TrainingError(f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {mine}.")
+            raise TrainingError(
+                f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {mine}."
+            )
         theirs = list(shape)
         if len(theirs) != len(first) or theirs[1:] != first[1:]:
-            raise TrainingError(f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ.")
+            raise TrainingError(
+                f"all_gather: rank 0 has the shape {first} and rank {rank} {theirs}; only the first dimension may differ."
+            )
 
 
 @contextmanager

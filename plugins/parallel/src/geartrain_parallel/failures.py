@@ -34,7 +34,10 @@ class Failure:
         try:
             report = json.loads(path.read_text())["message"]
             about = report["extraInfo"]
-            when, text = about.get("when", about["timestamp"]), about["py_callstack"]  # without ``when`` it is torch's own ``@record``
+            when, text = (
+                about.get("when", about["timestamp"]),
+                about["py_callstack"],
+            )  # without ``when`` it is torch's own ``@record``
             return cls(rank, float(when), report["message"].removesuffix(f"\n{text}"), text)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -47,7 +50,9 @@ class Failure:
     def describe(self) -> str:
         if self.signal is not None:
             return f"rank {self.rank} was ended by {signal.Signals(self.signal).name}"
-        return f"rank {self.rank} failed: {self.message}" + (f"\n{self.traceback}" if self.traceback else "")
+        return f"rank {self.rank} failed: {self.message}" + (
+            f"\n{self.traceback}" if self.traceback else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class Verdict:
     failure: Failure | None = None
 
 
-def judge(failures: Sequence[Failure], silent: Sequence[int] = (), left: Sequence[int] = ()) -> Verdict | None:
+def judge(
+    failures: Sequence[Failure], silent: Sequence[int] = (), left: Sequence[int] = ()
+) -> Verdict | None:
     """Decide which rank is to blame.
 
     Args:
@@ -73,26 +80,39 @@ def judge(failures: Sequence[Failure], silent: Sequence[int] = (), left: Sequenc
         ``None`` if no rank failed.
     """
     # A lost connection is never the cause: it follows another rank's end, though that may be seen later.
-    first = min(failures, key=lambda failure: (failure.is_lost_connection, failure.when), default=None)
+    first = min(
+        failures, key=lambda failure: (failure.is_lost_connection, failure.when), default=None
+    )
     if first is not None and not first.is_lost_connection:
         return Verdict([first.rank], first.describe(), first)
     if first is not None and silent and is_timeout(first.message):
         # A rank that waited reports a timeout; the late rank reports nothing.
         waited = first.describe().partition("\n")[0]
-        return Verdict(silent, f"{_named(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {waited}")
+        return Verdict(
+            silent,
+            f"{_named(silent)} did not come to a collective within the strategy's timeout (hung or stopped): {waited}",
+        )
     if left:
-        return Verdict(left, f"{_named(left)} left the program before the run ended (exit code 0, as after os._exit(0))")
+        return Verdict(
+            left,
+            f"{_named(left)} left the program before the run ended (exit code 0, as after os._exit(0))",
+        )
     return None if first is None else Verdict([first.rank], first.describe(), first)
 
 
 def is_connection(message: str) -> bool:
     """True if an error's message is that of a collective whose peer has gone."""
-    return any(word in message.lower() for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket"))
+    return any(
+        word in message.lower()
+        for word in ("connection", "gloo", "nccl", "peer", "timed out", "socket")
+    )
 
 
 def is_timeout(message: str) -> bool:
     """True if an error's message says that a rank waited for others until a timeout: gloo's and the store's do, a loader's own does not."""
-    return re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
+    return (
+        re.search("timed out (after .* )?waiting", message.partition("\n")[0].lower()) is not None
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -43,7 +43,9 @@ def _prepare() -> None:
 
 
 def _in_child() -> None:
-    if _is_guarded and getattr(_fork, "is_main", False):  # the signal follows the thread that forked
+    if _is_guarded and getattr(
+        _fork, "is_main", False
+    ):  # the signal follows the thread that forked
         die_with_parent()
 
 

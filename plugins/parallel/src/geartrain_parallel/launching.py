@@ -31,7 +31,9 @@ _runs = 0
 _excepthook = sys.excepthook
 
 
-def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelta(minutes=30)) -> Any:
+def launch(
+    run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelta(minutes=30)
+) -> Any:
     """Call ``worker`` as one of the plan's processes; start this node's other ranks unless a launcher has started them.
 
     Args:
@@ -61,7 +63,13 @@ def launch(run: Run, worker: Callable[[int], Any], timeout: timedelta = timedelt
         return result
 
 
-def join(run: Run, worker: Callable[[int], Any], place: ClusterEnvironment, number: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
+def join(
+    run: Run,
+    worker: Callable[[int], Any],
+    place: ClusterEnvironment,
+    number: int,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Any:
     """Call ``worker`` as the rank that ``place`` says, in a process that a strategy has started and watches.
 
     Args:
@@ -129,14 +137,25 @@ def reserve(run: Run, timeout: timedelta) -> list[ClusterEnvironment]:
         port = rendezvous.serve_program(address, port, timeout)
     assert port is not None
     return [
-        ClusterEnvironment("geartrain", node * local_size + i, local_size * num_nodes, i, local_size, node, address, port)
+        ClusterEnvironment(
+            "geartrain",
+            node * local_size + i,
+            local_size * num_nodes,
+            i,
+            local_size,
+            node,
+            address,
+            port,
+        )
         for i in range(local_size)
     ]
 
 
 def threads(processes: int) -> int:
     """Return the threads for each of a node's processes: with torch's default, each would take all cores and they would take turns."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // processes))
 
 

@@ -12,7 +12,9 @@ from geartrain import Run, TrainingError
 from geartrain.plugin_api import LocalMetric, MetricOptions, reductions
 
 
-def sync(run: Run, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+def sync(
+    run: Run, shares: Mapping[str, LocalMetric]
+) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
     """Reduce metrics over all ranks; each calls it at the same time with its own.
 
     Returns:
@@ -23,42 +25,67 @@ def sync(run: Run, shares: Mapping[str, LocalMetric]) -> tuple[dict[str, float],
     """
     keys = {name: shares[name].spec for name in sorted(shares)}
     digest = zlib.crc32(repr(list(keys.items())).encode())
-    header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(keys), run.should_stop], dtype=torch.float64))
+    header = run.hooks.log_sync(
+        run=run, values=torch.tensor([digest, len(keys), run.should_stop], dtype=torch.float64)
+    )
     stop = bool(header[:, 2].any())
     if bool((header[:, :2] != header[0, :2]).any()):
         keys = _agree(run, keys)
     if not keys:
         return {}, keys, stop
-    vector = [number for name in keys for number in ((shares[name].total, shares[name].weight) if name in shares else (0.0, 0))]
+    vector = [
+        number
+        for name in keys
+        for number in ((shares[name].total, shares[name].weight) if name in shares else (0.0, 0))
+    ]
     table = run.hooks.log_sync(run=run, values=torch.tensor(vector, dtype=torch.float64)).tolist()
     values = {
-        name: reductions.value(spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table])
+        name: reductions.value(
+            spec.reduce_fx, [row[2 * i] for row in table], [row[2 * i + 1] for row in table]
+        )
         for i, (name, spec) in enumerate(keys.items())
     }
     own = [name for name, spec in keys.items() if spec.reduce_fx not in reductions.NAMED]
     return (values | _apply_functions(run, own, shares) if own else values), keys, stop
 
 
-def _apply_functions(run: Run, names: list[str], shares: Mapping[str, LocalMetric]) -> dict[str, float]:
+def _apply_functions(
+    run: Run, names: list[str], shares: Mapping[str, LocalMetric]
+) -> dict[str, float]:
     """Return the results of users' functions on every rank's values, rank by rank."""
     mine = [shares[name].samples if name in shares else [] for name in names]
-    counts = run.hooks.log_sync(run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)).long().tolist()
+    counts = (
+        run.hooks.log_sync(
+            run=run, values=torch.tensor([len(values) for values in mine], dtype=torch.float64)
+        )
+        .long()
+        .tolist()
+    )
     flat = torch.tensor([value for values in mine for value in values], dtype=torch.float64)
     ranks = [part.tolist() for part in run.hooks.all_gather(run=run, tensor=flat)]
     values = []
     for i, name in enumerate(names):
-        every = [value for rank, count in zip(ranks, counts, strict=True) for value in rank[sum(count[:i]) : sum(count[: i + 1])]]
+        every = [
+            value
+            for rank, count in zip(ranks, counts, strict=True)
+            for value in rank[sum(count[:i]) : sum(count[: i + 1])]
+        ]
         function = shares[name].function if name in shares else None
         # A rank without samples never saw the function, which need not pickle: it takes the value of one that did.
         values += [0.0, 0.0] if function is None else [reductions.apply(name, function, every), 1.0]
     told = run.hooks.log_sync(run=run, values=torch.tensor(values, dtype=torch.float64)).tolist()
-    return {name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)}
+    return {
+        name: next(row[2 * i] for row in told if row[2 * i + 1]) for i, name in enumerate(names)
+    }
 
 
 def _agree(run: Run, keys: dict[str, MetricOptions]) -> dict[str, MetricOptions]:
     """The keys to sync when ranks differ: a rank without any takes the others', and so does one without a batch of a loader
     for those that it lacks (it logs what ``on_validation_epoch_end`` and other loaders' steps log); any other difference is an error."""
-    told = [run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank) for rank in range(run.world.size)]
+    told = [
+        run.hooks.broadcast(run=run, obj=(keys, is_idle(run)), src=rank)
+        for rank in range(run.world.size)
+    ]
     by_rank, idle = [theirs for theirs, _ in told], [lacks for _, lacks in told]
     first = min((i for i, theirs in enumerate(by_rank) if theirs), key=lambda i: (idle[i], i))
     for rank, theirs in enumerate(by_rank):

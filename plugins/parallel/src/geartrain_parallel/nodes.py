@@ -20,7 +20,9 @@ def node_rank(num_nodes: int, environ: Mapping[str, str] = os.environ) -> int:
             f"num_nodes={num_nodes}: set NODE_RANK (0 to {num_nodes - 1}), MASTER_ADDR and MASTER_PORT on each node; NODE_RANK={text!r}"
         )
     if int(text) >= num_nodes:
-        raise UsageError(f"NODE_RANK={text} is outside num_nodes={num_nodes}: nodes are numbered 0 to {num_nodes - 1}.")
+        raise UsageError(
+            f"NODE_RANK={text} is outside num_nodes={num_nodes}: nodes are numbered 0 to {num_nodes - 1}."
+        )
     return int(text)
 
 

@@ -41,5 +41,7 @@ class Patience:
             except ValueError:
                 seconds[name] = math.nan
             if name not in names or not seconds[name] > 0:
-                raise UsageError(f"{PATIENCE}: {each!r} is no NAME=SECONDS. Fix: seconds above 0 for {', '.join(names)}")
+                raise UsageError(
+                    f"{PATIENCE}: {each!r} is no NAME=SECONDS. Fix: seconds above 0 for {', '.join(names)}"
+                )
         return cls(**seconds)

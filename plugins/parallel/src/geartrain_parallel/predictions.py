@@ -31,12 +31,19 @@ def from_all_ranks(run: Run, mine: list[Any], loader: Any) -> list[Any]:
         chunks = _pickled(run, mine) if rank == run.world.rank else None
         more = True
         while more:
-            chunk, more = run.hooks.broadcast(run=run, obj=None if chunks is None else next(chunks), src=rank)
+            chunk, more = run.hooks.broadcast(
+                run=run, obj=None if chunks is None else next(chunks), src=rank
+            )
             if chunks is None:
                 outputs += map(pickle.loads, chunk)
     if batches_in_turn(loader) is None:
         return list(chain(*ranks))
-    return [output for turn in zip_longest(*ranks, fillvalue=_NONE) for output in turn if output is not _NONE]
+    return [
+        output
+        for turn in zip_longest(*ranks, fillvalue=_NONE)
+        for output in turn
+        if output is not _NONE
+    ]
 
 
 def _pickled(run: Run, outputs: list[Any]) -> Iterator[tuple[list[bytes], bool]]:

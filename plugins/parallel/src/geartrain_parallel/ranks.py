@@ -13,7 +13,12 @@ import torch
 from geartrain import Run, TrainingError
 from geartrain.plugin_api import LocalMetric, MetricOptions, OneRank, Stage, libraries
 from geartrain_parallel import metrics as metrics_of_ranks, predictions
-from geartrain_parallel.uneven_inputs import is_sure, repeated, until_all_ranks_are_done, until_first_rank_is_done
+from geartrain_parallel.uneven_inputs import (
+    is_sure,
+    repeated,
+    until_all_ranks_are_done,
+    until_first_rank_is_done,
+)
 
 
 class SeveralRanks(OneRank):
@@ -22,16 +27,33 @@ class SeveralRanks(OneRank):
     def check(self, run: Run, checkpoint: str | None = None) -> None:
         # A module's arguments may differ, as a folder's name does; its parameters must not.
         # A launcher's decisions may differ from node to node, and from ranks that came at first to those that came later.
-        own = {"passed_over", "hyperparameters", *(("devices", "nodes") if run.plan.processes is None else ())}
+        own = {
+            "passed_over",
+            "hyperparameters",
+            *(("devices", "nodes") if run.plan.processes is None else ()),
+        }
         plan = {key: value for key, value in run.plan.as_dict().items() if key not in own}
         # Ranks with other parameters would hang, or average gradients of different ones.
-        parameters = {name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()}
-        mine = {"the plan": plan, "the command": run.command, "the checkpoint": checkpoint, "parameters": parameters}
+        parameters = {
+            name: [*p.shape, p.requires_grad] for name, p in run.module.named_parameters()
+        }
+        mine = {
+            "the plan": plan,
+            "the command": run.command,
+            "the checkpoint": checkpoint,
+            "parameters": parameters,
+        }
         first = run.hooks.broadcast(run=run, obj=mine, src=0)
-        odd = [f"{what}: {_first_difference(first[what], mine[what])}" for what in mine if first[what] != mine[what]]
+        odd = [
+            f"{what}: {_first_difference(first[what], mine[what])}"
+            for what in mine
+            if first[what] != mine[what]
+        ]
         if run.hooks.log_sync(run=run, values=torch.tensor([len(odd)], dtype=torch.float64)).any():
             raise TrainingError(
-                f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}" if odd else "another rank differs from rank 0; see its log"
+                f"rank {run.world.rank} differs from rank 0 in {'; '.join(odd)}"
+                if odd
+                else "another rank differs from rank 0; see its log"
             )
 
     def count_batches(self, run: Run, name: str, stage: Stage) -> Stage:
@@ -42,7 +64,10 @@ class SeveralRanks(OneRank):
         """
         if not stage.loaders:
             return stage
-        numbers = [all(map(is_sure, stage.loaders)), *(-1 if n is None else n for n in stage.batches)]
+        numbers = [
+            all(map(is_sure, stage.loaders)),
+            *(-1 if n is None else n for n in stage.batches),
+        ]
         table = run.hooks.log_sync(run=run, values=torch.tensor(numbers, dtype=torch.float64))
         lengths_unknown = not table[:, 0].all()
         if name == "train" and not lengths_unknown and bool((table != table[0]).any()):
@@ -70,7 +95,9 @@ class SeveralRanks(OneRank):
         if not buffers:
             return
         mine = [buffer.cpu() for buffer in buffers] if run.world.rank == 0 else None
-        for buffer, first in zip(buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True):
+        for buffer, first in zip(
+            buffers, run.hooks.broadcast(run=run, obj=mine, src=0), strict=True
+        ):
             buffer.copy_(first)
 
     def outputs(self, run: Run, mine: list[Any], loader: Any) -> list[Any]:
@@ -79,12 +106,16 @@ class SeveralRanks(OneRank):
     def gather_states(self, run: Run, mine: dict[str, Any]) -> list[dict[str, Any]]:
         ranks = [mine]
         for rank in range(1, run.world.size):  # one at a time: so few are in memory at once
-            theirs = run.hooks.broadcast(run=run, obj=mine if run.world.rank == rank else None, src=rank)
+            theirs = run.hooks.broadcast(
+                run=run, obj=mine if run.world.rank == rank else None, src=rank
+            )
             if run.world.rank == 0:
                 ranks.append(theirs)
         return ranks
 
-    def reduce(self, run: Run, metrics: Mapping[str, LocalMetric]) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
+    def reduce(
+        self, run: Run, metrics: Mapping[str, LocalMetric]
+    ) -> tuple[dict[str, float], dict[str, MetricOptions], bool]:
         return metrics_of_ranks.sync(run, metrics)
 
 
@@ -111,5 +142,7 @@ def _thrown_away(run: Run) -> Iterator[None]:
 def _first_difference(first: Any, mine: Any) -> str:
     if isinstance(first, dict) and isinstance(mine, dict):
         keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
-        return ", ".join(f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3])
+        return ", ".join(
+            f"{key} is {first.get(key)!r} there and {mine.get(key)!r} here" for key in keys[:3]
+        )
     return f"{first!r} there and {mine!r} here"

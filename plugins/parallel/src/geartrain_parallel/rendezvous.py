@@ -24,7 +24,15 @@ _program: dict[int, TCPStore] = {}
 def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
     """Return a store on a bound socket, which it takes over."""
     address, port = listener.getsockname()[:2]
-    return TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect(address: str, port: int, timeout: timedelta, rank: int) -> TCPStore:
@@ -82,10 +90,16 @@ def run_store(place: ClusterEnvironment, key: str, timeout: timedelta) -> TCPSto
         address, port = program.get(f"run/{key}").decode().split()
     except DistNetworkError as error:
         lost = "the connection through which ranks meet is closed, as after a run that failed"
-        raise TrainingError(f"rank {place.rank} cannot begin a run: {lost} ({error}). Fix: start the program again") from error
+        raise TrainingError(
+            f"rank {place.rank} cannot begin a run: {lost} ({error}). Fix: start the program again"
+        ) from error
     except (DistError, RuntimeError) as error:
-        raise TrainingError(f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this run: {error}") from error
+        raise TrainingError(
+            f"rank {place.rank} waited {timeout.total_seconds():.0f} s for rank 0 to begin this run: {error}"
+        ) from error
     if store is None:
         store = connect(address, int(port), timeout, place.rank)
-    os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR=store.host, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     return store

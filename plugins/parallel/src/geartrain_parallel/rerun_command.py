@@ -23,10 +23,20 @@ def command() -> list[str]:
             "that, or --strategy ddp_spawn (pip install geartrain-spawn), or --strategy dp (pip install geartrain-dp)"
         )
     main = sys.modules["__main__"]
-    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None  # python -m has a spec
+    script = (
+        getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
+    )  # python -m has a spec
     # A program that runs another script as __main__ does not name that script in its arguments.
-    named = [argument for argument in sys.orig_argv[1:] if script is not None and Path(argument).name == Path(script).name]
-    if script is not None and named and not any(_is_same_file(Path(START_DIRECTORY, argument), script) for argument in named):
+    named = [
+        argument
+        for argument in sys.orig_argv[1:]
+        if script is not None and Path(argument).name == Path(script).name
+    ]
+    if (
+        script is not None
+        and named
+        and not any(_is_same_file(Path(START_DIRECTORY, argument), script) for argument in named)
+    ):
         raise UsageError(
             f"other ranks are started by running the same command again, and {script} is not found from {START_DIRECTORY}, the current "
             "directory when geartrain was imported. Fix: import geartrain before os.chdir()"

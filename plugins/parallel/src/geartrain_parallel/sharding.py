@@ -29,7 +29,11 @@ class StridedShard(Shard):
 
     def __len__(self) -> int:
         total = len(self.sampler)
-        return math.ceil(total / self.size) if self.even else len(range(self.rank, total, self.size)) or min(total, 1)
+        return (
+            math.ceil(total / self.size)
+            if self.even
+            else len(range(self.rank, total, self.size)) or min(total, 1)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return _part(self._all(), self.rank, self.size, self.even)
@@ -59,8 +63,14 @@ def _has_generator(sampler: Any) -> bool:
 
 def _part(items: Iterable[Any], rank: int, size: int, even: bool) -> Iterator[Any]:
     """Every ``size``-th item, from ``rank``."""
-    if not isinstance(items, list):  # no length, perhaps no end: in training the rest after the last full round is dropped
-        return (turn[rank] for turn in zip(*[iter(items)] * size, strict=False)) if even else islice(items, rank, None, size)
+    if not isinstance(
+        items, list
+    ):  # no length, perhaps no end: in training the rest after the last full round is dropped
+        return (
+            (turn[rank] for turn in zip(*[iter(items)] * size, strict=False))
+            if even
+            else islice(items, rank, None, size)
+        )
     if even and items:
         target = math.ceil(len(items) / size) * size
         items = (items * math.ceil(target / len(items)))[:target]
@@ -106,7 +116,11 @@ def shard(run: Run, loader: Iterable[Any], stage: str) -> Iterable[Any]:
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         what = type(getattr(loader, "dataset", loader)).__name__
-        result = ". What predict returns has the outputs of rank 0, then those of rank 1, and so on" if stage == "predict" else ""
+        result = (
+            ". What predict returns has the outputs of rank 0, then those of rank 1, and so on"
+            if stage == "predict"
+            else ""
+        )
         warnings.warn(
             f"{what} cannot be sharded: every rank sees all of it, unless it shards itself by self.trainer.global_rank{result}",
             stacklevel=2,

@@ -31,7 +31,9 @@ def _is_ending(number: int) -> bool:
         return True  # it is tearing down
     error = sys.exception()
     if isinstance(error, Interrupted):
-        return True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
+        return (
+            True  # Ctrl-C reaches ranks and starter at once, and the starter asks them to end, too
+        )
     # It has just lost its peers. The signal came while it was in a collective and is handled only now: another error here would keep it
     # from tearing down.
     if error is None or not is_connection(str(error)):

@@ -80,7 +80,10 @@ def shut_down(sockets: set[tuple[int, str]]) -> None:
     """Close the TCP connections of a run that failed; their owners keep the descriptors."""
     for descriptor, _ in sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6)
+                and connection.type == socket.SOCK_STREAM
+            ):
                 connection.getpeername()  # raises for a listening one, which gloo must keep: it aborts when accept() fails
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -106,7 +109,9 @@ def _address_of(interface: str) -> str | None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+            answer = fcntl.ioctl(
+                probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15])
+            )  # SIOCGIFADDR
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])

@@ -44,10 +44,14 @@ class ProcessGroupStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         if run.world.size > 1:
-            collectives.broadcast_weights(run, model)  # without a seed every rank has made other weights
+            collectives.broadcast_weights(
+                run, model
+            )  # without a seed every rank has made other weights
         return model
 
-    def average_gradients(self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]) -> list[nn.Parameter]:
+    def average_gradients(
+        self, run: Run, parameters: Sequence[nn.Parameter], changed: Sequence[bool]
+    ) -> list[nn.Parameter]:
         """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`. geartrain-manual calls it after each backward."""
         return collectives.average_gradients(run, parameters, changed)
 

@@ -54,7 +54,13 @@ class Supervisor:
         clock: seconds since the epoch.
     """
 
-    def __init__(self, ranks: Sequence[RankHandle], logs: Path, patience: Patience, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[RankHandle],
+        logs: Path,
+        patience: Patience,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._ranks, self._logs, self._patience, self._clock = ranks, logs, patience, clock
         #: Seconds between two looks, at most.
         self.period = min(2.0, patience.stopped / 4)
@@ -119,7 +125,9 @@ class Supervisor:
 
     def _failure(self, rank: RankHandle, code: int) -> Failure:
         # A rank that a signal ends during teardown has failed by the error that it reported.
-        return rank.error() or Failure(rank.number, self._clock(), f"exit code {code}", signal=-code if code < 0 else None)
+        return rank.error() or Failure(
+            rank.number, self._clock(), f"exit code {code}", signal=-code if code < 0 else None
+        )
 
     def _find_stopped(self) -> None:
         """Note ranks that were stopped (SIGSTOP) and do not continue: the others wait for them until their collectives time out.
@@ -129,26 +137,38 @@ class Supervisor:
         limit, now = self._patience.stopped, self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.period), now
         stopped = [rank for rank in self._running() if is_stopped(rank.pid)]
-        self._stopped = {rank.number: self._stopped.get(rank.number, -passed) + passed for rank in stopped}
+        self._stopped = {
+            rank.number: self._stopped.get(rank.number, -passed) + passed for rank in stopped
+        }
         message = f"it has been stopped (SIGSTOP) for {limit:g} s, and the others wait for it. Fix: suspend all ranks of a run, or none"
-        late = [rank for rank in stopped if self._stopped[rank.number] >= limit and not self._has_failed(rank)]
+        late = [
+            rank
+            for rank in stopped
+            if self._stopped[rank.number] >= limit and not self._has_failed(rank)
+        ]
         self.failures += [Failure(rank.number, now - limit, message) for rank in late]
 
     # --- ending ----------------------------------------------------------------------------------------------------------
 
     def unwind(self) -> None:
         """Give ranks a moment to end by themselves after a failure, which closes their connections; then end those that have not."""
-        self._signal(signal.SIGKILL, [rank for rank in self._running() if self._has_failed(rank)])  # stopped: others wait for it
+        self._signal(
+            signal.SIGKILL, [rank for rank in self._running() if self._has_failed(rank)]
+        )  # stopped: others wait for it
         self._wait_until_ended(self._patience.unwind)
         self.end()
 
     def end(self) -> None:
         """End every rank: SIGTERM, seconds to tear down, SIGKILL."""
         self.begin_end()
-        self._signal(signal.SIGKILL, [rank for rank in self._running() if is_stopped(rank.pid)])  # it hears no other signal
+        self._signal(
+            signal.SIGKILL, [rank for rank in self._running() if is_stopped(rank.pid)]
+        )  # it hears no other signal
         self._wait_until_ended(self._patience.grace, self._ask_to_end)
         self._signal(signal.SIGKILL, self._running())
-        self._wait_until_ended(self._patience.grace)  # with a limit: a process may be stuck in a device's driver
+        self._wait_until_ended(
+            self._patience.grace
+        )  # with a limit: a process may be stuck in a device's driver
 
     def begin_end(self) -> None:
         """Note that this supervisor now ends the ranks. A rank that has reported its error, and is slow to tear down, has failed too."""
@@ -156,7 +176,11 @@ class Supervisor:
         with self._lock:
             if not self.is_ending:
                 self.is_ending = True
-                errors = {rank.number: rank.error() for rank in self._running() if not self._has_failed(rank)}
+                errors = {
+                    rank.number: rank.error()
+                    for rank in self._running()
+                    if not self._has_failed(rank)
+                }
                 self.failures += [error for error in errors.values() if error is not None]
                 self.silent = [number for number, error in errors.items() if error is None]
 
@@ -169,7 +193,9 @@ class Supervisor:
         for rank in ranks:
             rank.signal(number)
 
-    def _wait_until_ended(self, seconds: float, every_second: Callable[[], None] = lambda: None) -> None:
+    def _wait_until_ended(
+        self, seconds: float, every_second: Callable[[], None] = lambda: None
+    ) -> None:
         deadline = time.monotonic() + seconds
         self.look()
         while self._running() and (left := deadline - time.monotonic()) > 0:
@@ -179,7 +205,9 @@ class Supervisor:
 
     # --- afterwards ------------------------------------------------------------------------------------------------------
 
-    def judge(self, own: Sequence[Failure] = (), silent: Sequence[int] = (), left: Sequence[int] = ()) -> Verdict | None:
+    def judge(
+        self, own: Sequence[Failure] = (), silent: Sequence[int] = (), left: Sequence[int] = ()
+    ) -> Verdict | None:
         """Decide which rank is to blame; see :func:`geartrain_parallel.failures.judge`.
 
         Args:
@@ -195,13 +223,21 @@ class Supervisor:
         if not path.exists():
             return ""
         if lines := path.read_text(errors="replace").splitlines()[-_LINES:]:
-            print(f"--- the end of rank {rank}'s output ---", *lines, f"--- {path} ---", sep="\n", file=sys.stderr)
+            print(
+                f"--- the end of rank {rank}'s output ---",
+                *lines,
+                f"--- {path} ---",
+                sep="\n",
+                file=sys.stderr,
+            )
         return f"\n(its output: {path})"
 
 
 def is_stopped(pid: int) -> bool:
     """True if a process is stopped, but not by a debugger: until it continues it handles no signal but SIGKILL."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"  # a debugger's is a small t
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )  # a debugger's is a small t
     except OSError:
         return False  # it has ended; or this system has no /proc, and a stopped rank is a late one

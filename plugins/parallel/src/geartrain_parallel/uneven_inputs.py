@@ -19,7 +19,10 @@ _OUT = object()
 
 def is_sure(loader: Any) -> bool:
     """True if a loader's length is certain: an IterableDataset's is an estimate, if it has one."""
-    return not isinstance(getattr(loader, "dataset", None), IterableDataset) and length(loader) is not None
+    return (
+        not isinstance(getattr(loader, "dataset", None), IterableDataset)
+        and length(loader) is not None
+    )
 
 
 def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
@@ -31,13 +34,16 @@ def until_first_rank_is_done(run: Run, batches: Iterable[Any]) -> Iterator[Any]:
         if out:
             if len(out) < run.world.size:
                 warnings.warn(
-                    f"the training loaders of ranks {out} have run out before the others': the epoch ends on all ranks", stacklevel=2
+                    f"the training loaders of ranks {out} have run out before the others': the epoch ends on all ranks",
+                    stacklevel=2,
                 )
             return
         yield batch
 
 
-def until_all_ranks_are_done(run: Run, batches: Iterable[Any], limit: int | None) -> Iterator[tuple[Any, bool]]:
+def until_all_ranks_are_done(
+    run: Run, batches: Iterable[Any], limit: int | None
+) -> Iterator[tuple[Any, bool]]:
     """Yield batches to evaluate, each with True if this rank has used its ``limit`` or run out and repeats its last; one small collective
     a batch.
 
@@ -59,7 +65,9 @@ def until_all_ranks_are_done(run: Run, batches: Iterable[Any], limit: int | None
         yield last, repeats
 
 
-def repeated(batches: Iterable[Any], limit: int | None, rounds: int | None) -> Iterator[tuple[Any, bool]]:
+def repeated(
+    batches: Iterable[Any], limit: int | None, rounds: int | None
+) -> Iterator[tuple[Any, bool]]:
     """This rank's ``limit`` batches, and then the last again until every rank had its ``rounds``; each with whether it is again."""
     if limit == rounds or limit is None or rounds is None:
         yield from ((batch, False) for batch in islice(batches, limit))

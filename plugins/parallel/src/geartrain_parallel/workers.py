@@ -54,7 +54,12 @@ class _Worker:
         process = subprocess.Popen(
             bootstrap.command(logs / f"rank-{number}.log", command),
             cwd=START_DIRECTORY,
-            env={**os.environ, **environment, TEMPORARY: util.get_temp_dir(), ERROR_FILE: str(error_file)},
+            env={
+                **os.environ,
+                **environment,
+                TEMPORARY: util.get_temp_dir(),
+                ERROR_FILE: str(error_file),
+            },
             start_new_session=True,  # Ctrl-C is this process's business
         )
         return cls(number, process, os.pidfd_open(process.pid), error_file)
@@ -85,13 +90,20 @@ class Workers:
     """
 
     def __init__(self, environments: list[Mapping[str, str]], logs: Path | None) -> None:
-        command, self._patience = rerun_command.command(), Patience.from_environment()  # first: they may refuse, and nothing is left
+        command, self._patience = (
+            rerun_command.command(),
+            Patience.from_environment(),
+        )  # first: they may refuse, and nothing is left
         ranks = [int(environment["RANK"]) for environment in environments]
         self._own_rank = min(ranks) - 1
         #: True if every rank of the program is on this node.
-        self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {len(environments) + 1}
+        self._are_all = {int(environment.get("WORLD_SIZE", 0)) for environment in environments} == {
+            len(environments) + 1
+        }
         self._temporary = logs is None
-        self.logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()  # ranks start in another folder
+        self.logs = (
+            Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if logs is None else logs.absolute()
+        )  # ranks start in another folder
         self.logs.mkdir(parents=True, exist_ok=True)
         self._workers: list[_Worker] = []
         self.supervisor = Supervisor(self._workers, self.logs, self._patience)
@@ -119,13 +131,17 @@ class Workers:
                 self.show_logs()
             self._reported = True
             why = "".join(f"; {failure.describe()}" for failure in self.supervisor.failures)
-            raise TrainingError(f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again")
+            raise TrainingError(
+                f"the other ranks of this program were ended after a run that failed{why}. Fix: start the program again"
+            )
         over = threading.Event()
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         with not_inherited(wake_read, wake_write), self._exits_fail():
             old_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-            watcher = threading.Thread(target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True)
+            watcher = threading.Thread(
+                target=self._watch, args=(wake_read, over), name="geartrain-watch", daemon=True
+            )
             watcher.start()
             try:
                 with raise_on_signals():
@@ -135,8 +151,12 @@ class Workers:
                 raise
             finally:
                 over.set()
-                with contextlib.suppress(OSError):  # full: the watcher wakes anyway; or closed, in a child that user code forked
-                    os.write(wake_write, b"\0")  # closing wakes no reader while a child that was forked earlier holds a copy
+                with contextlib.suppress(
+                    OSError
+                ):  # full: the watcher wakes anyway; or closed, in a child that user code forked
+                    os.write(
+                        wake_write, b"\0"
+                    )  # closing wakes no reader while a child that was forked earlier holds a copy
                 watcher.join()
                 signal.set_wakeup_fd(old_wake)
 
@@ -150,9 +170,13 @@ class Workers:
                 _exit(status)  # a forked child: multiprocessing ends each of them in this way
             try:
                 if status == 0:
-                    message = f"rank {self._own_rank} left the program before the run ended (os._exit(0))"
+                    message = (
+                        f"rank {self._own_rank} left the program before the run ended (os._exit(0))"
+                    )
                     print(f"geartrain: {message}", file=sys.stderr, flush=True)
-                for worker in self._workers:  # not their process groups, in which multiprocessing's tracker has to clean up
+                for worker in (
+                    self._workers
+                ):  # not their process groups, in which multiprocessing's tracker has to clean up
                     worker.process.kill()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         worker.process.wait(self._patience.grace)
@@ -185,7 +209,9 @@ class Workers:
         began, grace = time.monotonic(), self._patience.grace
         if over.wait(grace):
             return
-        if failed_at() is None:  # a sleep or a Python loop hears this; a rank that tears down must not
+        if (
+            failed_at() is None
+        ):  # a sleep or a Python loop hears this; a rank that tears down must not
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if over.wait(grace):
             return
@@ -195,7 +221,9 @@ class Workers:
                     return
             if over.wait(grace):
                 return
-        cause = "; ".join(failure.describe() for failure in self.supervisor.failures) or "interrupted"
+        cause = (
+            "; ".join(failure.describe() for failure in self.supervisor.failures) or "interrupted"
+        )
         took = time.monotonic() - began
         self.show_logs()
         _fail(f"{cause}. This rank did not come to an end within {took:.0f} s and is stopped.")
@@ -216,8 +244,12 @@ class Workers:
             self.supervisor.unwind()
             verdict = self.supervisor.judge([own], silent, self.supervisor.succeeded)
         if verdict is not None and verdict.failure is not own:
-            cause = error if verdict.failure is None else None  # how this rank waited; else it is only the connection that was closed
-            raise TrainingError(verdict.message + self.supervisor.show_log(verdict.ranks[0])) from cause
+            cause = (
+                error if verdict.failure is None else None
+            )  # how this rank waited; else it is only the connection that was closed
+            raise TrainingError(
+                verdict.message + self.supervisor.show_log(verdict.ranks[0])
+            ) from cause
 
     def show_logs(self) -> None:
         """Print the end of the output of ranks that failed."""
@@ -235,7 +267,11 @@ class Workers:
         """
         # A program that ended by an error, after its run, has nothing for which other ranks could wait.
         deadline = time.monotonic() + self._patience.grace if failed else math.inf
-        while not (self.supervisor.failures or self._reported) and self.supervisor.running and time.monotonic() < deadline:
+        while (
+            not (self.supervisor.failures or self._reported)
+            and self.supervisor.running
+            and time.monotonic() < deadline
+        ):
             self.supervisor.wait(1.0)
             self.supervisor.look()
         self.supervisor.end()

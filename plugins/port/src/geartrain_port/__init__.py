@@ -28,5 +28,7 @@ def port(source: str, name: str = "<source>") -> PortResult:
     try:
         module = cst.parse_module(source)
     except cst.ParserSyntaxError as error:
-        raise UsageError(f"{name}, line {error.raw_line}: this is no Python: {error.message}. Nothing was changed") from error
+        raise UsageError(
+            f"{name}, line {error.raw_line}: this is no Python: {error.message}. Nothing was changed"
+        ) from error
     return rewrite(module)

@@ -19,7 +19,10 @@ class Arguments:
 
     def __init__(self, call: cst.Call, positional: Sequence[str] = ()) -> None:
         self._call = call
-        self._names = [_name(arg, positional[place] if place < len(positional) else "") for place, arg in enumerate(call.args)]
+        self._names = [
+            _name(arg, positional[place] if place < len(positional) else "")
+            for place, arg in enumerate(call.args)
+        ]
         self._args: list[cst.Arg] = list(call.args)
         #: Comments of arguments that were dropped, which would otherwise be lost.
         self.comments: list[cst.Comment] = []
@@ -52,13 +55,18 @@ class Arguments:
             last = self._args[-1]
             comma = _like(arg.comma, last.comma)
             self.comments += comments(last.comma) if not comments(comma) else []
-            self._args[-1] = last.with_changes(comma=comma, whitespace_after_arg=_bare(arg.whitespace_after_arg))
+            self._args[-1] = last.with_changes(
+                comma=comma, whitespace_after_arg=_bare(arg.whitespace_after_arg)
+            )
 
     def rename(self, old: str, new: str, value: str | None = None) -> None:
         """Call an argument by another name, with another value where one is given."""
         place = self._names.index(old)
         arg = self._args[place]
-        changes: dict[str, Any] = {"keyword": cst.Name(new), "equal": arg.equal if arg.keyword else _EQUAL}
+        changes: dict[str, Any] = {
+            "keyword": cst.Name(new),
+            "equal": arg.equal if arg.keyword else _EQUAL,
+        }
         if value is not None:
             changes["value"] = cst.parse_expression(value)
         self._args[place], self._names[place] = arg.with_changes(**changes), new
@@ -74,11 +82,19 @@ class Arguments:
         if place == len(self._args) and self._args:
             last = self._args[-1]
             many = len(self._args) > 1 and isinstance(self._args[-2].comma, cst.Comma)
-            new = new.with_changes(comma=_like(last.comma, None), whitespace_after_arg=last.whitespace_after_arg)
-            between = self._args[-2].comma if many else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            new = new.with_changes(
+                comma=_like(last.comma, None), whitespace_after_arg=last.whitespace_after_arg
+            )
+            between = (
+                self._args[-2].comma
+                if many
+                else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            )
             comma = _like(between, last.comma)
             self.comments += comments(last.comma) if not comments(comma) else []
-            self._args[-1] = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
+            self._args[-1] = last.with_changes(
+                comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")
+            )
         elif self._args:
             new = new.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
         self._args.insert(place, new)
@@ -87,7 +103,13 @@ class Arguments:
     def extend(self, name: str, item: str) -> None:
         """Add to a list that is an argument; make it one."""
         before = self.source(name)
-        listed = f"[{item}]" if before is None else f"{before[:-1].rstrip().rstrip(',')}, {item}]" if before.endswith("]") else None
+        listed = (
+            f"[{item}]"
+            if before is None
+            else f"{before[:-1].rstrip().rstrip(',')}, {item}]"
+            if before.endswith("]")
+            else None
+        )
         listed = f"[{item}]" if listed == f"[, {item}]" else listed
         self.put(name, listed if listed is not None else f"[*{before}, {item}]")
 

@@ -19,7 +19,17 @@ _KNOWN = [name for name in inspect.signature(Trainer).parameters if name != "unk
 #: Values of accelerator= and distributed_backend= that were strategies.
 _STRATEGIES = ("dp", "ddp", "ddp2", "ddp_spawn", "horovod", "bagua")
 #: What strategies begin with that no distribution provides.
-_NO_STRATEGY = ("fsdp", "deepspeed", "ddp_sharded", "ddp_fully_sharded", "xla", "tpu", "colossalai", "hpu", "ipu")
+_NO_STRATEGY = (
+    "fsdp",
+    "deepspeed",
+    "ddp_sharded",
+    "ddp_fully_sharded",
+    "xla",
+    "tpu",
+    "colossalai",
+    "hpu",
+    "ipu",
+)
 #: Arguments that ask for a plugin -> the plugin.
 _PLUGINS = {
     "enable_model_summary": "model_summary",
@@ -99,9 +109,16 @@ def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
         if name in names.OF_TRAINER_CALL:
             todo.append((f"Trainer({name}=...)", names.OF_TRAINER_CALL[name]))
         elif name == "**":
-            todo.append(("Trainer(**...)", "look at its names: geartrain refuses those that it does not have"))
+            todo.append(
+                (
+                    "Trainer(**...)",
+                    "look at its names: geartrain refuses those that it does not have",
+                )
+            )
         elif name in ("", "*"):
-            todo.append(("Trainer's positional arguments", "name them: accelerator=..., devices=..."))
+            todo.append(
+                ("Trainer's positional arguments", "name them: accelerator=..., devices=...")
+            )
         elif name not in _KNOWN:
             todo.append((f"Trainer({name}=...)", "nothing: see docs/from-lightning.md"))
     return todo
@@ -110,27 +127,56 @@ def trainer(arguments: Arguments, words: Collection[str] = ()) -> list[Todos]:
 def _note_changes(arguments: Arguments, words: Collection[str]) -> None:
     """Note what the same arguments, or none, mean in Lightning and not here."""
     note, names_given = arguments.changed.append, set(arguments.names)
-    folders = [name for name in ("default_root_dir", "weights_save_path") if name in names_given and arguments.literal(name) is not None]
+    folders = [
+        name
+        for name in ("default_root_dir", "weights_save_path")
+        if name in names_given and arguments.literal(name) is not None
+    ]
     for name in folders:
         what = f"output={arguments.source(name)} is the folder of one run, and the next run is refused in it: give each a folder of its own"
         note((f"Trainer({name}=...)", what))
     lost = set(_IN_LIGHTNING)
-    if folders or "output" in names_given or arguments.literal("fast_dev_run") not in (..., False, 0):
+    if (
+        folders
+        or "output" in names_given
+        or arguments.literal("fast_dev_run") not in (..., False, 0)
+    ):
         lost.clear()
-    if "ModelCheckpoint" in words or any(arguments.literal(name) is False for name in ("enable_checkpointing", "checkpoint_callback")):
+    if "ModelCheckpoint" in words or any(
+        arguments.literal(name) is False for name in ("enable_checkpointing", "checkpoint_callback")
+    ):
         lost.discard("checkpoints")
     if names_given & {"logger", "plugins"}:
         lost.discard("logs")
     if lost:
         does = " and ".join(_IN_LIGHTNING[one] for one in sorted(lost))
-        note(("Trainer(...)", f"Lightning's {does}; here nothing is written without output=DIR, or a ModelCheckpoint or a logger"))
-    if "max_steps" in names_given and arguments.literal("max_steps") != -1 and OWN_STEPS & set(words):
+        note(
+            (
+                "Trainer(...)",
+                f"Lightning's {does}; here nothing is written without output=DIR, or a ModelCheckpoint or a logger",
+            )
+        )
+    if (
+        "max_steps" in names_given
+        and arguments.literal("max_steps") != -1
+        and OWN_STEPS & set(words)
+    ):
         note(("Trainer(max_steps=...)", f"{COUNTS_BATCHES}: divide it by how many a batch makes"))
     if arguments.literal("track_grad_norm") not in (..., -1, None):
-        note(("Trainer(track_grad_norm=...)", "2-norms are logged, as grad_norm and grad_norm/NAME, each step"))
+        note(
+            (
+                "Trainer(track_grad_norm=...)",
+                "2-norms are logged, as grad_norm and grad_norm/NAME, each step",
+            )
+        )
     chosen = names_given & {"strategy", "distributed_backend", "accelerator"}
     if not chosen and arguments.literal("gpus") not in (..., None, 0, 1, "0", "1", []):
-        note(("Trainer(gpus=...)", "several GPUs were ddp_spawn's; here ddp runs the script once for each, or say strategy='ddp_spawn'"))
+        note(
+            (
+                "Trainer(gpus=...)",
+                "several GPUs were ddp_spawn's; here ddp runs the script once for each, or say strategy='ddp_spawn'",
+            )
+        )
 
 
 def fabric(arguments: Arguments) -> list[Todos]:
@@ -142,7 +188,13 @@ def fabric(arguments: Arguments) -> list[Todos]:
 
 #: Arguments of LightningCLI that say how it saves its configuration, and others that say nothing here.
 _OF_CLI = (
-    *("save_config_callback", "save_config_kwargs", "save_config_filename", "save_config_overwrite", "save_config_multifile"),
+    *(
+        "save_config_callback",
+        "save_config_kwargs",
+        "save_config_filename",
+        "save_config_overwrite",
+        "save_config_multifile",
+    ),
     *("auto_configure_optimizers", "auto_registry", "description", "env_prefix", "env_parse"),
 )
 
@@ -153,7 +205,10 @@ def cli(arguments: Arguments, fits: bool) -> list[Todos]:
     Args:
         fits: True if the file fits what it gives next, as ``gt.cli`` does itself.
     """
-    saves = "save_config_callback" not in arguments.names or arguments.literal("save_config_callback") is not None
+    saves = (
+        "save_config_callback" not in arguments.names
+        or arguments.literal("save_config_callback") is not None
+    )
     nothing: dict[str, tuple[Any, ...]] = {
         "run": (True, False) if fits else (True,),
         "subclass_mode_model": (False,),
@@ -172,14 +227,31 @@ def cli(arguments: Arguments, fits: bool) -> list[Todos]:
             arguments.rename(old, new)
     todo = _defaults(arguments)
     if not {"", "model"} & set(arguments.names):
-        todo.append(("LightningCLI without a class", "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS"))
+        todo.append(
+            (
+                "LightningCLI without a class",
+                "the classes: gt.cli(MyModule, MyDataModule); or geartrain fit FILE.py:CLASS",
+            )
+        )
     for place, name in enumerate(arguments.names):
         if name not in ("", "model", "data", "argv", "defaults") or (name == "" and place > 1):
-            todo.append((f"LightningCLI({name}=...)", _LEFT_OF_CLI.get(name, "nothing: gt.cli takes the module's and the data's class")))
+            todo.append(
+                (
+                    f"LightningCLI({name}=...)",
+                    _LEFT_OF_CLI.get(
+                        name, "nothing: gt.cli takes the module's and the data's class"
+                    ),
+                )
+            )
     means = "options are those of geartrain fit: --max-epochs, not --trainer.max_epochs, and no section trainer in a config file"
     arguments.changed.append(("LightningCLI(...)", means))
     if saves:
-        arguments.changed.append(("LightningCLI(...)", "no config.yaml is saved: --print-config prints one, and output=DIR has plan.json"))
+        arguments.changed.append(
+            (
+                "LightningCLI(...)",
+                "no config.yaml is saved: --print-config prints one, and output=DIR has plan.json",
+            )
+        )
     return todo
 
 
@@ -187,9 +259,14 @@ def _defaults(arguments: Arguments) -> list[Todos]:
     """``trainer_defaults`` and ``seed_everything_default``, if they are written out, as ``defaults``; returns what is left of them."""
     todo: list[Todos] = []
     given = arguments.literal("trainer_defaults") if "trainer_defaults" in arguments.names else {}
-    if isinstance(given, dict) and all(isinstance(name, str) and name.isidentifier() for name in given):
+    if isinstance(given, dict) and all(
+        isinstance(name, str) and name.isidentifier() for name in given
+    ):
         call = cst.ensure_type(
-            cst.parse_expression(f"Trainer({', '.join(f'{name}={value!r}' for name, value in given.items())})"), cst.Call
+            cst.parse_expression(
+                f"Trainer({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+            ),
+            cst.Call,
         )
         made = Arguments(call)
         todo += trainer(made)
@@ -209,7 +286,10 @@ def _defaults(arguments: Arguments) -> list[Todos]:
 
 
 _LEFT_OF_CLI = {
-    **dict.fromkeys(("subclass_mode_model", "subclass_mode_data"), "the class itself; or geartrain fit FILE.py:CLASS"),
+    **dict.fromkeys(
+        ("subclass_mode_model", "subclass_mode_data"),
+        "the class itself; or geartrain fit FILE.py:CLASS",
+    ),
     "run": "gt.cli(...) alone, which runs fit at once: what comes before belongs in __init__ or setup; or a Trainer and its fit",
     "trainer_defaults": "a file of options, which --config FILE reads",
     "seed_everything_default": "--seed N",
@@ -249,13 +329,20 @@ def _devices(arguments: Arguments) -> list[Todos]:
         if "accelerator" not in arguments.names:
             arguments.put("accelerator", '"gpu"', after="devices")
         if value is ...:
-            todo.append((f"Trainer({old}={arguments.source('devices')})", "accelerator='cpu' and no devices, where it is 0 or None"))
+            todo.append(
+                (
+                    f"Trainer({old}={arguments.source('devices')})",
+                    "accelerator='cpu' and no devices, where it is 0 or None",
+                )
+            )
     if "num_processes" in arguments.names and "devices" not in arguments.names:
         arguments.rename("num_processes", "devices")
         if "accelerator" not in arguments.names:
             arguments.put("accelerator", '"cpu"', after="devices")
     if arguments.literal("auto_select_gpus") is True:
-        arguments.rename("auto_select_gpus", "accelerator_options", "{'auto_select': True}".replace("'", '"'))
+        arguments.rename(
+            "auto_select_gpus", "accelerator_options", "{'auto_select': True}".replace("'", '"')
+        )
         if arguments.literal("accelerator") == "gpu":
             arguments.put("accelerator", '"cuda"')
     return todo
@@ -280,7 +367,12 @@ def _strategy(arguments: Arguments) -> list[Todos]:
         if options:
             arguments.put("strategy_options", options.replace("'", '"'), after="strategy")
     elif isinstance(name, str) and name.startswith(_NO_STRATEGY):
-        return [(f"Trainer(strategy={name!r})", "a strategy that is installed: geartrain plugins lists them")]
+        return [
+            (
+                f"Trainer(strategy={name!r})",
+                "a strategy that is installed: geartrain plugins lists them",
+            )
+        ]
     return []
 
 
@@ -289,7 +381,9 @@ def _loggers(arguments: Arguments, cls: str = "Trainer", name: str = "logger") -
     if value is None:
         return []
     if arguments.literal(name) is True:
-        return [(f"{cls}({name}=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")]
+        return [
+            (f"{cls}({name}=True)", "plugins=['csv'] and output=DIR, or plugins=['tensorboard']")
+        ]
     if "plugins" in arguments.names:
         return [(f"{cls}(plugins=..., {name}=...)", "one list: the loggers go into plugins=[...]")]
     arguments.rename(name, "plugins", value if value.startswith(("[", "(")) else f"[{value}]")
@@ -316,7 +410,11 @@ def _plugins(arguments: Arguments) -> list[Todos]:
 
 
 def _others(arguments: Arguments) -> list[Todos]:
-    for old, new in {"replace_sampler_ddp": "use_distributed_sampler", "default_root_dir": "output", "weights_save_path": "output"}.items():
+    for old, new in {
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "default_root_dir": "output",
+        "weights_save_path": "output",
+    }.items():
         if old in arguments.names and new not in arguments.names:
             arguments.rename(old, new)
     rate = arguments.literal("progress_bar_refresh_rate")
@@ -327,12 +425,29 @@ def _others(arguments: Arguments) -> list[Todos]:
     for old in ("process_position", "flush_logs_every_n_steps"):
         if old in arguments.names:
             arguments.drop(old)
-    on_cuda = arguments.literal("accelerator") in ("gpu", "cuda") and "accelerator_options" not in arguments.names
+    on_cuda = (
+        arguments.literal("accelerator") in ("gpu", "cuda")
+        and "accelerator_options" not in arguments.names
+    )
     if arguments.literal("benchmark") is True and on_cuda:
         arguments.rename("benchmark", "accelerator_options", '{"cudnn_benchmark": True}')
         arguments.put("accelerator", '"cuda"')
-    if arguments.literal("precision") in ("16-true", "transformer-engine", "transformer-engine-float16"):
-        return [(f"Trainer(precision={arguments.source('precision')})", "'16-mixed' or 'bf16-true': see docs/precision.md")]
+    if arguments.literal("precision") in (
+        "16-true",
+        "transformer-engine",
+        "transformer-engine-float16",
+    ):
+        return [
+            (
+                f"Trainer(precision={arguments.source('precision')})",
+                "'16-mixed' or 'bf16-true': see docs/precision.md",
+            )
+        ]
     if isinstance(arguments.literal("accumulate_grad_batches"), dict):
-        return [("Trainer(accumulate_grad_batches={...})", "one number, or a plugin that wraps the step hook")]
+        return [
+            (
+                "Trainer(accumulate_grad_batches={...})",
+                "one number, or a plugin that wraps the step hook",
+            )
+        ]
     return []

@@ -9,23 +9,45 @@ from geartrain_port.calls import Todos
 
 #: Class -> the order of its positional arguments, and each argument's name here; "" drops it.
 _CLASSES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "EarlyStopping": (("monitor", "min_delta", "patience", "verbose", "mode"), {"log_rank_zero_only": ""}),
+    "EarlyStopping": (
+        ("monitor", "min_delta", "patience", "verbose", "mode"),
+        {"log_rank_zero_only": ""},
+    ),
     "seed_everything": (("seed", "workers"), {"workers": "", "verbose": ""}),
     "Timer": (("duration", "interval", "verbose"), {"verbose": ""}),
     "EMAWeightAveraging": (
         ("device", "use_buffers", "decay"),
         {"device": "", "update_every_n_steps": "every", "update_starting_at_step": "start_step"},
     ),
-    "ThroughputMonitor": (("batch_size_fn", "length_fn"), {"batch_size_fn": "", "length_fn": "tokens"}),
+    "ThroughputMonitor": (
+        ("batch_size_fn", "length_fn"),
+        {"batch_size_fn": "", "length_fn": "tokens"},
+    ),
     "DeviceStatsMonitor": (("cpu_stats",), {"cpu_stats": ""}),
     "GPUStatsMonitor": (
         ("memory_utilization", "gpu_utilization"),
-        dict.fromkeys(("memory_utilization", "gpu_utilization", "intra_step_time", "inter_step_time", "fan_speed", "temperature"), ""),
+        dict.fromkeys(
+            (
+                "memory_utilization",
+                "gpu_utilization",
+                "intra_step_time",
+                "inter_step_time",
+                "fan_speed",
+                "temperature",
+            ),
+            "",
+        ),
     ),
     "RichModelSummary": (("max_depth",), {}),
-    "ModelCheckpoint": (("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"), {"enable_version_counter": ""}),
+    "ModelCheckpoint": (
+        ("dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k"),
+        {"enable_version_counter": ""},
+    ),
     "WandbLogger": (("name", "save_dir"), {"dir": "folder", "save_dir": "folder", "anonymous": ""}),
-    "MLFlowLogger": (("experiment_name", "run_name", "tracking_uri", "tags"), {"experiment_name": "experiment", "synchronous": ""}),
+    "MLFlowLogger": (
+        ("experiment_name", "run_name", "tracking_uri", "tags"),
+        {"experiment_name": "experiment", "synchronous": ""},
+    ),
 }
 #: Classes whose first argument is another one here.
 _REORDERED = ("MLFlowLogger", "ModelCheckpoint", "WandbLogger")
@@ -48,7 +70,11 @@ def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo
     """
     if cls == "ModelCheckpoint":
         _checkpoints(arguments, has_folder)
-    if cls == "CSVLogger" and "save_dir" in arguments.names and not isinstance(arguments.literal("version"), int):
+    if (
+        cls == "CSVLogger"
+        and "save_dir" in arguments.names
+        and not isinstance(arguments.literal("version"), int)
+    ):
         means = "it writes one file, where Lightning's makes a folder version_N for each run, and the next run is refused: give each a path"
         arguments.changed.append(("CSVLogger(save_dir=...)", means))
     if cls in ("TensorBoardLogger", "CSVLogger"):
@@ -64,7 +90,11 @@ def plain(cls: str, arguments: Arguments, has_folder: bool = False) -> list[Todo
             arguments.rename(name, name)  # positional there perhaps, and in another place here
     for special in (_offline, _upload):
         special(cls, arguments)
-    return [(f"{cls}({name}=...)", "nothing: leave it out") for name in arguments.names if name in _LEFT.get(cls, ())]
+    return [
+        (f"{cls}({name}=...)", "nothing: leave it out")
+        for name in arguments.names
+        if name in _LEFT.get(cls, ())
+    ]
 
 
 def _checkpoints(arguments: Arguments, has_folder: bool) -> None:
@@ -86,9 +116,16 @@ def _place(cls: str, arguments: Arguments) -> None:
     if "save_dir" in arguments.names:
         literal = [value for value, _ in parts if value not in (None, "")]
         if all(isinstance(value, str | int) for value in literal):
-            path = '"' + "/".join(f"version_{v}" if isinstance(v, int) else v for v in literal) + '"'
+            path = (
+                '"' + "/".join(f"version_{v}" if isinstance(v, int) else v for v in literal) + '"'
+            )
         else:
-            path = "f" + repr("/".join("{" + str(source) + "}" if value is ... else str(value) for value, source in parts))
+            path = "f" + repr(
+                "/".join(
+                    "{" + str(source) + "}" if value is ... else str(value)
+                    for value, source in parts
+                )
+            )
         for name in ("name", "version"):
             if name in arguments.names:
                 arguments.drop(name)
@@ -109,16 +146,26 @@ def _offline(cls: str, arguments: Arguments) -> None:
             arguments.drop("offline")
         else:
             sure = arguments.literal("offline") is True
-            arguments.rename("offline", "mode", '"offline"' if sure else f'"offline" if {arguments.source("offline")} else None')
+            arguments.rename(
+                "offline",
+                "mode",
+                '"offline"' if sure else f'"offline" if {arguments.source("offline")} else None',
+            )
 
 
 def _upload(cls: str, arguments: Arguments) -> None:
     if cls in ("WandbLogger", "MLFlowLogger") and "log_model" in arguments.names:
-        arguments.rename("log_model", "checkpoints", None if arguments.literal("log_model") in (True, False) else "True")
+        arguments.rename(
+            "log_model",
+            "checkpoints",
+            None if arguments.literal("log_model") in (True, False) else "True",
+        )
 
 
 #: Class -> names of its positional arguments.
-POSITIONAL: Mapping[str, tuple[str, ...]] = {name: order for name, (order, _) in _CLASSES.items()} | {
+POSITIONAL: Mapping[str, tuple[str, ...]] = {
+    name: order for name, (order, _) in _CLASSES.items()
+} | {
     "TensorBoardLogger": ("save_dir", "name", "version", "log_graph"),
     "CSVLogger": ("save_dir", "name", "version"),
     "LightningCLI": ("", "", "save_config_callback"),

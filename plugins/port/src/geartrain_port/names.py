@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 #: Lightning's packages. Names are looked up by what follows one of these, longest first.
-ROOTS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning", "geartrain", "bagua")
+ROOTS = (
+    "lightning.pytorch",
+    "lightning.fabric",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning",
+    "geartrain",
+    "bagua",
+)
 
 #: (first part of the path behind the root, name) -> module and name here. A class may be imported from deeper down.
 TARGETS = {
@@ -226,7 +234,10 @@ SPELT = {
     "ddp_find_unused_parameters_false": ("ddp", ""),
     "ddp_spawn_find_unused_parameters_true": ("ddp_spawn", "{'find_unused_parameters': True}"),
     "ddp_spawn_find_unused_parameters_false": ("ddp_spawn", ""),
-    "ddp_notebook_find_unused_parameters_true": ("ddp_spawn", "{'start_method': 'fork', 'find_unused_parameters': True}"),
+    "ddp_notebook_find_unused_parameters_true": (
+        "ddp_spawn",
+        "{'start_method': 'fork', 'find_unused_parameters': True}",
+    ),
     "ddp_notebook_find_unused_parameters_false": ("ddp_spawn", "{'start_method': 'fork'}"),
 }
 
@@ -278,9 +289,9 @@ OF_TRAINER_CALL = {
 }
 
 #: Strategies that were accelerators in Lightning 1.4 -> what to write.
-WERE_ACCELERATORS = {name: f"strategy={name!r}" for name in ("dp", "ddp", "ddp2", "ddp_spawn", "horovod")} | {
-    "ddp_cpu": "strategy='ddp' with accelerator='cpu'"
-}
+WERE_ACCELERATORS = {
+    name: f"strategy={name!r}" for name in ("dp", "ddp", "ddp2", "ddp_spawn", "horovod")
+} | {"ddp_cpu": "strategy='ddp' with accelerator='cpu'"}
 
 #: Arguments of Lightning's ``Trainer.fit`` -> what to write.
 OF_FIT = {
@@ -295,12 +306,31 @@ OF_CLI = {
     "callbacks": "--plugin NAME_OR_FILE, for a callback that is one of the plugins; they are objects",
 }
 
-_KERAS = [f"on_{stage}{what}_{end}" for stage in ("train", "test", "predict") for what in ("", "_batch") for end in ("begin", "end")]
+_KERAS = [
+    f"on_{stage}{what}_{end}"
+    for stage in ("train", "test", "predict")
+    for what in ("", "_batch")
+    for end in ("begin", "end")
+]
 #: Methods of callbacks of Keras and of transformers' Trainer -> whose they are.
 OF_OTHERS = {
-    **dict.fromkeys([*_KERAS, "on_epoch_begin", "on_epoch_end", "on_batch_begin", "on_batch_end"], "a callback of Keras"),
     **dict.fromkeys(
-        [f"on_{what}" for what in ("step_begin", "pre_optimizer_step", "optimizer_step", "substep_end", "evaluate", "predict", "save")]
+        [*_KERAS, "on_epoch_begin", "on_epoch_end", "on_batch_begin", "on_batch_end"],
+        "a callback of Keras",
+    ),
+    **dict.fromkeys(
+        [
+            f"on_{what}"
+            for what in (
+                "step_begin",
+                "pre_optimizer_step",
+                "optimizer_step",
+                "substep_end",
+                "evaluate",
+                "predict",
+                "save",
+            )
+        ]
         + ["on_log", "on_prediction_step", "on_push_begin", "on_init_end"],
         "a TrainerCallback of transformers",
     ),
@@ -414,10 +444,16 @@ def _counterpart(path: str) -> str:
     found, (group, name) = target(path), key(path)
     if found is None:
         return INSTEAD[name] if name in INSTEAD and name not in MODULES else ""
-    return f"{found[0]}.{found[1]}" if (found[0].partition(".")[2], found[1]) != (group, name) else ""
+    return (
+        f"{found[0]}.{found[1]}" if (found[0].partition(".")[2], found[1]) != (group, name) else ""
+    )
 
 
 def instead(path: str) -> str:
     """What to do about a name that has no counterpart."""
     group, name = key(path)
-    return INSTEAD.get(name) or INSTEAD.get(group) or "nothing of this name: see docs/from-lightning.md"
+    return (
+        INSTEAD.get(name)
+        or INSTEAD.get(group)
+        or "nothing of this name: see docs/from-lightning.md"
+    )

@@ -30,7 +30,9 @@ def rewrite(module: cst.Module) -> PortResult:
     survey = Survey(wrapper)
     changes = _Rewrite(survey)
     text = wrapper.module.visit(changes).code
-    return PortResult(text, tuple(sorted({*survey.left, *changes.left})), tuple(sorted({*survey.changed})))
+    return PortResult(
+        text, tuple(sorted({*survey.left, *changes.left})), tuple(sorted({*survey.changed}))
+    )
 
 
 class _Rewrite(cst.CSTTransformer):
@@ -49,7 +51,8 @@ class _Rewrite(cst.CSTTransformer):
             for node, path in survey.references.items()
             if isinstance(node, cst.Attribute)
             for module, name in [_target(path)]
-            if path.startswith("bagua.") or not (module.startswith("geartrain.") or module == "geartrain")
+            if path.startswith("bagua.")
+            or not (module.startswith("geartrain.") or module == "geartrain")
         }
         self._to_add = self._more - survey.brought
         #: Modules of Lightning's, by the file's names, that something was ported of.
@@ -80,13 +83,19 @@ class _Rewrite(cst.CSTTransformer):
             return updated_node.with_changes(value=self._renamed[original_node.value])
         return updated_node
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
         if original_node.attr.value == "global_step" and self._own_steps:
             self._survey.say_changed(original_node, dotted(original_node), calls.COUNTS_BATCHES)
         if dotted(original_node.value) in self._clis:
             return self._of_cli(original_node, updated_node)
         path = self._survey.references.get(original_node)
-        return cst.parse_expression(self._reference(root(original_node), path)) if path is not None else updated_node
+        return (
+            cst.parse_expression(self._reference(root(original_node), path))
+            if path is not None
+            else updated_node
+        )
 
     def _of_cli(self, original: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
         """What LightningCLI has: gt.cli gives the trainer."""
@@ -111,9 +120,15 @@ class _Rewrite(cst.CSTTransformer):
 
     def _local(self, start: str) -> str:
         """The package's name here for the name that the file had."""
-        return "geartrain" if start in ("pytorch_lightning", "lightning", "geartrain") else self._package
+        return (
+            "geartrain"
+            if start in ("pytorch_lightning", "lightning", "geartrain")
+            else self._package
+        )
 
-    def leave_Annotation(self, original_node: cst.Annotation, updated_node: cst.Annotation) -> cst.Annotation:
+    def leave_Annotation(
+        self, original_node: cst.Annotation, updated_node: cst.Annotation
+    ) -> cst.Annotation:
         found = updated_node.annotation
         if not isinstance(found, cst.SimpleString):
             return updated_node
@@ -132,7 +147,9 @@ class _Rewrite(cst.CSTTransformer):
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel:
+    ) -> (
+        cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel
+    ):
         if not updated_node.body:  # it was removed
             self._comments += comments(original_node)
             return cst.RemoveFromParent()
@@ -141,11 +158,17 @@ class _Rewrite(cst.CSTTransformer):
         new: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             plain = statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
-            new += self._imports(plain) if isinstance(plain, cst.Import | cst.ImportFrom) and _is_import(plain) else [plain]
+            new += (
+                self._imports(plain)
+                if isinstance(plain, cst.Import | cst.ImportFrom) and _is_import(plain)
+                else [plain]
+            )
         if len(new) == 1:
             return self._with_comments(updated_node.with_changes(body=new))
         lines = [cst.SimpleStatementLine([statement]) for statement in new]
-        lines[0] = self._with_comments(lines[0].with_changes(leading_lines=updated_node.leading_lines))
+        lines[0] = self._with_comments(
+            lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        )
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
         return cst.FlattenSentinel(lines)
 
@@ -158,7 +181,11 @@ class _Rewrite(cst.CSTTransformer):
         return line.with_changes(leading_lines=[*line.leading_lines, *more])
 
     def _imports(self, statement: cst.Import | cst.ImportFrom) -> list[cst.BaseSmallStatement]:
-        new = self._import_from(statement) if isinstance(statement, cst.ImportFrom) else self._import(statement)
+        new = (
+            self._import_from(statement)
+            if isinstance(statement, cst.ImportFrom)
+            else self._import(statement)
+        )
         more, self._to_add = sorted(self._to_add), set()
         return [*new, *(_line(f"from {module} import {name}") for module, name in more)]
 
@@ -180,10 +207,19 @@ class _Rewrite(cst.CSTTransformer):
                 new.append(f"import geartrain.{path} as {local}")
             else:
                 package = self._local(local)
-                new.append("import geartrain" if package == "geartrain" else f"import geartrain as {package}")
+                new.append(
+                    "import geartrain"
+                    if package == "geartrain"
+                    else f"import geartrain as {package}"
+                )
         lines = [_line(text) for text in dict.fromkeys(new)]
         if kept:
-            lines.insert(0, statement.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]))
+            lines.insert(
+                0,
+                statement.with_changes(
+                    names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+                ),
+            )
         return lines
 
     def _import_from(self, statement: cst.ImportFrom) -> list[cst.BaseSmallStatement]:
@@ -194,7 +230,9 @@ class _Rewrite(cst.CSTTransformer):
         groups: dict[str, list[cst.ImportAlias]] = {}
         for alias in statement.names:
             module, new = self._alias(base, alias)
-            groups.setdefault(dotted(statement.module) if module is None else module, []).append(new)
+            groups.setdefault(dotted(statement.module) if module is None else module, []).append(
+                new
+            )
         if len(groups) == 1:
             ((module, aliases),) = groups.items()
             if module:
@@ -205,15 +243,26 @@ class _Rewrite(cst.CSTTransformer):
             if not module:
                 lines += [line for alias in aliases for line in self._package_itself(alias)]
                 continue
-            listed = ", ".join(f"{a.evaluated_name} as {a.evaluated_alias}" if a.asname else a.evaluated_name for a in aliases)
+            listed = ", ".join(
+                f"{a.evaluated_name} as {a.evaluated_alias}" if a.asname else a.evaluated_name
+                for a in aliases
+            )
             lines.append(_line(f"from {module} import {listed}"))
         return lines
 
     def _package_itself(self, alias: cst.ImportAlias) -> list[cst.BaseSmallStatement]:
         """``from lightning import pytorch as pl``."""
         local = alias.evaluated_alias or alias.evaluated_name
-        kept = [_line(f"from lightning import {alias.evaluated_name} as {local}")] if local in self._survey.needed else []
-        new = [_line(f"import geartrain{' as gt' if self._package == 'gt' else ''}")] if not kept or local in self._roots else []
+        kept = (
+            [_line(f"from lightning import {alias.evaluated_name} as {local}")]
+            if local in self._survey.needed
+            else []
+        )
+        new = (
+            [_line(f"import geartrain{' as gt' if self._package == 'gt' else ''}")]
+            if not kept or local in self._roots
+            else []
+        )
         return [*kept, *new]
 
     def _alias(self, base: str, alias: cst.ImportAlias) -> tuple[str | None, cst.ImportAlias]:
@@ -233,12 +282,18 @@ class _Rewrite(cst.CSTTransformer):
         return module, alias.with_changes(name=cst.Name(name), asname=asname)
 
     def _survey_uses(self, name: str) -> bool:
-        return any(isinstance(node, cst.Name) and node.value == name for node in self._survey.references)
+        return any(
+            isinstance(node, cst.Name) and node.value == name for node in self._survey.references
+        )
 
     # --- calls -----------------------------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        name = names.key(self._survey.references.get(node.value.func, "?"))[1] if isinstance(node.value, cst.Call) else ""
+        name = (
+            names.key(self._survey.references.get(node.value.func, "?"))[1]
+            if isinstance(node.value, cst.Call)
+            else ""
+        )
         targets = {dotted(target.target) for target in node.targets}
         if name == "Trainer":
             self._trainers |= targets
@@ -255,15 +310,33 @@ class _Rewrite(cst.CSTTransformer):
     def _pair(self, body: Sequence[cst.BaseStatement]) -> None:
         """Note each ``x = LightningCLI(...)`` whose next statement is ``x.trainer.fit(x.model, x.datamodule)``."""
         for made, fits in pairwise(map(_only, body)):
-            if not (isinstance(made, cst.Assign) and isinstance(made.value, cst.Call) and isinstance(fits, cst.Expr)):
+            if not (
+                isinstance(made, cst.Assign)
+                and isinstance(made.value, cst.Call)
+                and isinstance(fits, cst.Expr)
+            ):
                 continue
             name = dotted(made.targets[0].target)
-            is_cli = names.key(self._survey.references.get(made.value.func, "?"))[1] == "LightningCLI"
-            fit = fits.value if isinstance(fits.value, cst.Call) and dotted(fits.value.func) == f"{name}.trainer.fit" else None
-            if is_cli and fit is not None and {dotted(arg.value) for arg in fit.args} <= {f"{name}.model", f"{name}.datamodule"}:
+            is_cli = (
+                names.key(self._survey.references.get(made.value.func, "?"))[1] == "LightningCLI"
+            )
+            fit = (
+                fits.value
+                if isinstance(fits.value, cst.Call)
+                and dotted(fits.value.func) == f"{name}.trainer.fit"
+                else None
+            )
+            if (
+                is_cli
+                and fit is not None
+                and {dotted(arg.value) for arg in fit.args}
+                <= {f"{name}.model", f"{name}.datamodule"}
+            ):
                 self._run_later[made.value] = fits
 
-    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.RemovalSentinel:
+    def leave_Expr(
+        self, original_node: cst.Expr, updated_node: cst.Expr
+    ) -> cst.Expr | cst.RemovalSentinel:
         return cst.RemoveFromParent() if original_node in self._run_later.values() else updated_node
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
@@ -279,8 +352,14 @@ class _Rewrite(cst.CSTTransformer):
                 todo = calls.cli(arguments, original_node in self._run_later)
             else:
                 todo = classes.plain(cls, arguments, self._survey.has_folder)
-                if cls == "ModelCheckpoint" and "every_n_train_steps" in arguments.names and self._own_steps:
-                    arguments.changed.append(("ModelCheckpoint(every_n_train_steps=...)", calls.COUNTS_BATCHES))
+                if (
+                    cls == "ModelCheckpoint"
+                    and "every_n_train_steps" in arguments.names
+                    and self._own_steps
+                ):
+                    arguments.changed.append(
+                        ("ModelCheckpoint(every_n_train_steps=...)", calls.COUNTS_BATCHES)
+                    )
             return self._done(original_node, arguments, todo)
         func = original_node.func
         if not isinstance(func, cst.Attribute):
@@ -290,7 +369,11 @@ class _Rewrite(cst.CSTTransformer):
             return self._method(original_node, Arguments(updated_node), method)
         if of == "self" and method in ("log", "log_dict"):
             arguments = Arguments(updated_node)
-            todo = [(f"self.{method}({name}=...)", names.LOG[name]) for name in arguments.names if name in names.LOG]
+            todo = [
+                (f"self.{method}({name}=...)", names.LOG[name])
+                for name in arguments.names
+                if name in names.LOG
+            ]
             return self._done(original_node, arguments, todo)
         return updated_node
 
@@ -300,16 +383,24 @@ class _Rewrite(cst.CSTTransformer):
 
     def _method(self, call: cst.Call, arguments: Arguments, method: str) -> cst.Call:
         if method == "tune":
-            return self._done(call, arguments, [("trainer.tune()", "geartrain.tuning.Tuner, or the command geartrain tune")])
+            return self._done(
+                call,
+                arguments,
+                [("trainer.tune()", "geartrain.tuning.Tuner, or the command geartrain tune")],
+            )
         for old, new in _METHODS[method].items():
             if old in arguments.names:
                 arguments.rename(old, new)
         if arguments.literal("ckpt_path") == "best" and "ModelCheckpoint" not in self._survey.words:
             self._survey.say(
-                call, f"{method}(ckpt_path='best')", "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], without which none is kept"
+                call,
+                f"{method}(ckpt_path='best')",
+                "callbacks=[ModelCheckpoint(monitor=..., dirpath=DIR)], without which none is kept",
             )
         if arguments.literal("return_predictions") is False:
-            arguments.changed.append(("predict(return_predictions=False)", "all outputs are collected, on every rank"))
+            arguments.changed.append(
+                ("predict(return_predictions=False)", "all outputs are collected, on every rank")
+            )
         for name in ("verbose", "return_predictions", "weights_only"):
             if name in arguments.names:
                 arguments.drop(name)
@@ -332,15 +423,23 @@ def _target(path: str) -> tuple[str, str]:
 
 def _only(line: cst.BaseStatement) -> cst.BaseSmallStatement | None:
     """The one small statement of a line."""
-    return line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    return (
+        line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+    )
 
 
 def _is_import(statement: Any) -> bool:
     """Whether a statement imports something of Lightning's."""
     if isinstance(statement, cst.ImportFrom):
-        module = dotted(statement.module) if statement.module is not None and not statement.relative else ""
+        module = (
+            dotted(statement.module)
+            if statement.module is not None and not statement.relative
+            else ""
+        )
         return names.tail(module) is not None and not module.startswith("geartrain")
-    return isinstance(statement, cst.Import) and any(names.tail(dotted(alias.name)) is not None for alias in statement.names)
+    return isinstance(statement, cst.Import) and any(
+        names.tail(dotted(alias.name)) is not None for alias in statement.names
+    )
 
 
 def _line(text: str) -> Any:

@@ -6,14 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import (
+    MetadataWrapper,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
 
 from geartrain.callbacks import NOT_CALLED as NOT_CALLED_OF_CALLBACK
 from geartrain_port import names
 from geartrain_port.result import Todo
 
 #: Base class here -> its methods that would never be called.
-_METHODS = {"Module": names.NOT_CALLED, "DataModule": names.NOT_CALLED_OF_DATA, "Callback": NOT_CALLED_OF_CALLBACK}
+_METHODS = {
+    "Module": names.NOT_CALLED,
+    "DataModule": names.NOT_CALLED_OF_DATA,
+    "Callback": NOT_CALLED_OF_CALLBACK,
+}
 
 
 class Survey(cst.CSTVisitor):
@@ -56,7 +65,11 @@ class Survey(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         if names.key(self.path(node.func) or "?")[1] == "Trainer":
-            given = {arg.keyword.value for arg in node.args if arg.keyword is not None and dotted(arg.value) != "None"}
+            given = {
+                arg.keyword.value
+                for arg in node.args
+                if arg.keyword is not None and dotted(arg.value) != "None"
+            }
             self.has_folder |= bool(given & {"default_root_dir", "weights_save_path", "output"})
 
     # --- names -----------------------------------------------------------------------------------------------------------
@@ -70,7 +83,11 @@ class Survey(cst.CSTVisitor):
 
     def _origin(self, node: cst.CSTNode) -> list[str]:
         found = self._origins.get(node, ())
-        return [one.name for one in (found() if callable(found) else found) if one.source is QualifiedNameSource.IMPORT]
+        return [
+            one.name
+            for one in (found() if callable(found) else found)
+            if one.source is QualifiedNameSource.IMPORT
+        ]
 
     def visit_Import(self, node: cst.Import) -> bool:
         for alias in node.names:
@@ -86,22 +103,36 @@ class Survey(cst.CSTVisitor):
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        base = names.tail(_dotted(node.module)) if node.module is not None and not node.relative else None
+        base = (
+            names.tail(_dotted(node.module))
+            if node.module is not None and not node.relative
+            else None
+        )
         if base is None:
             if not isinstance(node.names, cst.ImportStar):
-                self.words |= {alias.evaluated_alias or alias.evaluated_name for alias in node.names}
+                self.words |= {
+                    alias.evaluated_alias or alias.evaluated_name for alias in node.names
+                }
             return False
         if isinstance(node.names, cst.ImportStar):
-            self.say(node, f"from {_dotted(node.module)} import *", "the names that the file needs, one by one")
+            self.say(
+                node,
+                f"from {_dotted(node.module)} import *",
+                "the names that the file needs, one by one",
+            )
             return False
         for alias in node.names:
             path = f"{base}.{alias.evaluated_name}".lstrip(".")
             if path in ("pytorch", "fabric", *names.MODULES):
-                self.modules[alias.evaluated_alias or alias.evaluated_name] = path if path in names.MODULES else ""
+                self.modules[alias.evaluated_alias or alias.evaluated_name] = (
+                    path if path in names.MODULES else ""
+                )
             elif (found := names.target(path)) is not None:
                 self.brought |= {found} if alias.asname is None else set()
             elif not _dotted(node.module).startswith("geartrain"):
-                self.say(node, f"{_dotted(node.module)}.{alias.evaluated_name}", names.instead(path))
+                self.say(
+                    node, f"{_dotted(node.module)}.{alias.evaluated_name}", names.instead(path)
+                )
         return False
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
@@ -123,7 +154,9 @@ class Survey(cst.CSTVisitor):
             self.words.add(node.attr.value)
             node.value.visit(self)  # its own name is no variable
             return False
-        if names.target(path) is not None and not isinstance(names.target(self.path(node.value) or ""), tuple):
+        if names.target(path) is not None and not isinstance(
+            names.target(self.path(node.value) or ""), tuple
+        ):
             self.references[node] = path
             return False
         if any(names.target(path[:place]) for place, letter in enumerate(path) if letter == "."):
@@ -144,7 +177,9 @@ class Survey(cst.CSTVisitor):
         bases = [names.target(self.path(base.value) or "") for base in node.bases]
         if ("geartrain", "cli") in bases:
             self.say(
-                node, f"class {node.name.value}(LightningCLI)", "gt.cli(MyModule, MyDataModule): arguments of their __init__ are options"
+                node,
+                f"class {node.name.value}(LightningCLI)",
+                "gt.cli(MyModule, MyDataModule): arguments of their __init__ are options",
             )
         kind = next((found[1] for found in bases if found is not None and found[1] in _METHODS), "")
         self._class.append(kind)
@@ -153,9 +188,21 @@ class Survey(cst.CSTVisitor):
                 continue
             name = statement.name.value
             if name in _METHODS[kind]:
-                self.say(statement, f"{node.name.value}.{name}, which would never be called", _METHODS[kind][name])
-            if kind == "Module" and name == "training_step" and "optimizer_idx" in _parameters(statement):
-                self.say(statement, f"{node.name.value}.training_step(optimizer_idx)", "manual optimisation: self.optimizers()")
+                self.say(
+                    statement,
+                    f"{node.name.value}.{name}, which would never be called",
+                    _METHODS[kind][name],
+                )
+            if (
+                kind == "Module"
+                and name == "training_step"
+                and "optimizer_idx" in _parameters(statement)
+            ):
+                self.say(
+                    statement,
+                    f"{node.name.value}.training_step(optimizer_idx)",
+                    "manual optimisation: self.optimizers()",
+                )
 
     def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
         self._class.pop()
@@ -164,7 +211,11 @@ class Survey(cst.CSTVisitor):
         name = node.attr.value
         owner = _dotted(node.value)
         if name == "with_bagua":  # Bagua adds it to every nn.Module
-            self.say(node, f"{owner}.{name}", "gt.Module's configure_optimizers, and a Trainer with strategy='bagua'")
+            self.say(
+                node,
+                f"{owner}.{name}",
+                "gt.Module's configure_optimizers, and a Trainer with strategy='bagua'",
+            )
         elif name in names.OF_CLASSES:
             self.say(node, f"{owner}.{name}", names.OF_CLASSES[name])
         elif owner.endswith("trainer") and name in names.OF_TRAINER:
@@ -173,7 +224,9 @@ class Survey(cst.CSTVisitor):
             self.say(node, f"{owner}.{name}", names.OF_FABRIC[name])
         elif self._class and name in names.OF_OPTIMIZERS:
             self.say(node, f"{owner}.{name}", names.OF_OPTIMIZERS[name])
-        elif names.MEMBERS.get(name) and (owner == "pl_module" or (owner == "self" and self._class[-1:] == ["Module"])):
+        elif names.MEMBERS.get(name) and (
+            owner == "pl_module" or (owner == "self" and self._class[-1:] == ["Module"])
+        ):
             self.say(node, f"{owner}.{name}", names.MEMBERS[name])
 
 

@@ -26,7 +26,9 @@ def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         if name in ("loggers", "logger"):
             raise UsageError(f"Session has no argument {name!r}. Write: plugins=[...]")
         if name in inspect.signature(Trainer).parameters:
-            raise UsageError(f"Session has no argument {name!r}, which belongs to a Trainer's loop: write it in your own")
+            raise UsageError(
+                f"Session has no argument {name!r}, which belongs to a Trainer's loop: write it in your own"
+            )
         raise UsageError(f"Session has no argument {name!r}. {nearest(name, list(known))}")
 
 
@@ -45,7 +47,9 @@ def check_hooks(hooks: Hooks, parts: Iterable[LoadedPlugin]) -> None:
         watched = NOT_FIRED + NOT_AROUND if info.kind == "plugin" else ("step",)
         missed = [hook for hook in watched if info in hooks.implementers(hook)]
         what = f"{info.label}: a Session never calls {', '.join(missed)}: epochs, validation and whole steps are your loop's"
-        works_without = getattr(part.plugin, "errors_are_warnings", False) or all(_is_optional(part.plugin, hook) for hook in missed)
+        works_without = getattr(part.plugin, "errors_are_warnings", False) or all(
+            _is_optional(part.plugin, hook) for hook in missed
+        )
         if set(missed) & set(NOT_AROUND) or not works_without:
             raise UsageError(f"{what}. Fix: do in the loop what it does, or use geartrain.Trainer")
         if missed:

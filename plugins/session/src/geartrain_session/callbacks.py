@@ -28,4 +28,7 @@ class Callbacks:
     def warn_if_never_called(self) -> None:
         """Warn at the end of a run of callbacks that the loop forgot."""
         if self._objects and not self._called:
-            warnings.warn("no method of this session's callbacks was called. Fix: session.call(NAME, ...) where they are due", stacklevel=2)
+            warnings.warn(
+                "no method of this session's callbacks was called. Fix: session.call(NAME, ...) where they are due",
+                stacklevel=2,
+            )

@@ -11,7 +11,15 @@ from geartrain import Run, UsageError
 from geartrain.plugin_api import LocalMetric, MetricOptions, map_tensors
 
 #: How a Session logs the mean over ranks.
-_MEAN = MetricOptions(prog_bar=False, logger=True, on_step=True, on_epoch=False, reduce_fx="mean", sync_dist=True, rank_zero_only=False)
+_MEAN = MetricOptions(
+    prog_bar=False,
+    logger=True,
+    on_step=True,
+    on_epoch=False,
+    reduce_fx="mean",
+    sync_dist=True,
+    rank_zero_only=False,
+)
 #: ``reduce_op`` -> the reduction of ``[world_size, *shape]``.
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda t: t.double().mean(0).to(t.dtype if t.is_floating_point() else torch.float32),
@@ -33,9 +41,13 @@ def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
         UsageError: there is no such reduction.
     """
     if reduce_op not in _REDUCTIONS:
-        raise UsageError(f"all_reduce: reduce_op={reduce_op!r}. Fix: one of {', '.join(_REDUCTIONS)}")
+        raise UsageError(
+            f"all_reduce: reduce_op={reduce_op!r}. Fix: one of {', '.join(_REDUCTIONS)}"
+        )
     reduce = _REDUCTIONS[reduce_op]
-    return map_tensors(data, lambda tensor: reduce(torch.stack(list(run.hooks.all_gather(run=run, tensor=tensor)))))
+    return map_tensors(
+        data, lambda tensor: reduce(torch.stack(list(run.hooks.all_gather(run=run, tensor=tensor))))
+    )
 
 
 def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float]:
@@ -46,5 +58,7 @@ def mean_of_metrics(run: Run, values: Mapping[str, float]) -> Mapping[str, float
     """
     if run.world.size == 1:
         return values
-    means, _, _ = run.ranks.reduce(run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()})
+    means, _, _ = run.ranks.reduce(
+        run, {name: LocalMetric(_MEAN, value, 1, None, [value]) for name, value in values.items()}
+    )
     return means

@@ -20,7 +20,9 @@ class SessionLoader:
         moves: True if batches go to the device.
     """
 
-    def __init__(self, session_run: SessionRun, run: Run, loader: Iterable[Any], moves: bool) -> None:
+    def __init__(
+        self, session_run: SessionRun, run: Run, loader: Iterable[Any], moves: bool
+    ) -> None:
         self._session_run, self._run, self._loader, self._moves = session_run, run, loader, moves
         self._passes = 0
 
@@ -31,7 +33,11 @@ class SessionLoader:
         self._passes += 1
         if has_no_own_samples(loader):  # its one sample is another rank's
             return
-        batches = run.hooks.device_batches(run=run, loader=loader, stage=run.stage) if self._moves else iter(loader)
+        batches = (
+            run.hooks.device_batches(run=run, loader=loader, stage=run.stage)
+            if self._moves
+            else iter(loader)
+        )
         try:
             yield from batches
         finally:

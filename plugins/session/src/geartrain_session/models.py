@@ -60,7 +60,9 @@ class SessionModel(nn.Module):
     alone.
     """
 
-    def __init__(self, session_run: SessionRun, run: Run, module: nn.Module, methods: Iterable[str]) -> None:
+    def __init__(
+        self, session_run: SessionRun, run: Run, module: nn.Module, methods: Iterable[str]
+    ) -> None:
         super().__init__()
         self._session_run, self._run = session_run, run
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -80,19 +82,31 @@ class SessionModel(nn.Module):
         name = method if isinstance(method, str) else method.__name__
         run, bare = self._run, self._run.unwrapped
         if not callable(getattr(bare.module, name, None)):
-            raise UsageError(f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has")
+            raise UsageError(
+                f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has"
+            )
         part: Callable[[Any], Any] = partial(bare.part, name)
         run.step_functions[name] = part if run.model is bare else self._through(name, part)
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:
         """Return the function that calls one method; it looks up once what does not change."""
-        session_run, run, calls, forward, mixed = self._session_run, self._run, self._calls, self._run.hooks.forward, self._mixed
+        session_run, run, calls, forward, mixed = (
+            self._session_run,
+            self._run,
+            self._calls,
+            self._run.hooks.forward,
+            self._mixed,
+        )
         module: Any = self._modules["module"]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if run.model is None:  # the session is closed: the model is as it was before
-                return module(*args, **kwargs) if method == "forward" else getattr(module, method)(*args, **kwargs)
+                return (
+                    module(*args, **kwargs)
+                    if method == "forward"
+                    else getattr(module, method)(*args, **kwargs)
+                )
             session_run.begin()
             if not calls.held and torch.is_grad_enabled():
                 calls.reducing += 1
@@ -116,9 +130,16 @@ class SessionModel(nn.Module):
         return self._methods["forward"](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+        if (
+            self._forward_hooks
+            or self._forward_pre_hooks
+            or self._backward_hooks
+            or self._backward_pre_hooks
+        ):
             return super().__call__(*args, **kwargs)
-        return self._methods["forward"](*args, **kwargs)  # without nn.Module's call machinery, through which the model itself goes
+        return self._methods["forward"](
+            *args, **kwargs
+        )  # without nn.Module's call machinery, through which the model itself goes
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
@@ -131,7 +152,12 @@ class SessionModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None and name not in self.__dict__ and name != "module" and hasattr(module, name):
+        if (
+            module is not None
+            and name not in self.__dict__
+            and name != "module"
+            and hasattr(module, name)
+        ):
             setattr(module, name, value)  # the model's own attribute
         else:
             super().__setattr__(name, value)
@@ -176,9 +202,16 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
     module: Any = models[-1].module
     if isinstance(module, Module):
         module._run, module._trainer = run, run.trainer
-        names = [name for name in dir(Module) if name.startswith(("on_", "transfer_")) and overridden(module, name)]
+        names = [
+            name
+            for name in dir(Module)
+            if name.startswith(("on_", "transfer_")) and overridden(module, name)
+        ]
         if names:
-            warnings.warn(f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. Fix: call it in the loop", stacklevel=4)
+            warnings.warn(
+                f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. Fix: call it in the loop",
+                stacklevel=4,
+            )
     run.module = module if len(models) == 1 else as_one_module(*(model.module for model in models))
 
 
@@ -188,5 +221,7 @@ def hyperparameters_of(models: Sequence[SessionModel]) -> dict[str, Any]:
     for i, model in enumerate(models):
         prefix = f"model{i}." if len(models) > 1 else ""
         if isinstance(model.module, Module):
-            found.update({prefix + name: value for name, value in hyperparameters(model.module).items()})
+            found.update(
+                {prefix + name: value for name, value in hyperparameters(model.module).items()}
+            )
     return found

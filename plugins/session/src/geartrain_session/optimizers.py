@@ -37,7 +37,11 @@ class Stepper:
         #: True if the newest step was taken; a gradient scaler skips those that overflowed.
         self.stepped = True
         #: True if nothing comes before a step.
-        self._plain = run.world.size == 1 and run.hooks.is_default("reduce_gradients") and run.hooks.is_default("clip_gradients")
+        self._plain = (
+            run.world.size == 1
+            and run.hooks.is_default("reduce_gradients")
+            and run.hooks.is_default("clip_gradients")
+        )
 
     def reduce(self) -> None:
         """Reduce gradients over ranks and unscale them, as the step will use them. Once a step.
@@ -48,7 +52,9 @@ class Stepper:
         session_run, run = self._session_run, self._run
         if self._reduced is not None:
             if self._reduced != session_run.backwards:
-                raise TrainingError("session.backward came between clip_gradients and step: its gradients are not clipped, nor reduced")
+                raise TrainingError(
+                    "session.backward came between clip_gradients and step: its gradients are not clipped, nor reduced"
+                )
             return
         if self._scaled and self._backwards == session_run.backwards:
             raise TrainingError(
@@ -73,7 +79,9 @@ class Stepper:
         """
         run, session_run, loss = self._run, self._session_run, None
         if run.model is None:
-            raise UsageError("the session is closed. Fix: step inside `with Session(...)`, or before session.close()")
+            raise UsageError(
+                "the session is closed. Fix: step inside `with Session(...)`, or before session.close()"
+            )
         session_run.begin()
         if run.needs_closure:
             loss = self._closure_step(closure)
@@ -83,7 +91,10 @@ class Stepper:
                     loss = closure()
             if not self._plain or self._reduced is not None:
                 self._gradients()
-            self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=None) is not False
+            self.stepped = (
+                self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=None)
+                is not False
+            )
         self._reduced = None
         session_run.stepped(run)
         return loss
@@ -96,7 +107,9 @@ class Stepper:
         """Step an optimizer that computes the loss itself, several times, as LBFGS does."""
         run, losses = self._run, []
         if closure is None:
-            raise UsageError(f"{type(run.optimizers[0]).__name__} needs a closure. Fix: optimizer.step(closure)")
+            raise UsageError(
+                f"{type(run.optimizers[0]).__name__} needs a closure. Fix: optimizer.step(closure)"
+            )
 
         def whole() -> Any:
             loss = closure()
@@ -105,7 +118,10 @@ class Stepper:
             losses.append(mean_over_ranks(run, loss))
             return losses[-1]
 
-        self.stepped = self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=whole) is not False
+        self.stepped = (
+            self._hooks.optimizer_step(run=run, optimizer=run.optimizers[0], closure=whole)
+            is not False
+        )
         return losses[0] if losses else None
 
 
@@ -148,14 +164,18 @@ def stepper_of(optimizer: Any) -> Stepper:
     """
     step = type(optimizer).__dict__.get("step")
     if not isinstance(step, SessionStep):
-        raise UsageError(f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one")
+        raise UsageError(
+            f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one"
+        )
     return step.stepper
 
 
 def owns(module: nn.Module, optimizer: Optimizer) -> bool:
     """Return True if the model has all parameters that an optimizer steps."""
     own = {id(parameter) for parameter in module.parameters()}
-    return all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    return all(
+        id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
+    )
 
 
 def check_optimizer(module: nn.Module, optimizer: Any) -> None:
@@ -166,9 +186,13 @@ def check_optimizer(module: nn.Module, optimizer: Any) -> None:
     """
     name = type(module).__name__
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one")
+        raise UsageError(
+            f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one"
+        )
     if isinstance(type(optimizer).__dict__.get("step"), SessionStep):
-        raise UsageError(f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned")
+        raise UsageError(
+            f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned"
+        )
     if not owns(module, optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} steps parameters that {name} does not have. Fix: make it from model.parameters(); "

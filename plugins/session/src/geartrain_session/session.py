@@ -87,7 +87,9 @@ class Session(RankProperties):
         assume: Mapping[str, int] | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, [name for name in inspect.signature(Session).parameters if name != "unknown"])
+        refuse_unknown(
+            unknown, [name for name in inspect.signature(Session).parameters if name != "unknown"]
+        )
         options = Options(
             max_epochs=-1,
             num_sanity_val_steps=0,
@@ -102,7 +104,11 @@ class Session(RankProperties):
         self._assume = dict(assume or {})
         self._block, self.registry, self.cluster = list(block), Registry(block), detect()
         given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-        own = [one for one in given if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))]
+        own = [
+            one
+            for one in given
+            if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))
+        ]
         #: The callbacks that are no plugins; :meth:`call` calls them.
         self.callbacks = Callbacks(one for one in given if not any(one is plugin for plugin in own))
         asked = TrainerArguments(
@@ -119,7 +125,9 @@ class Session(RankProperties):
             plugin_options=plugin_options,
             assume=self._assume,
         )
-        self._parts, self.hooks, self.plan = build_components(self.registry, self.cluster, options, asked)
+        self._parts, self.hooks, self.plan = build_components(
+            self.registry, self.cluster, options, asked
+        )
         check_hooks(self.hooks, self._parts)
         check_joins(self.plan, self.hooks)
         self.hooks.check_plan(plan=self.plan, module=Models)
@@ -130,14 +138,20 @@ class Session(RankProperties):
         def __getattr__(self, name: str) -> Any:
             """Raise for a name that does not exist; one of Fabric's gets the replacement."""
             try:
-                return object.__getattribute__(self, name)  # again, for its error: it may be a property's own
+                return object.__getattribute__(
+                    self, name
+                )  # again, for its error: it may be a property's own
             except AttributeError as error:
-                raise AttributeError(f"{error}{write_instead('Session', name)}", name=name, obj=self) from None
+                raise AttributeError(
+                    f"{error}{write_instead('Session', name)}", name=name, obj=self
+                ) from None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything that a new process needs to make this session again."""
         kept = ("_block", "_assume", "plan", "callbacks")
-        return {name: getattr(self, name) for name in kept} | {"plugins": [part for part in self._parts if not part.info.is_core]}
+        return {name: getattr(self, name) for name in kept} | {
+            "plugins": [part for part in self._parts if not part.info.is_core]
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plugins = state.pop("plugins")
@@ -148,7 +162,9 @@ class Session(RankProperties):
 
     # --- beginning and end -----------------------------------------------------------------------------------------------
 
-    def launch(self, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Start, or join, the processes of the plan.
 
         Without a function, a strategy that runs the same command again (ddp) makes this process one of the ranks: every rank runs the
@@ -162,11 +178,17 @@ class Session(RankProperties):
             UsageError: launched already, or a strategy that starts its processes on a function is given none.
         """
         if self._assume:
-            raise UsageError(f"this session assumes hardware that this machine lacks ({self._assume}): session.plan explains it.")
+            raise UsageError(
+                f"this session assumes hardware that this machine lacks ({self._assume}): session.plan explains it."
+            )
         if self._run is not None:
-            raise UsageError("this session is launched already. Fix: launch once; session.close() comes before another launch")
+            raise UsageError(
+                "this session is launched already. Fix: launch once; session.close() comes before another launch"
+            )
         if function is not None and not callable(function):
-            raise UsageError(f"launch({function!r}): it is no function. Fix: session.launch(train), and then train(session)")
+            raise UsageError(
+                f"launch({function!r}): it is no function. Fix: session.launch(train), and then train(session)"
+            )
         strategy = next(part for part in self._parts if part.info.kind == "strategy")
         if function is None and getattr(strategy.plugin, "needs_function", False):
             raise UsageError(
@@ -186,7 +208,9 @@ class Session(RankProperties):
             with ExitStack() as around:
                 around.enter_context(reserved_folder(self._parts))
                 if function is not None:
-                    return run.hooks.launch(run=run, worker=FunctionWorker(run, function, args, kwargs))
+                    return run.hooks.launch(
+                        run=run, worker=FunctionWorker(run, function, args, kwargs)
+                    )
                 worker = ScriptWorker(run)
                 run.hooks.launch(run=run, worker=worker)
                 around.push(worker.stack())
@@ -273,7 +297,13 @@ class Session(RankProperties):
         made = tuple(session_run.setup_optimizer(optimizer) for optimizer in optimizers)
         return made[0] if len(made) == 1 else made
 
-    def setup_dataloaders(self, *loaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True, even: bool = True) -> Any:
+    def setup_dataloaders(
+        self,
+        *loaders: Any,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        even: bool = True,
+    ) -> Any:
         """Shard each loader over ranks and move its batches to the device. Each pass is the next epoch of a shuffling sampler.
 
         Args:
@@ -286,7 +316,10 @@ class Session(RankProperties):
             One, or a list.
         """
         session_run, stage = self._launched("setup_dataloaders"), "train" if even else "validate"
-        made = [session_run.setup_dataloader(loader, stage, use_distributed_sampler, move_to_device) for loader in loaders]
+        made = [
+            session_run.setup_dataloader(loader, stage, use_distributed_sampler, move_to_device)
+            for loader in loaders
+        ]
         return made[0] if len(made) == 1 else made
 
     # --- a step ----------------------------------------------------------------------------------------------------------
@@ -321,12 +354,18 @@ class Session(RankProperties):
             The norm before clipping, if ``max_norm`` is given.
         """
         if (clip_val is None) == (max_norm is None):
-            raise UsageError("clip_gradients takes either clip_val= or max_norm=. Fix: give one of them")
+            raise UsageError(
+                "clip_gradients takes either clip_val= or max_norm=. Fix: give one of them"
+            )
         stepper_of(optimizer).reduce()
-        stepped = set(parameters_of([optimizer]))  # gradients of another optimizer may still be scaled, or not reduced
+        stepped = set(
+            parameters_of([optimizer])
+        )  # gradients of another optimizer may still be scaled, or not reduced
         parameters = [parameter for parameter in module.parameters() if parameter in stepped]
         if max_norm is not None:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return torch.nn.utils.clip_grad_norm_(
+                parameters, max_norm, norm_type, error_if_nonfinite
+            )
         torch.nn.utils.clip_grad_value_(parameters, clip_val)  # type: ignore[arg-type]
         return None
 
@@ -334,7 +373,9 @@ class Session(RankProperties):
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Iterator[None]:
         """Keep gradients on this rank: around forward and backward of all micro-batches but a step's last."""
         if not isinstance(module, SessionModel):
-            raise UsageError(f"no_backward_sync({type(module).__name__}): Fix: give the model that session.setup returned")
+            raise UsageError(
+                f"no_backward_sync({type(module).__name__}): Fix: give the model that session.setup returned"
+            )
         if not enabled:
             yield
             return
@@ -349,14 +390,27 @@ class Session(RankProperties):
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context that the precision puts around a model's forward, for computations outside of one."""
         self._launched("autocast")
-        computes = next((part.plugin for part in self._parts if part.info.kind == "precision" and hasattr(part.plugin, "computing")), None)
-        context: AbstractContextManager[Any] = nullcontext() if computes is None else computes.computing()
+        computes = next(
+            (
+                part.plugin
+                for part in self._parts
+                if part.info.kind == "precision" and hasattr(part.plugin, "computing")
+            ),
+            None,
+        )
+        context: AbstractContextManager[Any] = (
+            nullcontext() if computes is None else computes.computing()
+        )
         return context
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch, or a module, to the device; a batch also gets the precision's type, as those of a loader that was set up."""
         session_run = self._launched("to_device")
-        return batch.to(session_run.run.device) if isinstance(batch, nn.Module) else session_run.on_device(batch)
+        return (
+            batch.to(session_run.run.device)
+            if isinstance(batch, nn.Module)
+            else session_run.on_device(batch)
+        )
 
     # --- the other ranks -------------------------------------------------------------------------------------------------
 
@@ -394,7 +448,9 @@ class Session(RankProperties):
         """Hand one number to the loggers and metrics.jsonl, now: the CPU waits for the GPU if it is a tensor there."""
         self.log_dict({name: value}, step, sync_dist)
 
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False) -> None:
+    def log_dict(
+        self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
+    ) -> None:
         """Hand numbers to the loggers and metrics.jsonl, now.
 
         Args:
@@ -416,9 +472,13 @@ class Session(RankProperties):
         Raises:
             UsageError: something else, which :meth:`load` could not read.
         """
-        save_checkpoint_file(self._launched("save").run, states.collect(state), user_path(path, "path"))
+        save_checkpoint_file(
+            self._launched("save").run, states.collect(state), user_path(path, "path")
+        )
 
-    def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True
+    ) -> dict[str, Any]:
         """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.
 
         Args:
@@ -463,7 +523,13 @@ class Session(RankProperties):
 
     @property
     def node_rank(self) -> int:
-        return self._run.world.node_rank if self._run else self.cluster.node_rank if self.cluster else 0
+        return (
+            self._run.world.node_rank
+            if self._run
+            else self.cluster.node_rank
+            if self.cluster
+            else 0
+        )
 
     @property
     def global_step(self) -> int:

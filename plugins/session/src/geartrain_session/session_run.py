@@ -22,7 +22,14 @@ from geartrain.plugin_api import (
 )
 from geartrain_session.collectives import mean_of_metrics
 from geartrain_session.loaders import SessionLoader
-from geartrain_session.models import Called, Models, SessionModel, as_one_module, attach, hyperparameters_of
+from geartrain_session.models import (
+    Called,
+    Models,
+    SessionModel,
+    as_one_module,
+    attach,
+    hyperparameters_of,
+)
 from geartrain_session.optimizers import Stepper, check_optimizer, owns, session_optimizer
 
 if TYPE_CHECKING:
@@ -54,12 +61,16 @@ class SessionRun:
         if self._has_begun:
             return
         self._has_begun, run = True, self.run
-        self.session.plan = plan = replace(run.plan, hyperparameters=hyperparameters_of(self.models))
+        self.session.plan = plan = replace(
+            run.plan, hyperparameters=hyperparameters_of(self.models)
+        )
         for each in (run, *self._runs):
             each.plan = plan
         seed = plan.options.seed
         if seed is not None and run.world.rank:
-            seed_everything(seed + run.world.rank)  # the same weights on every rank, but not the same dropout
+            seed_everything(
+                seed + run.world.rank
+            )  # the same weights on every rank, but not the same dropout
         run.hooks.on_run_start(run=run)
 
     def finish(self) -> None:
@@ -84,7 +95,9 @@ class SessionRun:
     def setup(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
         """Return the model and its optimizers as the loop uses them; see :meth:`Session.setup`."""
         if not isinstance(module, nn.Module):
-            raise UsageError(f"setup({type(module).__name__}): the first argument is the model. Fix: setup(model, optimizer)")
+            raise UsageError(
+                f"setup({type(module).__name__}): the first argument is the model. Fix: setup(model, optimizer)"
+            )
         if isinstance(module, SessionModel) or any(module is model.module for model in self.models):
             raise UsageError(
                 f"this {type(getattr(module, 'module', module)).__name__} is set up already. Fix: setup once, and use what it returned"
@@ -96,7 +109,11 @@ class SessionRun:
         own.ranks.check(own)
         own.unwrapped = Called(module)  # type: ignore[assignment]  # stands in for StepForwarder
         own.model = own.hooks.wrap_model(run=own, model=own.unwrapped)
-        methods = [name for name in STEPS if isinstance(module, Module) and callable(getattr(module, name, None))]
+        methods = [
+            name
+            for name in STEPS
+            if isinstance(module, Module) and callable(getattr(module, name, None))
+        ]
         model = SessionModel(self, own, module, methods)
         self.models.append(model)
         self._runs.append(own)
@@ -106,15 +123,23 @@ class SessionRun:
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
         """Return an optimizer of models that are set up, as the loop uses it; see :meth:`Session.setup_optimizers`."""
         if not self.models:
-            raise UsageError("setup_optimizers comes before setup of the model. Fix: setup(model, optimizer)")
-        model = next((model for model in self.models if owns(model.module, optimizer)), self.models[-1])
+            raise UsageError(
+                "setup_optimizers comes before setup of the model. Fix: setup(model, optimizer)"
+            )
+        model = next(
+            (model for model in self.models if owns(model.module, optimizer)), self.models[-1]
+        )
         check_optimizer(model.module, optimizer)
         return self._optimizer(model, optimizer)
 
     def setup_dataloader(self, loader: Any, stage: str, shard: bool, move: bool) -> SessionLoader:
         """Return a loader of this rank's batches; see :meth:`Session.setup_dataloaders`."""
-        if not isinstance(loader, Iterable) or isinstance(loader, SessionLoader | Mapping | str | bytes):
-            what = f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
+        if not isinstance(loader, Iterable) or isinstance(
+            loader, SessionLoader | Mapping | str | bytes
+        ):
+            what = (
+                f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
+            )
             raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches, once")
         run = self._run_of(self.run, Models())
         run.stage = stage
@@ -159,7 +184,9 @@ class SessionRun:
         if self._mover is None:
             self._mover = self._run_of(self.run, Models())
             self._mover.stages = {"train": Stage(batches=[1])}
-        return next(iter(self.run.hooks.device_batches(run=self._mover, loader=[batch], stage="train")))
+        return next(
+            iter(self.run.hooks.device_batches(run=self._mover, loader=[batch], stage="train"))
+        )
 
     def log(self, metrics: Mapping[str, Any], step: int | None, sync_dist: bool) -> None:
         """Hand numbers to the loggers; see :meth:`Session.log_dict`."""
@@ -167,7 +194,9 @@ class SessionRun:
         run = self.run
         for name in metrics:
             check_name(name)
-        values: Mapping[str, float] = {name: float(scalar(name, value)) for name, value in metrics.items()}
+        values: Mapping[str, float] = {
+            name: float(scalar(name, value)) for name, value in metrics.items()
+        }
         if sync_dist:
             values = mean_of_metrics(run, values)
         run.reported.update(values)

@@ -17,14 +17,23 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: something that has no ``state_dict()`` and is no plain value.
     """
     if not isinstance(state, Mapping):
-        raise UsageError(f"save: the state is a dict of names, not {type(state).__name__}. Fix: {{'model': model, 'optimizer': optimizer}}")
-    odd = [name for name, value in state.items() if not hasattr(value, "state_dict") and not_plain(value)]
+        raise UsageError(
+            f"save: the state is a dict of names, not {type(state).__name__}. Fix: {{'model': model, 'optimizer': optimizer}}"
+        )
+    odd = [
+        name
+        for name, value in state.items()
+        if not hasattr(value, "state_dict") and not_plain(value)
+    ]
     if odd:
         raise UsageError(
             f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and could not be read again as data alone. "
             "Fix: numbers, strings, tensors, lists and dicts of them"
         )
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+    return {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in state.items()
+    }
 
 
 def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -37,10 +46,14 @@ def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[s
         TrainingError: it is no checkpoint of names, a name is missing, or a state does not fit.
     """
     if not isinstance(found, dict):
-        raise TrainingError(f"{path} is not a checkpoint of a session: it holds {type(found).__name__}, not a dict of names")
+        raise TrainingError(
+            f"{path} is not a checkpoint of a session: it holds {type(found).__name__}, not a dict of names"
+        )
     missing = [name for name in state if name not in found]
     if missing and strict:
-        raise TrainingError(f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}. Fix: strict=False")
+        raise TrainingError(
+            f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}. Fix: strict=False"
+        )
     for name in [name for name in state if name in found]:
         thing = state[name]
         if not hasattr(thing, "load_state_dict"):
@@ -49,5 +62,7 @@ def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[s
         try:
             thing.load_state_dict(found[name])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrainingError(f"{path}: {name!r} does not fit {type(thing).__name__}: {error}") from error
+            raise TrainingError(
+                f"{path}: {name!r} does not fit {type(thing).__name__}: {error}"
+            ) from error
     return {name: value for name, value in found.items() if name not in state}

@@ -35,14 +35,20 @@ def process_context(run: Run, local_rank: int) -> Iterator[None]:
 class FunctionWorker:
     """The worker of ``launch(function)``: the whole run in one process."""
 
-    def __init__(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.run, self.function, self.args, self.kwargs = run, function, args, kwargs
 
     @property
     def pickled_arguments(self) -> dict[str, Any]:
         """Return what travels to another process, by the names that the user gave."""
         args = {f"argument {i} of launch": value for i, value in enumerate(self.args, start=1)}
-        return {"the function of launch": self.function, **args, **{f"{name}= of launch": value for name, value in self.kwargs.items()}}
+        return {
+            "the function of launch": self.function,
+            **args,
+            **{f"{name}= of launch": value for name, value in self.kwargs.items()},
+        }
 
     def __call__(self, local_rank: int) -> Any:
         with process_context(self.run, local_rank):
@@ -77,7 +83,9 @@ class ScriptWorker:
         """
         if self._inside is None:
             label = self._run.plan.strategy.label
-            raise UsageError(f"{label} works in other processes than this one. Fix: session.launch(train), and then train(session)")
+            raise UsageError(
+                f"{label} works in other processes than this one. Fix: session.launch(train), and then train(session)"
+            )
         whole = ExitStack()
         whole.push(self._around)
         whole.push(self._inside)

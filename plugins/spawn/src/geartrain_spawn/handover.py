@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 #: Fields of a run and of its logs that its caller sees afterwards.
-_FIELDS = ("step", "epoch", "batch_idx", "batches_seen", "stage", "should_stop", "reported", "stages", "world")
+_FIELDS = (
+    "step",
+    "epoch",
+    "batch_idx",
+    "batches_seen",
+    "stage",
+    "should_stop",
+    "reported",
+    "stages",
+    "world",
+)
 _LOGS = ("logged", "prog_bar", "stop")
 
 
@@ -53,8 +63,16 @@ class RankResult:
 
 def registered_names(module: nn.Module) -> frozenset[str]:
     """The names of a module's submodules, parameters and buffers, itself under ``""``."""
-    tensors = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))]
-    return frozenset([*tensors, *(name for name, _ in module.named_modules(remove_duplicate=False))])
+    tensors = [
+        name
+        for name, _ in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+    ]
+    return frozenset(
+        [*tensors, *(name for name, _ in module.named_modules(remove_duplicate=False))]
+    )
 
 
 def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
@@ -71,11 +89,19 @@ def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
         fields={name: getattr(run, name) for name in _FIELDS},
         logs={name: getattr(run.logs, name) for name in _LOGS},
         tensors={name: tensor.detach() for name, tensor in _tensors(module) if name in known},
-        added={path: new for path, part in module.named_modules() if path in known and (new := _new_in(part, path, known))},
-        attributes={path: _plain_attributes(part) for path, part in module.named_modules() if path in known},
+        added={
+            path: new
+            for path, part in module.named_modules()
+            if path in known and (new := _new_in(part, path, known))
+        },
+        attributes={
+            path: _plain_attributes(part) for path, part in module.named_modules() if path in known
+        },
         datamodule={} if datamodule is None else _plain_attributes(datamodule),
         optimizers=[map_tensors(optimizer.state_dict(), _to_cpu) for optimizer in run.optimizers],
-        schedulers=[map_tensors(schedule.scheduler.state_dict(), _to_cpu) for schedule in run.schedulers],
+        schedulers=[
+            map_tensors(schedule.scheduler.state_dict(), _to_cpu) for schedule in run.schedulers
+        ],
         plugins=[_plugin_state(part) for part in _plugins(run)],
     )
 
@@ -162,7 +188,11 @@ def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict
     """Return the run's additions to one module, by the name of nn.Module's dictionary that holds it."""
     prefix = f"{path}." if path else ""
     found = {
-        kind: {name: value for name, value in vars(part)[kind].items() if value is not None and prefix + name not in known}
+        kind: {
+            name: value
+            for name, value in vars(part)[kind].items()
+            if value is not None and prefix + name not in known
+        }
         for kind in _REGISTERED
     }
     return {kind: items for kind, items in found.items() if items}
@@ -170,13 +200,21 @@ def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict
 
 def _plain_attributes(thing: Any) -> dict[str, Any]:
     """Attributes that are numbers, strings, tensors, arrays, or lists, tuples, sets and dicts of them."""
-    return {name: map_tensors(value, _to_cpu) for name, value in vars(thing).items() if name not in _OWN and _is_plain(value)}
+    return {
+        name: map_tensors(value, _to_cpu)
+        for name, value in vars(thing).items()
+        if name not in _OWN and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, nn.Parameter):
         return False
-    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.Tensor) or type(value).__module__ == "numpy":
+    if (
+        value is None
+        or type(value) in (bool, int, float, complex, str, bytes, torch.Tensor)
+        or type(value).__module__ == "numpy"
+    ):
         return True
     if type(value) is dict:
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
@@ -200,4 +238,8 @@ def _plugin_state(part: LoadedPlugin) -> Any:
     if state is not None:
         return state
     # A file of functions is a module, whose globals are no state; an object with slots keeps none that could be found.
-    return _plain_attributes(part.plugin) if hasattr(part.plugin, "__dict__") and not isinstance(part.plugin, ModuleType) else {}
+    return (
+        _plain_attributes(part.plugin)
+        if hasattr(part.plugin, "__dict__") and not isinstance(part.plugin, ModuleType)
+        else {}
+    )

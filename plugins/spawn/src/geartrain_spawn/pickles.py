@@ -41,7 +41,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _storage, (pickle.PickleBuffer(memory),)
         if type(obj) is torch.Tensor and _is_plain(obj):
             # Tensors that share memory have one storage, also as a Python object: the pickler knows it when it comes again.
-            return _tensor, (obj.untyped_storage(), obj.dtype, obj.storage_offset(), obj.shape, obj.stride(), obj.requires_grad)
+            return _tensor, (
+                obj.untyped_storage(),
+                obj.dtype,
+                obj.storage_offset(),
+                obj.shape,
+                obj.stride(),
+                obj.requires_grad,
+            )
         if isinstance(obj, type | types.FunctionType):
             _by_value_where_needed(obj.__module__)
         return super().reducer_override(obj)
@@ -49,9 +56,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if memory and shape are all of a tensor; torch pickles any other itself."""
-    strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    strided = (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    )
     return bool(
-        strided and tensor.is_leaf and not (tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks) and len(tensor.__dict__) == 0
+        strided
+        and tensor.is_leaf
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._backward_hooks)
+        and len(tensor.__dict__) == 0
     )
 
 
@@ -59,8 +71,19 @@ def _storage(buffer: Any) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride).requires_grad_(requires_grad)
+def _tensor(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    requires_grad: bool,
+) -> torch.Tensor:
+    return (
+        torch.empty(0, dtype=dtype)
+        .set_(storage, offset, shape, stride)
+        .requires_grad_(requires_grad)
+    )
 
 
 @cache
@@ -75,11 +98,18 @@ def _by_value_where_needed(name: str) -> None:
     path: Any = None
     for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
         finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        found = next((spec for find in finders if (spec := find(name[:end], path)) is not None), None)
+        found = next(
+            (spec for find in finders if (spec := find(name[:end], path)) is not None), None
+        )
         if found is None:
             break
         path = found.submodule_search_locations
-    if found is None or found.origin is None or not os.path.exists(found.origin) or not os.path.samefile(found.origin, origin):
+    if (
+        found is None
+        or found.origin is None
+        or not os.path.exists(found.origin)
+        or not os.path.samefile(found.origin, origin)
+    ):
         cloudpickle.register_pickle_by_value(module)
 
 
@@ -113,17 +143,42 @@ def pickle_by_value_for_workers() -> None:
 
 def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
     """Return the objects that travel with a run, by the names that its user knows: for an error about something that cannot go."""
-    source = next((argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)), None)
-    given = (
-        {} if source is None else {_argument(run.command, stage): loader for stage, loader in source.given.items() if loader is not None}
+    source = next(
+        (argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)),
+        None,
     )
-    plugins = {part.info.label: part.plugin for part in run.trainer._parts if part.make_again is None and not part.info.is_core}
+    given = (
+        {}
+        if source is None
+        else {
+            _argument(run.command, stage): loader
+            for stage, loader in source.given.items()
+            if loader is not None
+        }
+    )
+    plugins = {
+        part.info.label: part.plugin
+        for part in run.trainer._parts
+        if part.make_again is None and not part.info.is_core
+    }
     given |= getattr(worker, "pickled_arguments", {})  # of a Session's function
-    return {"model": run.module, **given, "datamodule": run.trainer.datamodule, **plugins, "trainer": run.trainer}
+    return {
+        "model": run.module,
+        **given,
+        "datamodule": run.trainer.datamodule,
+        **plugins,
+        "trainer": run.trainer,
+    }
 
 
 def _argument(command: str, stage: str) -> str:
-    return "dataloaders" if command != "fit" else "train_dataloaders" if stage == "train" else "val_dataloaders"
+    return (
+        "dataloaders"
+        if command != "fit"
+        else "train_dataloaders"
+        if stage == "train"
+        else "val_dataloaders"
+    )
 
 
 def refusal(arguments: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:

@@ -11,7 +11,9 @@ import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first 
 import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
 
-with suppress(Exception):  # the progress bar, if it is installed, and rich, which rank 0 imports for it
+with suppress(
+    Exception
+):  # the progress bar, if it is installed, and rich, which rank 0 imports for it
     import_module("geartrain_callbacks.bars")
 
 gc.freeze()  # else each rank's first collection touches all of these objects, and with them copies their memory

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 from geartrain import Run
-from geartrain.parallel import ClusterEnvironment, die_with_parent, join, report, threads, variables, write_output_to
+from geartrain.parallel import (
+    ClusterEnvironment,
+    die_with_parent,
+    join,
+    report,
+    threads,
+    variables,
+    write_output_to,
+)
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import outcome, registered_names
 from geartrain_spawn.pickles import pickle_by_value_for_workers
@@ -112,7 +120,9 @@ def main(job: Job) -> None:
         result = join(run, worker, job.place, job.number, job.timeout)
         job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(job.error_file)  # an error may come before the environment is the starter's
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(
+            job.error_file
+        )  # an error may come before the environment is the starter's
         report(error)
         if job.log is not None:
             traceback.print_exception(error)
@@ -146,4 +156,5 @@ def _direct_output(log: Path | None) -> None:
         return
     write_output_to(log)
     # In a fork of a notebook these would go to the notebook.
-    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

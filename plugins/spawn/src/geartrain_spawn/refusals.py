@@ -62,7 +62,11 @@ def plain_dump(thing: Any, file: IO[bytes]) -> None:
 
 class _Plain(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return (int, ()) if isinstance(obj, torch.UntypedStorage | torch.TypedStorage) else NotImplemented
+        return (
+            (int, ())
+            if isinstance(obj, torch.UntypedStorage | torch.TypedStorage)
+            else NotImplemented
+        )
 
 
 class _Nowhere:
@@ -76,7 +80,9 @@ def _why_not(thing: Any, dump: Dump) -> str | None:
     try:
         dump(thing, _Nowhere())  # type: ignore[arg-type]
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
-        return f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
+        return (
+            f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
+        )
     return None
 
 
@@ -114,7 +120,11 @@ def _parts(thing: Any, by_value: bool) -> Iterator[tuple[str, Any]]:
         yield from _parts_of_function(thing) if by_value else ()
     elif inspect.isclass(thing):
         members = vars(thing).items() if by_value else ()
-        yield from ((f".{name}", value) for name, value in members if not name.startswith("__") or callable(value))
+        yield from (
+            (f".{name}", value)
+            for name, value in members
+            if not name.startswith("__") or callable(value)
+        )
     else:
         yield from _parts_of_object(thing)
 
@@ -125,8 +135,13 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f" (its variable {name!r})", cell.cell_contents
     used = [name for name in function.__code__.co_names if name in function.__globals__]
     yield from ((f" (its global {name!r})", function.__globals__[name]) for name in used)
-    yield from ((f" (its default {i})", value) for i, value in enumerate(function.__defaults__ or ()))
-    yield from ((f" (its default {name!r})", value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from (
+        (f" (its default {i})", value) for i, value in enumerate(function.__defaults__ or ())
+    )
+    yield from (
+        (f" (its default {name!r})", value)
+        for name, value in (function.__kwdefaults__ or {}).items()
+    )
 
 
 def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -136,10 +151,16 @@ def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
         return
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, Mapping):
-            registered = ("_modules", "_parameters", "_buffers")  # nn.Module's: their names are those that a user types
+            registered = (
+                "_modules",
+                "_parameters",
+                "_buffers",
+            )  # nn.Module's: their names are those that a user types
             for name in registered:
                 yield from _attributes(attributes.get(name) or {})
-            yield from _attributes({name: value for name, value in attributes.items() if name not in registered})
+            yield from _attributes(
+                {name: value for name, value in attributes.items() if name not in registered}
+            )
     try:
         thing.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
     except Exception:  # it is the object, a lock for one, that does not pickle, whatever its class
@@ -156,5 +177,7 @@ def _describe(thing: Any) -> str:
     if code is not None:
         return f"{thing.__name__} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     cls = thing if isinstance(thing, type) else type(thing)
-    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    name = (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
     return f"class {name}" if isinstance(thing, type) else name

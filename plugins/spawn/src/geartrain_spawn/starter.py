@@ -21,18 +21,31 @@ from typing import Any
 import torch
 
 from geartrain import Run, TrainingError, UsageError
-from geartrain.parallel import ClusterEnvironment, Failure, Patience, Supervisor, raise_on_signals, reserve
+from geartrain.parallel import (
+    ClusterEnvironment,
+    Failure,
+    Patience,
+    Supervisor,
+    raise_on_signals,
+    reserve,
+)
 from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import apply_result
 
 #: Those of the seeds that this system has, the default first.
-START_METHODS = [name for name in ("forkserver", "spawn", "fork") if name in multiprocessing.get_all_start_methods()]
+START_METHODS = [
+    name
+    for name in ("forkserver", "spawn", "fork")
+    if name in multiprocessing.get_all_start_methods()
+]
 
 _numbers = itertools.count(1)
 
 
-def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, timeout: timedelta) -> Any:
+def run_in_ranks(
+    run: Run, worker: Callable[[int], Any], start_method: str, timeout: timedelta
+) -> Any:
     """Call ``worker`` in one fresh process for each of this node's ranks.
 
     Returns:
@@ -44,7 +57,11 @@ def run_in_ranks(run: Run, worker: Callable[[int], Any], start_method: str, time
     """
     _check(run, start_method)
     payload = (run, worker) if start_method == "fork" else _pack(run, worker)
-    logs = Path(tempfile.mkdtemp(prefix="geartrain-logs-")) if run.output is None else run.output.absolute() / "logs"
+    logs = (
+        Path(tempfile.mkdtemp(prefix="geartrain-logs-"))
+        if run.output is None
+        else run.output.absolute() / "logs"
+    )
     logs.mkdir(parents=True, exist_ok=True)
     util.get_temp_dir()  # ranks and their loader workers use it too: a killed one leaves no folder
     ranks = Ranks(start_method, logs)
@@ -74,7 +91,9 @@ def _check(run: Run, start_method: str) -> None:
             "Fix: --strategy ddp, which joins them"
         )
     if start_method == "fork" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UsageError(f"{label}: start_method='fork' cannot be used once this process has used CUDA. Fix: start_method='forkserver'")
+        raise UsageError(
+            f"{label}: start_method='fork' cannot be used once this process has used CUDA. Fix: start_method='forkserver'"
+        )
 
 
 def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
@@ -83,7 +102,9 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
         payload.dump((run, worker))
     except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
         payload.close()
-        raise pickles.refusal(pickles.pickled_arguments(run, worker), error, run.plan.strategy.label) from error
+        raise pickles.refusal(
+            pickles.pickled_arguments(run, worker), error, run.plan.strategy.label
+        ) from error
     return payload
 
 
@@ -105,7 +126,9 @@ class _Rank:
         return self.process.sentinel
 
     def poll(self) -> int | None:
-        return None if self.process.is_alive() else self.process.exitcode or 0  # one that could not be started is not alive either
+        return (
+            None if self.process.is_alive() else self.process.exitcode or 0
+        )  # one that could not be started is not alive either
 
     def signal(self, number: int) -> None:
         if self.process.is_alive():
@@ -131,7 +154,9 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._supervisor = Supervisor(self._ranks, logs, Patience.from_environment())
 
-    def start(self, place: ClusterEnvironment, number: int, timeout: timedelta, payload: Any) -> None:
+    def start(
+        self, place: ClusterEnvironment, number: int, timeout: timedelta, payload: Any
+    ) -> None:
         """Start one rank; the first of this node prints where this process does, the others to their logs."""
         name = f"rank-{place.rank}"
         error_file = self._logs / f"{name}.error.json"
@@ -163,21 +188,30 @@ class Ranks:
         """
         if self._supervisor.watch():
             self._supervisor.unwind()
-        left = [each.number for each in self._ranks if each.process.exitcode == 0 and each.answer.is_empty()]
+        left = [
+            each.number
+            for each in self._ranks
+            if each.process.exitcode == 0 and each.answer.is_empty()
+        ]
         verdict = self._supervisor.judge(left=left)
         if verdict is None:
             return self._ranks[0].answer.load()
         where = self._supervisor.show_log(verdict.ranks[0])
         if verdict.failure is None or not verdict.failure.traceback:
             raise TrainingError(verdict.message + where)
-        raise _again(verdict.failure, next(each for each in self._ranks if each.number == verdict.failure.rank).exception())
+        raise _again(
+            verdict.failure,
+            next(each for each in self._ranks if each.number == verdict.failure.rank).exception(),
+        )
 
     def close(self) -> None:
         """End every rank, and close its files."""
         self._supervisor.end()
         for each in self._ranks:
             each.answer.close()
-            with suppress(ValueError):  # it cannot be killed, because it is stuck in a device's driver
+            with suppress(
+                ValueError
+            ):  # it cannot be killed, because it is stuck in a device's driver
                 each.process.close()
 
 
@@ -191,9 +225,13 @@ class RankError(Exception):
 def _again(failure: Failure, error: BaseException | None) -> BaseException:
     """Return a rank's own error, to be raised here: of its own type if it came back, with its traceback as the cause."""
     if isinstance(error, KeyboardInterrupt):
-        error = TrainingError(f"rank {failure.rank} was {str(error) or 'interrupted'}")  # "ended by SIGTERM"
+        error = TrainingError(
+            f"rank {failure.rank} was {str(error) or 'interrupted'}"
+        )  # "ended by SIGTERM"
     elif isinstance(error, SystemExit):
-        error = TrainingError(f"rank {failure.rank} left the program before the run ended ({failure.message})")
+        error = TrainingError(
+            f"rank {failure.rank} left the program before the run ended ({failure.message})"
+        )
     elif error is None:
         error = TrainingError(f"rank {failure.rank} failed: {failure.message}")
     else:
@@ -208,7 +246,9 @@ def _again(failure: Failure, error: BaseException | None) -> BaseException:
 def _context(start_method: str) -> Any:
     chosen = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        chosen.set_forkserver_preload(["geartrain_spawn.preload"])  # torch, geartrain and ddp are loaded once, and forked
+        chosen.set_forkserver_preload(
+            ["geartrain_spawn.preload"]
+        )  # torch, geartrain and ddp are loaded once, and forked
     return chosen
 
 

@@ -45,8 +45,17 @@ class DDPSpawnStrategy(DDPStrategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         if start_method not in START_METHODS:
-            raise UsageError(f"start_method={start_method!r} cannot be used here. Fix: {' or '.join(START_METHODS)}")
-        super().__init__(process_group_backend, timeout, find_unused_parameters, gradient_as_bucket_view, static_graph, bucket_cap_mb)
+            raise UsageError(
+                f"start_method={start_method!r} cannot be used here. Fix: {' or '.join(START_METHODS)}"
+            )
+        super().__init__(
+            process_group_backend,
+            timeout,
+            find_unused_parameters,
+            gradient_as_bucket_view,
+            static_graph,
+            bucket_cap_mb,
+        )
         self.start_method = start_method
 
     @hookimpl

@@ -27,14 +27,20 @@ def trace(run: Run, writer: SummaryWriter) -> None:
     module = run.module
     example = getattr(module, "example_input_array", None)
     if example is None:
-        raise TrainingError("it has no example_input_array. Fix: self.example_input_array = torch.zeros(1, ...) in __init__")
-    modes = [(part, part.training) for part in module.modules()]  # add_graph would put parts that are in eval mode into train mode
+        raise TrainingError(
+            "it has no example_input_array. Fix: self.example_input_array = torch.zeros(1, ...) in __init__"
+        )
+    modes = [
+        (part, part.training) for part in module.modules()
+    ]  # add_graph would put parts that are in eval mode into train mode
     devices = [run.device] if run.device.type == "cuda" else []
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
-            contextlib.redirect_stdout(io.StringIO()),  # where torch prints an error that it also raises
+            contextlib.redirect_stdout(
+                io.StringIO()
+            ),  # where torch prints an error that it also raises
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # of what tracing does not record

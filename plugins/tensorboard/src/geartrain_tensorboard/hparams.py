@@ -23,7 +23,10 @@ def session_start(hyperparameters: Mapping[str, Any]) -> Any:
     """
     from torch.utils.tensorboard.summary import hparams
 
-    plain = {name: value if _is_plain(value) else json.dumps(value) for name, value in hyperparameters.items()}
+    plain = {
+        name: value if _is_plain(value) else json.dumps(value)
+        for name, value in hyperparameters.items()
+    }
     return hparams(plain, {})[1]  # type: ignore[no-untyped-call]
 
 
@@ -39,11 +42,19 @@ def session_end(succeeded: bool) -> Any:
     """
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams.api_pb2 import Status
-    from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_END_INFO_TAG
+    from tensorboard.plugins.hparams.metadata import (
+        PLUGIN_DATA_VERSION,
+        PLUGIN_NAME,
+        SESSION_END_INFO_TAG,
+    )
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
     # As torch.utils.tensorboard.summary.hparams makes it, which knows success alone.
     info = SessionEndInfo(status=Status.Value("STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"))
-    content = HParamsPluginData(session_end_info=info, version=PLUGIN_DATA_VERSION).SerializeToString()
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content))
+    content = HParamsPluginData(
+        session_end_info=info, version=PLUGIN_DATA_VERSION
+    ).SerializeToString()
+    metadata = SummaryMetadata(
+        plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content)
+    )
     return Summary(value=[Summary.Value(tag=SESSION_END_INFO_TAG, metadata=metadata)])

@@ -37,13 +37,23 @@ class TensorBoard:
 
     errors_are_warnings = True
 
-    def __init__(self, folder: str | None = None, graph: bool = False, flush_seconds: float = 30.0) -> None:
-        if isinstance(flush_seconds, bool) or not isinstance(flush_seconds, int | float) or not flush_seconds > 0:
+    def __init__(
+        self, folder: str | None = None, graph: bool = False, flush_seconds: float = 30.0
+    ) -> None:
+        if (
+            isinstance(flush_seconds, bool)
+            or not isinstance(flush_seconds, int | float)
+            or not flush_seconds > 0
+        ):
             raise UsageError(
                 f"geartrain-tensorboard[tensorboard]: flush_seconds={flush_seconds!r} is not a number of seconds above 0. "
                 "Fix: leave it out (30.0)"
             )
-        self.folder = None if folder is None else user_path(folder, "geartrain-tensorboard[tensorboard]: folder")
+        self.folder = (
+            None
+            if folder is None
+            else user_path(folder, "geartrain-tensorboard[tensorboard]: folder")
+        )
         self.graph, self.flush_seconds = graph, flush_seconds
         self._writer: SummaryWriter | None = None
 
@@ -58,7 +68,9 @@ class TensorBoard:
                 "(--output DIR)"
             )
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. Fix: another --tensorboard.folder")
+            raise UsageError(
+                f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. Fix: another --tensorboard.folder"
+            )
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:

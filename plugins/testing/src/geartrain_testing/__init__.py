@@ -33,12 +33,32 @@ if TYPE_CHECKING:
     from geartrain_testing.plugins import RankResult, run_plugin
     from geartrain_testing.thread_ranks import ThreadRanks
 
-__all__ = ["Capabilities", "RankResult", "StrategyConformance", "ThreadRanks", "__version__", "run_plugin"]
+__all__ = [
+    "Capabilities",
+    "RankResult",
+    "StrategyConformance",
+    "ThreadRanks",
+    "__version__",
+    "run_plugin",
+]
 
 #: What is imported when it is asked for -> its module: the programs that the kit starts import this package too, and must not pay for it.
-_LAZY = {"RankResult": "plugins", "StrategyConformance": "conformance", "ThreadRanks": "thread_ranks", "run_plugin": "plugins"}
+_LAZY = {
+    "RankResult": "plugins",
+    "StrategyConformance": "conformance",
+    "ThreadRanks": "thread_ranks",
+    "run_plugin": "plugins",
+}
 #: The modules with the kit's asserts: pytest explains failed ones only where it was told to before they are imported.
-_ASSERTING = ("cases", "cases_failures", "cases_launch", "cases_training", "checks", "kit", "launching")
+_ASSERTING = (
+    "cases",
+    "cases_failures",
+    "cases_launch",
+    "cases_training",
+    "checks",
+    "kit",
+    "launching",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -51,7 +51,9 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         if self.convergence is not None and not 0 < self.convergence <= MOST:
-            raise UsageError(f"convergence={self.convergence!r} must be a number above 0 and at most {MOST}, or None for equality.")
+            raise UsageError(
+                f"convergence={self.convergence!r} must be a number above 0 and at most {MOST}, or None for equality."
+            )
 
     @classmethod
     def of(cls, declared: Capabilities | Mapping[str, Any] | None, whose: str) -> Capabilities:
@@ -69,7 +71,9 @@ class Capabilities:
         known = [field.name for field in fields(cls)]
         for name in declared or {}:
             if name not in known:
-                raise UsageError(f"{whose}: there is no capability {name!r}. {nearest(str(name), known)}")
+                raise UsageError(
+                    f"{whose}: there is no capability {name!r}. {nearest(str(name), known)}"
+                )
         return cls(**(declared or {}))
 
 

@@ -20,14 +20,21 @@ MEAN = sum(number * number for number in range(EVALUATED)) / EVALUATED
 def _once(kit: Kit, report: Report, command: str, total: int) -> None:
     """Every sample was seen exactly once over all ranks; on every rank, where the loader is declared not to be sharded."""
     records = report.ranks(command)
-    assert len(records) == kit.ranks, f"{len(records)} ranks recorded {command}, and there are {kit.ranks}"
+    assert len(records) == kit.ranks, (
+        f"{len(records)} ranks recorded {command}, and there are {kit.ranks}"
+    )
     seen = [numbers(record, command) for record in records]
     if not kit.can.sharded_loader:
         for rank, mine in enumerate(seen):
-            assert sorted(mine) == list(range(total)), f"sharded_loader is declared off, and rank {rank} did not see all samples once"
+            assert sorted(mine) == list(range(total)), (
+                f"sharded_loader is declared off, and rank {rank} did not see all samples once"
+            )
         return
     counts = Counter(number for mine in seen for number in mine)
-    lost, twice = sorted(set(range(total)) - set(counts)), sorted(number for number, times in counts.items() if times > 1)
+    lost, twice = (
+        sorted(set(range(total)) - set(counts)),
+        sorted(number for number, times in counts.items() if times > 1),
+    )
     assert not lost, f"{command}: no rank saw the samples {lost}"
     assert not twice, f"{command}: the samples {twice} were seen more than once"
 
@@ -45,28 +52,44 @@ class Cases:
         records = kit.report("training_coverage").ranks()
         for epoch in range(2):
             seen = [numbers(record, "train", epoch) for record in records]
-            assert len({len(mine) for mine in seen}) == 1, f"ranks saw unequal numbers of samples: {[len(mine) for mine in seen]}"
+            assert len({len(mine) for mine in seen}) == 1, (
+                f"ranks saw unequal numbers of samples: {[len(mine) for mine in seen]}"
+            )
             if kit.can.sharded_loader:
                 counts = Counter(number for mine in seen for number in mine)
-                assert set(counts) == set(range(total)), f"epoch {epoch}: never seen: {sorted(set(range(total)) - set(counts))}"
+                assert set(counts) == set(range(total)), (
+                    f"epoch {epoch}: never seen: {sorted(set(range(total)) - set(counts))}"
+                )
                 extra = sum(counts.values()) - total
-                assert extra < kit.ranks, f"epoch {epoch}: {extra} samples too many; padding is at most world size - 1"
+                assert extra < kit.ranks, (
+                    f"epoch {epoch}: {extra} samples too many; padding is at most world size - 1"
+                )
             else:
-                assert all(sorted(mine) == list(range(total)) for mine in seen), "sharded_loader is declared off: every rank sees all"
+                assert all(sorted(mine) == list(range(total)) for mine in seen), (
+                    "sharded_loader is declared off: every rank sees all"
+                )
         for record in records:
-            assert numbers(record, "train", 0) != numbers(record, "train", 1), f"rank {record['rank']} had one order in both epochs"
+            assert numbers(record, "train", 0) != numbers(record, "train", 1), (
+                f"rank {record['rank']} had one order in both epochs"
+            )
 
     @uses("training_coverage")
     def test_sharded_loader(self, kit: Kit) -> None:
         """Each rank sees its own part of the data, or all of it, as declared."""
         need(kit.ranks > 1, ONE_RANK)
-        first, second, *_ = (set(numbers(record, "train")) for record in kit.report("training_coverage").ranks())
+        first, second, *_ = (
+            set(numbers(record, "train")) for record in kit.report("training_coverage").ranks()
+        )
         if kit.can.sharded_loader:
             # One sample may be padding.
             both = f"ranks 0 and 1 both saw the samples {sorted(first & second)}"
-            assert len(first & second) < kit.ranks, both + (fits("sharded_loader=False") if first == second else "")
+            assert len(first & second) < kit.ranks, both + (
+                fits("sharded_loader=False") if first == second else ""
+            )
         else:
-            assert first == second, "sharded_loader is declared unsupported and works: ranks 0 and 1 saw other samples"
+            assert first == second, (
+                "sharded_loader is declared unsupported and works: ranks 0 and 1 saw other samples"
+            )
 
     @uses("evaluation_coverage")
     def test_evaluation_coverage(self, kit: Kit) -> None:
@@ -77,11 +100,18 @@ class Cases:
             _once(kit, report, command, EVALUATED)
         for seen in report.caller[:2]:
             found = seen["metrics"]["mean"]
-            assert abs(found - MEAN) < _EXACT * MEAN, f"the mean over all samples is {found}, expected {MEAN}"
+            assert abs(found - MEAN) < _EXACT * MEAN, (
+                f"the mean over all samples is {found}, expected {MEAN}"
+            )
         outputs = [batch["number"].tolist() for batch in report.caller[2]["result"]]
-        once = [list(range(i, min(i + EVALUATION_BATCH, EVALUATED))) for i in range(0, EVALUATED, EVALUATION_BATCH)]
+        once = [
+            list(range(i, min(i + EVALUATION_BATCH, EVALUATED)))
+            for i in range(0, EVALUATED, EVALUATION_BATCH)
+        ]
         expected = once if kit.can.sharded_loader else once * kit.ranks
-        assert outputs == expected, f"predict returned the outputs of samples {outputs}, batch by batch; expected {expected}"
+        assert outputs == expected, (
+            f"predict returned the outputs of samples {outputs}, batch by batch; expected {expected}"
+        )
 
     @uses("rank_without_samples")
     def test_rank_without_samples(self, kit: Kit) -> None:
@@ -89,14 +119,21 @@ class Cases:
         report = kit.report("rank_without_samples")
         _once(kit, report, "validate", 1)
         (found,) = report.caller[0]["result"]
-        assert {name: found[name] for name in ("mean", "min", "max", "one")} == {"mean": 0.0, "min": 0.0, "max": 0.0, "one": 1.0}
+        assert {name: found[name] for name in ("mean", "min", "max", "one")} == {
+            "mean": 0.0,
+            "min": 0.0,
+            "max": 0.0,
+            "one": 1.0,
+        }
 
     @uses("uneven_inputs", "uneven_training")
     def test_uneven_inputs(self, kit: Kit) -> None:
         """Ranks with unequal numbers of batches come to the end: with a collective in each ``validation_step``, and in training where
         no loader can tell its length, which ends with the rank that has the fewest."""
         if not kit.can.uneven_inputs:
-            errors = [kit.reports.by_name[name].error for name in ("uneven_inputs", "uneven_training")]
+            errors = [
+                kit.reports.by_name[name].error for name in ("uneven_inputs", "uneven_training")
+            ]
             assert any(errors), "uneven_inputs is declared unsupported and works"
             return
         _once(kit, kit.report("uneven_inputs"), "validate", kit.ranks * EVALUATION_BATCH + 1)
@@ -109,19 +146,30 @@ class Cases:
     def test_metrics(self, kit: Kit) -> None:
         """``self.log(sync_dist=True)``: mean, sum, smallest and largest over the samples of all ranks, on every rank."""
         copies = 1 if kit.can.sharded_loader else kit.ranks
-        expected = {"mean": MEAN, "sum": copies * EVALUATED * (EVALUATED - 1) / 2, "min": 0.0, "max": EVALUATED - 1.0}
+        expected = {
+            "mean": MEAN,
+            "sum": copies * EVALUATED * (EVALUATED - 1) / 2,
+            "min": 0.0,
+            "max": EVALUATED - 1.0,
+        }
         for record in kit.report("metrics").ranks("validate"):
             for name, value in expected.items():
                 found = record["metrics"].get(name)
                 assert found is not None, f"rank {record['rank']} has no metric {name!r}"
-                assert abs(found - value) < _EXACT * value + _EXACT, f"{name} is {found} on rank {record['rank']}, expected {value}"
+                assert abs(found - value) < _EXACT * value + _EXACT, (
+                    f"{name} is {found} on rank {record['rank']}, expected {value}"
+                )
 
     @uses("metrics")
     def test_weighted_means(self, kit: Kit) -> None:
         """Means are weighted by the batch's size, also where the ranks' last batches are unequal."""
-        expected = sum(rank * (rank + 1) for rank in range(kit.ranks)) / sum(rank + 1 for rank in range(kit.ranks))
+        expected = sum(rank * (rank + 1) for rank in range(kit.ranks)) / sum(
+            rank + 1 for rank in range(kit.ranks)
+        )
         for record in kit.report("metrics").ranks("validate"):
-            assert record["metrics"]["one"] == 1.0, f"the mean of ones is {record['metrics']['one']} on rank {record['rank']}"
+            assert record["metrics"]["one"] == 1.0, (
+                f"the mean of ones is {record['metrics']['one']} on rank {record['rank']}"
+            )
             assert abs(record["metrics"]["weighted"] - expected) < _EXACT
 
     def test_key_on_one_rank(self, kit: Kit) -> None:
@@ -129,7 +177,9 @@ class Cases:
         need(kit.ranks > 1, ONE_RANK)
         with kit.program("key_on_one_rank", "key-on-one-rank", {}) as run:
             code = run.finish()
-            assert code != 0, f"the last rank alone logged 'of_one_rank_only', and no error came\n{run.shown()}"
+            assert code != 0, (
+                f"the last rank alone logged 'of_one_rank_only', and no error came\n{run.shown()}"
+            )
             for part in ("of_one_rank_only", str(kit.ranks - 1)):
                 assert part in run.program.err, f"the error does not say {part!r}\n{run.shown()}"
 
@@ -143,14 +193,22 @@ class Cases:
         for record in kit.report("collectives").ranks("validate"):
             found = record["notes"]["gathered"]
             whose = f"all_gather on rank {record['rank']}: "
-            assert torch.equal(found["equal"], torch.stack(mine)), f"{whose}{found['equal'].tolist()}"
-            assert torch.equal(found["scalar"], torch.stack(mine)[:, 0]), f"{whose}of scalars: {found['scalar'].tolist()}"
+            assert torch.equal(found["equal"], torch.stack(mine)), (
+                f"{whose}{found['equal'].tolist()}"
+            )
+            assert torch.equal(found["scalar"], torch.stack(mine)[:, 0]), (
+                f"{whose}of scalars: {found['scalar'].tolist()}"
+            )
             unequal = [part.tolist() for part in found["unequal"]]
-            assert unequal == [[[rank, rank]] * (rank + 1) for rank in range(size)], f"{whose}of unequal lengths: {unequal}"
+            assert unequal == [[[rank, rank]] * (rank + 1) for rank in range(size)], (
+                f"{whose}of unequal lengths: {unequal}"
+            )
             inner = found["nested"]["a"]
             assert torch.equal(inner[0], torch.stack(mine)), f"{whose}nested: {inner[0].tolist()}"
             assert isinstance(inner[1], tuple)
-            assert torch.equal(inner[1][0], torch.stack(mine).double()), f"{whose}nested: {inner[1][0].tolist()}"
+            assert torch.equal(inner[1][0], torch.stack(mine).double()), (
+                f"{whose}nested: {inner[1][0].tolist()}"
+            )
 
     @uses("collectives")
     def test_broadcast(self, kit: Kit) -> None:
@@ -158,39 +216,59 @@ class Cases:
         expected = [{"from": src, "text": "é" * (src + 1)} for src in range(kit.ranks)]
         for record in kit.report("collectives").ranks("validate"):
             found = record["notes"]["broadcast"]
-            assert found == expected, f"rank {record['rank']} was given {found} from ranks 0 to {kit.ranks - 1}"
+            assert found == expected, (
+                f"rank {record['rank']} was given {found} from ranks 0 to {kit.ranks - 1}"
+            )
 
     @uses("barrier")
     def test_barrier(self, kit: Kit) -> None:
         """No rank gets through a barrier before the last has come."""
         for record in kit.report("barrier").ranks("validate"):
             early = [late for late, waited in enumerate(record["notes"]["waited"]) if not waited]
-            assert not early, f"rank {record['rank']} got through the barrier before rank {early} had come"
+            assert not early, (
+                f"rank {record['rank']} got through the barrier before rank {early} had come"
+            )
 
     # --- what the caller sees --------------------------------------------------------------------------------------------
 
     @uses("fit_validate_test")
     def test_fit_validate_test(self, kit: Kit) -> None:
         """After ``fit``, validation and test in the same program use the trained weights."""
-        need(kit.ranks == 1 or kit.can.identical_weights, "validation in fit is of each rank's own weights, and later of rank 0's")
+        need(
+            kit.ranks == 1 or kit.can.identical_weights,
+            "validation in fit is of each rank's own weights, and later of rank 0's",
+        )
         fitted, validated, tested = kit.report("fit_validate_test").caller
         expected = fitted["metrics"]["val_loss"]
-        for what, found in (("validate", validated["result"][0]["val_loss"]), ("test", tested["result"][0]["test_loss"])):
-            assert abs(found - expected) < _EXACT, f"{what} gives the loss {found}; validation at the end of fit gave {expected}"
+        for what, found in (
+            ("validate", validated["result"][0]["val_loss"]),
+            ("test", tested["result"][0]["test_loss"]),
+        ):
+            assert abs(found - expected) < _EXACT, (
+                f"{what} gives the loss {found}; validation at the end of fit gave {expected}"
+            )
 
     @uses("fit_validate_test")
     def test_caller(self, kit: Kit) -> None:
         """What the caller has after ``fit`` is rank 0's: weights, metrics, counters."""
         report = kit.report("fit_validate_test")
         first, seen = report.ranks()[0], report.caller[0]
-        assert (seen["step"], seen["epoch"]) == (first["step"], first["epoch"]), "global_step and current_epoch are not rank 0's"
-        assert seen["metrics"] == first["metrics"], f"callback_metrics are {seen['metrics']}, rank 0's {first['metrics']}"
+        assert (seen["step"], seen["epoch"]) == (first["step"], first["epoch"]), (
+            "global_step and current_epoch are not rank 0's"
+        )
+        assert seen["metrics"] == first["metrics"], (
+            f"callback_metrics are {seen['metrics']}, rank 0's {first['metrics']}"
+        )
         for name, tensor in first["weights"].items():
-            assert torch.equal(tensor, seen["weights"][name]), f"{name} of the caller's model is not what rank 0 trained"
+            assert torch.equal(tensor, seen["weights"][name]), (
+                f"{name} of the caller's model is not what rank 0 trained"
+            )
 
     @uses("plugins")
     def test_plugins(self, kit: Kit) -> None:
         """Plugins chosen in the program are there on every rank, with their options: a file's and an object."""
         for record in kit.report("plugins").ranks("validate"):
             found = {name: record["notes"].get(name) for name in ("file plugin", "object plugin")}
-            assert found == {"file plugin": "as chosen", "object plugin": [1, 2]}, f"rank {record['rank']} has {found}"
+            assert found == {"file plugin": "as chosen", "object plugin": [1, 2]}, (
+                f"rank {record['rank']} has {found}"
+            )

@@ -12,13 +12,24 @@ from geartrain_testing.launching import HAS_PROC, until
 from geartrain_testing.nets import MEANT
 
 #: Phases in which the last rank raises an error, in order.
-PHASES = ("setup", "configure_optimizers", "training_step", "validation_step", "on_train_end", "test_step")
+PHASES = (
+    "setup",
+    "configure_optimizers",
+    "training_step",
+    "validation_step",
+    "on_train_end",
+    "test_step",
+)
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
 
 
 def _ends(run: Run, seconds: float) -> None:
     """The program ends within ``seconds`` of its fault, with an error, and no rank's call returns."""
-    until(lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None, run.deadline, f"a fault\n{run.shown()}")
+    until(
+        lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None,
+        run.deadline,
+        f"a fault\n{run.shown()}",
+    )
     code = run.finish(seconds)
     assert (run.folder / "fault").exists(), f"the program ended before its fault\n{run.shown()}"
     assert code != 0, f"the program succeeded, although its last rank failed\n{run.shown()}"
@@ -45,12 +56,17 @@ class FailureCases:
     def test_error_in(self, kit: Kit, phase: str) -> None:
         """An exception on the last rank: the run ends and names it, every rank is torn down, nothing is left."""
         need(HAS_PROC, NO_PROC)
-        with kit.program("fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}) as run:
+        with kit.program(
+            "fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}
+        ) as run:
             _ends(run, kit.deadline)
             _named(run, kit, f"{MEANT} {phase}")
             _nothing_left(run)
             marks = {path.name for path in run.folder.iterdir()}
-            for what, mark in (("the module's teardown", "teardown"), ("teardown_process_group", "left")):
+            for what, mark in (
+                ("the module's teardown", "teardown"),
+                ("teardown_process_group", "left"),
+            ):
                 missing = [rank for rank in range(kit.ranks) if f"{mark}-{rank}" not in marks]
                 assert not missing, f"{what} was not called on ranks {missing}\n{run.shown()}"
 
@@ -63,7 +79,10 @@ class FailureCases:
         option, seconds = kit.can.timeout_option, kit.deadline
         changes: dict[str, Any] = {"fault": {"kind": kind, "where": "training_step"}}
         if kind == "SIGSTOP":
-            need(option is not None, "timeout_option is None: the strategy has no timeout for a rank that hangs")
+            need(
+                option is not None,
+                "timeout_option is None: the strategy has no timeout for a rank that hangs",
+            )
             changes["options"] = {**kit.request.options, str(option): kit.timeout}
             seconds += kit.timeout
         with kit.program("fault", kind, changes) as run:

@@ -30,13 +30,27 @@ class LaunchCases:
         options are typed."""
         entry, label = kit.candidate.entry_point, kit.candidate.label
         assert entry.dist is not None, f"{label}: no installed distribution has this entry point"
-        assert entry.dist.read_text("WHEEL"), f"{label}: {kit.candidate.distribution} has no WHEEL metadata. Fix: install it with pip"
-        listed = subprocess.run([sys.executable, "-c", _LISTED], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert entry.dist.read_text("WHEEL"), (
+            f"{label}: {kit.candidate.distribution} has no WHEEL metadata. Fix: install it with pip"
+        )
+        listed = subprocess.run(
+            [sys.executable, "-c", _LISTED],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
         assert listed.returncode == 0, listed.stderr
-        row = next(row for row in json.loads(listed.stdout) if (row["kind"], row["name"]) == ("strategy", kit.candidate.name))
+        row = next(
+            row
+            for row in json.loads(listed.stdout)
+            if (row["kind"], row["name"]) == ("strategy", kit.candidate.name)
+        )
         assert (row["state"], row["distribution"]) == ("available", kit.candidate.distribution), row
         if entry.module.partition(".")[0] != "geartrain":
-            assert entry.module not in json.loads(listed.stderr.splitlines()[-1]), f"geartrain plugins imported {entry.module}"
+            assert entry.module not in json.loads(listed.stderr.splitlines()[-1]), (
+                f"geartrain plugins imported {entry.module}"
+            )
         cls = entry.load()
         assert inspect.isclass(cls), f"{label}: its entry point gives {cls!r}, not a class"
         untyped = [
@@ -46,7 +60,9 @@ class LaunchCases:
             or parameter.kind is parameter.VAR_POSITIONAL
             or (parameter.kind is parameter.VAR_KEYWORD and not hasattr(cls, "more_options"))
         ]
-        assert not untyped, f"{label}: options without a type: {untyped}, so the command line cannot read them"
+        assert not untyped, (
+            f"{label}: options without a type: {untyped}, so the command line cannot read them"
+        )
 
     @uses("sgd")
     def test_nothing_is_left(self, kit: Kit) -> None:
@@ -62,10 +78,16 @@ class LaunchCases:
                 continue
             marks = {path.name for path in report.folder.iterdir()}
             missing = [rank for rank in range(kit.ranks) if f"left-{rank}" not in marks]
-            assert not missing, f"{report.name}: teardown_process_group was not called on ranks {missing}"
+            assert not missing, (
+                f"{report.name}: teardown_process_group was not called on ranks {missing}"
+            )
             stays = sorted(mark for mark in marks if mark.startswith("group-stays"))
-            assert not stays, f"{report.name}: torch.distributed is still initialized after teardown_process_group: {stays}"
-            assert not any(seen["group stays"] for seen in report.caller), f"{report.name}: ... and in the caller after the run"
+            assert not stays, (
+                f"{report.name}: torch.distributed is still initialized after teardown_process_group: {stays}"
+            )
+            assert not any(seen["group stays"] for seen in report.caller), (
+                f"{report.name}: ... and in the caller after the run"
+            )
 
     @uses("sgd", start=ONE_DEVICE)
     def test_one_device(self, kit: Kit) -> None:
@@ -84,15 +106,24 @@ class LaunchCases:
             node = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             with kit.program("sgd", "multi-node", {"devices": 1, "num_nodes": 2}, node) as run:
                 code = run.finish()
-                assert code == 2, f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
+                assert code == 2, (
+                    f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
+                )
                 assert not list(run.folder.glob("fit-*")), "something was started all the same"
             return
         records = kit.report("sgd", TWO_NODES).ranks()
-        assert [record["rank"] for record in records] == [0, 1], f"ranks {[record['rank'] for record in records]} of two nodes"
+        assert [record["rank"] for record in records] == [0, 1], (
+            f"ranks {[record['rank'] for record in records]} of two nodes"
+        )
         if kit.can.convergence is None:
             one = kit.reference("sgd", TWO_NODES).ranks()[0]
             for record in records:
-                assert_same_weights(record["weights"], one["weights"], f"rank {record['rank']} of two nodes", "one process")
+                assert_same_weights(
+                    record["weights"],
+                    one["weights"],
+                    f"rank {record['rank']} of two nodes",
+                    "one process",
+                )
 
     @uses("listens")
     def test_loopback_only(self, kit: Kit) -> None:

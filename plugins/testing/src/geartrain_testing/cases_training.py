@@ -38,13 +38,18 @@ class TrainingCases:
         ``training_step_end``, two fits in a row."""
         if scenario == "unused_parameters":
             need(kit.can.unused_parameters, "unused_parameters is declared unsupported")
-            need(kit.can.sharded_loader or kit.ranks == 1, "ranks that see the same data use the same parameters")
+            need(
+                kit.can.sharded_loader or kit.ranks == 1,
+                "ranks that see the same data use the same parameters",
+            )
         equals_one_process(kit, scenario)
         if scenario == "fit_twice":
             equals_one_process(kit, scenario, number=1)
         ours, one = kit.report(scenario).ranks(), kit.reference(scenario).ranks()[0]
         for record in ours:
-            assert record["notes"] == one["notes"], f"rank {record['rank']} noted {record['notes']}, one process {one['notes']}"
+            assert record["notes"] == one["notes"], (
+                f"rank {record['rank']} noted {record['notes']}, one process {one['notes']}"
+            )
 
     @uses("sgd", "adam", "many_buckets", "accumulation")
     def test_identical_weights(self, kit: Kit) -> None:
@@ -52,7 +57,9 @@ class TrainingCases:
         need(kit.ranks > 1, ONE_RANK)
         need(kit.can.identical_weights, "identical_weights is declared off")
         for report in kit.reports.by_name.values():
-            if report.error is None and report.name in COMPARED:  # one that failed is another test's failure
+            if (
+                report.error is None and report.name in COMPARED
+            ):  # one that failed is another test's failure
                 identical_on_ranks(report)
 
     @uses("communication")
@@ -61,8 +68,12 @@ class TrainingCases:
         need(kit.ranks > 1, ONE_RANK)
         for record in kit.report("communication").ranks():
             entries, rank = record["weights"]["entries"].tolist(), record["rank"]
-            others = [other for other, entry in enumerate(entries) if other != rank and entry > MOVED]
-            assert others, f"rank {rank}'s weights show no gradient of another rank, so it trains alone. By rank: {entries}"
+            others = [
+                other for other, entry in enumerate(entries) if other != rank and entry > MOVED
+            ]
+            assert others, (
+                f"rank {rank}'s weights show no gradient of another rank, so it trains alone. By rank: {entries}"
+            )
 
     @uses("start_apart")
     def test_ranks_that_start_apart(self, kit: Kit) -> None:
@@ -81,7 +92,9 @@ class TrainingCases:
         for record in others:
             for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
                 ours, theirs = first["weights"][name], record["weights"][name]
-                assert torch.equal(ours, theirs), f"{name} is {ours} on rank 0 and {theirs} on rank {record['rank']}"
+                assert torch.equal(ours, theirs), (
+                    f"{name} is {ours} on rank 0 and {theirs} on rank {record['rank']}"
+                )
 
     @uses("no_sync")
     def test_no_sync(self, kit: Kit) -> None:
@@ -89,19 +102,31 @@ class TrainingCases:
         need(kit.ranks > 1, ONE_RANK)
         need(kit.can.sharded_loader, "ranks that see the same data have the same gradients")
         first, *others = (record["notes"]["gradients"] for record in kit.report("no_sync").ranks())
-        local = any(not torch.equal(ours, theirs) for other in others for ours, theirs in zip(first, other, strict=True))
+        local = any(
+            not torch.equal(ours, theirs)
+            for other in others
+            for ours, theirs in zip(first, other, strict=True)
+        )
         if kit.can.no_sync:
-            assert local, "gradients are the same on all ranks after the first micro-batch of two: every micro-batch is reduced" + fits(
-                "no_sync=False"
+            assert local, (
+                "gradients are the same on all ranks after the first micro-batch of two: every micro-batch is reduced"
+                + fits("no_sync=False")
             )
         else:
-            assert not local, "no_sync is declared unsupported and works: gradients are local after the first micro-batch of two"
+            assert not local, (
+                "no_sync is declared unsupported and works: gradients are local after the first micro-batch of two"
+            )
 
     def test_unused_parameters_unsupported(self, kit: Kit) -> None:
         """Where they are declared unsupported, steps that use other parameters than the one before end in an error: no hang, and no
         training that goes silently on."""
-        need(not kit.can.unused_parameters, "unused_parameters is supported; test_equals_one_process is about it")
+        need(
+            not kit.can.unused_parameters,
+            "unused_parameters is supported; test_equals_one_process is about it",
+        )
         with kit.program("alternating_parameters", "alternating-parameters", {}) as run:
             code = run.finish()
             assert list(run.folder.glob("started-*")), f"failed before it trained\n{run.shown()}"
-            assert code != 0, f"unused_parameters is declared unsupported and no error came\n{run.shown()}"
+            assert code != 0, (
+                f"unused_parameters is declared unsupported and no error came\n{run.shown()}"
+            )

@@ -21,39 +21,70 @@ def equals_one_process(kit: Kit, scenario: str, number: int = 0) -> None:
     Raises:
         AssertionError: what differs, and by how much, and the capability that would fit.
     """
-    ours, one = kit.report(scenario).ranks("fit", number), kit.reference(scenario).ranks("fit", number)[0]
+    ours, one = (
+        kit.report(scenario).ranks("fit", number),
+        kit.reference(scenario).ranks("fit", number)[0],
+    )
     curve, expected = ours[0]["curve"], one["curve"]
     assert len(expected) > 1
-    assert len(curve) == len(expected), f"{len(curve)} steps were logged on rank 0, and {len(expected)} in one process"
+    assert len(curve) == len(expected), (
+        f"{len(curve)} steps were logged on rank 0, and {len(expected)} in one process"
+    )
     bound = kit.can.convergence
     for record in ours:
         found, wanted = (record["step"], record["epoch"]), (one["step"], one["epoch"])
-        assert found == wanted, f"rank {record['rank']} counts {found} steps and epochs, one process {wanted}"
+        assert found == wanted, (
+            f"rank {record['rank']} counts {found} steps and epochs, one process {wanted}"
+        )
     if bound is not None:
         most, fit = expected[-1] + bound * expected[0], _convergence(curve, expected)
-        assert curve[-1] <= most, f"the loss ends at {curve[-1]}; with convergence={bound} it may end at {most}{fit}"
-        means, most = [record["metrics"]["loss_epoch"] for record in ours], one["metrics"]["loss_epoch"] + bound * expected[0]
-        assert max(means) - min(means) <= ATOL, f"loss_epoch is a mean over all ranks, and by rank it is {means}"
-        assert means[0] <= most, f"loss_epoch is {means[0]}; with convergence={bound} it may be {most}"
+        assert curve[-1] <= most, (
+            f"the loss ends at {curve[-1]}; with convergence={bound} it may end at {most}{fit}"
+        )
+        means, most = (
+            [record["metrics"]["loss_epoch"] for record in ours],
+            one["metrics"]["loss_epoch"] + bound * expected[0],
+        )
+        assert max(means) - min(means) <= ATOL, (
+            f"loss_epoch is a mean over all ranks, and by rank it is {means}"
+        )
+        assert means[0] <= most, (
+            f"loss_epoch is {means[0]}; with convergence={bound} it may be {most}"
+        )
         return
     off = differing(ours[0]["weights"], one["weights"])
     say = f"{_say(curve, expected)}\nweights that differ on rank 0, and by how much: {off}{_convergence(curve, expected)}"
-    torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=RTOL, atol=ATOL, msg=say)
+    torch.testing.assert_close(
+        torch.tensor(curve), torch.tensor(expected), rtol=RTOL, atol=ATOL, msg=say
+    )
     for record in ours:
-        assert_same_weights(record["weights"], one["weights"], f"rank {record['rank']}", "one process")
+        assert_same_weights(
+            record["weights"], one["weights"], f"rank {record['rank']}", "one process"
+        )
         difference = abs(record["metrics"]["loss_epoch"] - one["metrics"]["loss_epoch"])
-        assert difference <= RTOL + ATOL, f"loss_epoch on rank {record['rank']} differs from one process's by {difference}"
+        assert difference <= RTOL + ATOL, (
+            f"loss_epoch on rank {record['rank']} differs from one process's by {difference}"
+        )
 
 
 def _say(curve: list[float], expected: list[float]) -> str:
-    step = next((i for i, (a, b) in enumerate(zip(curve, expected, strict=True)) if abs(a - b) > ATOL + RTOL * abs(b)), 0)
+    step = next(
+        (
+            i
+            for i, (a, b) in enumerate(zip(curve, expected, strict=True))
+            if abs(a - b) > ATOL + RTOL * abs(b)
+        ),
+        0,
+    )
     return (
         f"the loss differs from one process's from step {step} on: {curve[step]!r}, expected {expected[step]!r}\n"
         f"rank 0:      {curve}\none process: {expected}"
     )
 
 
-def assert_same_weights(mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str, than: str) -> None:
+def assert_same_weights(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str, than: str
+) -> None:
     """Two state_dicts are equal but for the order of additions.
 
     Raises:
@@ -64,7 +95,9 @@ def assert_same_weights(mine: Mapping[str, Any], theirs: Mapping[str, Any], whos
     assert not wrong, f"{whose} has other weights than {than}; largest difference by name: {wrong}"
 
 
-def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = RTOL, atol: float = ATOL) -> dict[str, float]:
+def differing(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], rtol: float = RTOL, atol: float = ATOL
+) -> dict[str, float]:
     """Return the largest difference of each tensor that is not the same in two state_dicts."""
     return {
         name: float((tensor.double() - theirs[name].double()).abs().max())
@@ -79,7 +112,9 @@ def _convergence(curve: list[float], expected: list[float]) -> str:
     rounded = float(f"{max(1.1 * least, 1e-3):.1g}")
     bound = rounded if rounded >= least else 2 * rounded
     return (
-        fits(f"convergence={bound:g}") if bound <= MOST else f"\nNo convergence that may be declared would fit: {bound:g} is above {MOST}"
+        fits(f"convergence={bound:g}")
+        if bound <= MOST
+        else f"\nNo convergence that may be declared would fit: {bound:g} is above {MOST}"
     )
 
 
@@ -92,7 +127,9 @@ def identical_on_ranks(report: Report, command: str = "fit", number: int = 0) ->
     first, *others = report.ranks(command, number)
     for record in others:
         off = differing(first["weights"], record["weights"], 0.0, 0.0)
-        assert not off, f"weights on rank {record['rank']} differ from rank 0's, and by how much: {off}{fits('identical_weights=False')}"
+        assert not off, (
+            f"weights on rank {record['rank']} differ from rank 0's, and by how much: {off}{fits('identical_weights=False')}"
+        )
 
 
 def numbers(record: Mapping[str, Any], stage: str, epoch: int = 0) -> list[int]:

@@ -38,27 +38,64 @@ def command(name: str, argv: list[str]) -> None:
         UsageError: no such strategy, option or capability; no pytest; no test that ``-k`` chooses.
         TrainingError: a test failed; what the runs left is kept.
     """
-    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
-    parser.add_argument("strategy", metavar="NAME", nargs="?", help="the entry point's name of an installed strategy")
-    parser.add_argument("--devices", type=int, metavar="N", help="devices to run on; default 2, or 1 if the strategy drives one")
-    parser.add_argument("--without", action="append", default=[], metavar="CAPABILITY", help="declare a capability unsupported")
-    parser.add_argument("--convergence", type=float, metavar="X", help="approximate by design: see docs/conformance.md")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="seconds that one scenario may take; default 60")
-    parser.add_argument("--quick", action="store_true", help="the cases that find most, in about ten seconds")
+    parser = argparse.ArgumentParser(
+        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    )
+    parser.add_argument(
+        "strategy",
+        metavar="NAME",
+        nargs="?",
+        help="the entry point's name of an installed strategy",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="devices to run on; default 2, or 1 if the strategy drives one",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="CAPABILITY",
+        help="declare a capability unsupported",
+    )
+    parser.add_argument(
+        "--convergence",
+        type=float,
+        metavar="X",
+        help="approximate by design: see docs/conformance.md",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that one scenario may take; default 60",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the cases that find most, in about ten seconds"
+    )
     parser.add_argument("-k", metavar="EXPR", help="pytest's: run the tests whose names match")
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UsageError(str(error)) from error
     if given.strategy is None:
-        raise UsageError("which strategy? Fix: geartrain conformance NAME; geartrain plugins lists what is installed")
+        raise UsageError(
+            "which strategy? Fix: geartrain conformance NAME; geartrain plugins lists what is installed"
+        )
     if not 0 < given.deadline < float("inf"):
         raise UsageError(f"--deadline {given.deadline:g} is no number of seconds above 0")
     registry = Registry()
     candidate = registry.find("strategy", given.strategy)
     options = _options(registry.load(candidate), candidate, unknown)
     capabilities = _capabilities(registry, candidate, options, given.without, given.convergence)
-    chosen = [expression for expression in (_QUICK if given.quick else None, given.k) if expression is not None]
+    chosen = [
+        expression
+        for expression in (_QUICK if given.quick else None, given.k)
+        if expression is not None
+    ]
     _run(
         candidate.name,
         _SUITE.format(
@@ -92,7 +129,11 @@ def _options(cls: Any, candidate: InstalledPlugin, argv: list[str]) -> dict[str,
         values = parser.parse_args(tokens)
     except ArgumentError as error:
         raise UsageError(f"{candidate.label}: {error}") from error
-    names = [token.partition("=")[0].removeprefix("--strategy.") for token in tokens if token.startswith("--strategy.")]
+    names = [
+        token.partition("=")[0].removeprefix("--strategy.")
+        for token in tokens
+        if token.startswith("--strategy.")
+    ]
     return {name: values["strategy"][name] for name in names}
 
 
@@ -107,7 +148,12 @@ def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
 
     devices = 2 if given is None else given
     try:
-        Trainer(accelerator=StrategyConformance.accelerator, devices=devices, strategy=name, strategy_options=options)
+        Trainer(
+            accelerator=StrategyConformance.accelerator,
+            devices=devices,
+            strategy=name,
+            strategy_options=options,
+        )
     except UsageError:
         if given is not None:
             raise
@@ -118,14 +164,20 @@ def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
 
 
 def _capabilities(
-    registry: Registry, candidate: InstalledPlugin, options: dict[str, Any], without: list[str], convergence: float | None
+    registry: Registry,
+    candidate: InstalledPlugin,
+    options: dict[str, Any],
+    without: list[str],
+    convergence: float | None,
 ) -> str:
     """Return the source text of the capabilities that the suite expects: the declared ones without those of ``--without``."""
     from geartrain_testing.capabilities import SWITCHES, Capabilities
 
     for name in without:
         if name not in SWITCHES:
-            raise UsageError(f"--without {name}: there is no such capability. {nearest(name, SWITCHES)}")
+            raise UsageError(
+                f"--without {name}: there is no such capability. {nearest(name, SWITCHES)}"
+            )
     if not without and convergence is None:
         return "None  # as the strategy declares"
     plugin = registry.select("strategy", candidate.name, options).plugin
@@ -142,11 +194,23 @@ def _run(name: str, suite: str, arguments: list[str]) -> None:
     # A configuration of its own, so that the one of the project in which the command was typed is not found.
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
     # A process of its own: it must not find this one's imports, and a strategy may end it.
-    code = subprocess.call([sys.executable, "-m", "pytest", "--basetemp", str(folder / "runs"), *arguments, str(folder)])
+    code = subprocess.call(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--basetemp",
+            str(folder / "runs"),
+            *arguments,
+            str(folder),
+        ]
+    )
     if code == 0:
         shutil.rmtree(folder, ignore_errors=True)
         return
     if code == 5:
         shutil.rmtree(folder, ignore_errors=True)
         raise UsageError("-k chooses no test. Fix: docs/conformance.md lists them")
-    raise TrainingError(f"the strategy {name!r} does not conform, as pytest says above. The test and what it ran: {folder}")
+    raise TrainingError(
+        f"the strategy {name!r} does not conform, as pytest says above. The test and what it ran: {folder}"
+    )

@@ -55,10 +55,20 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
         kits = request.config.stash.setdefault(_KITS, {})
         if suite not in kits:
             wanted = _wanted(request.session.items)
-            together = [other for other in wanted if other.program == suite.program] if suite.program else [suite]
-            programs = Programs(tmp_path_factory.mktemp(f"conformance-{suite.program or suite.strategy}"))
+            together = (
+                [other for other in wanted if other.program == suite.program]
+                if suite.program
+                else [suite]
+            )
+            programs = Programs(
+                tmp_path_factory.mktemp(f"conformance-{suite.program or suite.strategy}")
+            )
             for each in together:
-                folder = programs.folder if each is suite else tmp_path_factory.mktemp(f"conformance-{each.strategy}")
+                folder = (
+                    programs.folder
+                    if each is suite
+                    else tmp_path_factory.mktemp(f"conformance-{each.strategy}")
+                )
                 try:
                     kits[each] = Kit(each, folder, wanted[each], programs)
                 except UsageError:  # another class's failure
@@ -78,6 +88,8 @@ def _wanted(items: Iterable[Any]) -> dict[Any, dict[str, list[str]]]:
         if isinstance(suite, type) and issubclass(suite, StrategyConformance):
             given = getattr(getattr(item, "callspec", None), "params", {}).get("scenario")
             names = (given,) if given else getattr(item.function, "scenarios", ())
-            known = wanted.setdefault(suite, {}).setdefault(getattr(item.function, "start", RANKS), [])
+            known = wanted.setdefault(suite, {}).setdefault(
+                getattr(item.function, "start", RANKS), []
+            )
             known += [name for name in names if name not in known]
     return wanted

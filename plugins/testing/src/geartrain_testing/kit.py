@@ -53,9 +53,14 @@ class Report:
 
     def ranks(self, command: str = "fit", number: int = 0) -> list[dict[str, Any]]:
         """Each rank's record of the ``number``-th run of a command, by rank."""
-        paths = sorted(self.folder.glob(f"{command}-{number}-rank-*.pt"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        paths = sorted(
+            self.folder.glob(f"{command}-{number}-rank-*.pt"),
+            key=lambda path: int(path.stem.rpartition("-")[2]),
+        )
         records = [torch.load(path, weights_only=True) for path in paths]
-        assert records, f"no rank recorded {command!r} in {self.folder}: the strategy did not call the hooks of Trainer(plugins=[...])"
+        assert records, (
+            f"no rank recorded {command!r} in {self.folder}: the strategy did not call the hooks of Trainer(plugins=[...])"
+        )
         return records
 
     @cached_property
@@ -74,7 +79,11 @@ class Reports:
 
 
 #: The scenarios that strategies need not come to the end of -> the capability that says so.
-_CAPABILITY_OF = {"uneven_inputs": "uneven_inputs", "uneven_training": "uneven_inputs", "unused_parameters": "unused_parameters"}
+_CAPABILITY_OF = {
+    "uneven_inputs": "uneven_inputs",
+    "uneven_training": "uneven_inputs",
+    "unused_parameters": "unused_parameters",
+}
 
 #: How the programs of a shared scenario are started: on the class's devices, on one device, or as two nodes of one device each.
 RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
@@ -99,11 +108,18 @@ class Programs:
         """
         if start not in self._reports:
             kits = [kit for kit in self.kits if kit.wanted.get(start)]
-            compared = {key: one for kit in self.kits for key, one in kit.references() if key not in _references}
+            compared = {
+                key: one
+                for kit in self.kits
+                for key, one in kit.references()
+                if key not in _references
+            }
             references = compared if start == ONE_DEVICE else {}
             requests = [*references.values(), *(kit.shared_request(start) for kit in kits)]
             deadlines = [60.0] * len(references) + [kit.deadline for kit in kits]
-            environments: list[dict[str, str]] = [{"NODE_RANK": str(rank)} for rank in range(2)] if start == TWO_NODES else [{}]
+            environments: list[dict[str, str]] = (
+                [{"NODE_RANK": str(rank)} for rank in range(2)] if start == TWO_NODES else [{}]
+            )
             found = run_all(requests, self.folder / start, deadlines, environments)
             _references.update(zip(references, found, strict=False))
             self._reports[start] = dict(zip(kits, found[len(references) :], strict=True))
@@ -123,7 +139,13 @@ class Kit:
         UsageError: the strategy, its options or a capability are unknown.
     """
 
-    def __init__(self, suite: Any, folder: Path, wanted: Mapping[str, Sequence[str]], programs: Programs | None = None) -> None:
+    def __init__(
+        self,
+        suite: Any,
+        folder: Path,
+        wanted: Mapping[str, Sequence[str]],
+        programs: Programs | None = None,
+    ) -> None:
         self.name: str = suite.strategy
         self.folder = folder
         self.accelerator: str = suite.accelerator
@@ -133,12 +155,21 @@ class Kit:
         registry = Registry()
         self.candidate: InstalledPlugin = registry.find("strategy", self.name)
         part = registry.select("strategy", self.name, suite.options)
-        declared = suite.capabilities if suite.capabilities is not None else getattr(part.plugin, "capabilities", None)
+        declared = (
+            suite.capabilities
+            if suite.capabilities is not None
+            else getattr(part.plugin, "capabilities", None)
+        )
         self.can = Capabilities.of(declared, self.candidate.label)
-        self.request = replace(self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer))
+        self.request = replace(
+            self._request(suite.options, suite.devices), optimizer=dict(suite.optimizer)
+        )
         self.ranks = self.request.ranks
         unsupported = () if self.can.unused_parameters else ("unused_parameters",)
-        self.wanted = {start: [name for name in names if name not in unsupported] for start, names in wanted.items()}
+        self.wanted = {
+            start: [name for name in names if name not in unsupported]
+            for start, names in wanted.items()
+        }
         if self.request.devices == 1:
             self.wanted.pop(ONE_DEVICE, None)  # the other scenarios run on one device
         if not self.can.multi_node:
@@ -147,8 +178,15 @@ class Kit:
         self.programs.kits.append(self)
 
     def _request(self, options: Mapping[str, Any], devices: int) -> Request:
-        trainer = Trainer(accelerator=self.accelerator, devices=devices, strategy=self.name, strategy_options=options)
-        ranks = trainer.plan.processes or devices  # where a launcher decides, as many as there are devices
+        trainer = Trainer(
+            accelerator=self.accelerator,
+            devices=devices,
+            strategy=self.name,
+            strategy_options=options,
+        )
+        ranks = (
+            trainer.plan.processes or devices
+        )  # where a launcher decides, as many as there are devices
         return Request(
             strategy=self.name,
             options=dict(options),
@@ -170,7 +208,13 @@ class Kit:
         if start == ONE_DEVICE:
             return replace(request, devices=1, ranks=1, global_batch=BATCH)
         if start == TWO_NODES:
-            return replace(request, devices=1, num_nodes=2, ranks=2, global_batch=2 * BATCH if self.can.sharded_loader else BATCH)
+            return replace(
+                request,
+                devices=1,
+                num_nodes=2,
+                ranks=2,
+                global_batch=2 * BATCH if self.can.sharded_loader else BATCH,
+            )
         return request
 
     @property
@@ -194,13 +238,30 @@ class Kit:
         for start, names in self.wanted.items():
             if set(names) & set(COMPARED):
                 request = self.shared_request(start)
-                one = replace(request, strategy="single", options={}, optimizer={}, accelerator="cpu", devices=1, num_nodes=1)
-                yield (request.ranks, request.global_batch), replace(one, scenarios=list(COMPARED), batch=request.global_batch)
+                one = replace(
+                    request,
+                    strategy="single",
+                    options={},
+                    optimizer={},
+                    accelerator="cpu",
+                    devices=1,
+                    num_nodes=1,
+                )
+                yield (
+                    (request.ranks, request.global_batch),
+                    replace(one, scenarios=list(COMPARED), batch=request.global_batch),
+                )
 
     # --- programs of their own -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def program(self, scenario: str, name: str, changes: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+    def program(
+        self,
+        scenario: str,
+        name: str,
+        changes: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[Run]:
         """Start a program of one scenario.
 
         Args:
@@ -210,10 +271,17 @@ class Kit:
         folder = self.folder / name
         folder.mkdir(parents=True)
         requests = folder / "requests.json"
-        write([replace(self.request, scenarios=[scenario], folder=str(folder), **changes)], requests)
+        write(
+            [replace(self.request, scenarios=[scenario], folder=str(folder), **changes)], requests
+        )
         program = Launched(_command(requests), folder, environment, "program")
         try:
-            yield Run(program, Report(scenario, folder / scenario), max(self.deadline, START), self.deadline)
+            yield Run(
+                program,
+                Report(scenario, folder / scenario),
+                max(self.deadline, START),
+                self.deadline,
+            )
         finally:
             program.kill()
 
@@ -243,7 +311,11 @@ class Run:
             AssertionError: it still runs ``seconds`` (default: ``ending``) after a rank's run began.
         """
         until = time.monotonic() + self.deadline
-        while self.program.process.poll() is None and not list(self.folder.glob("started-*")) and time.monotonic() < until:
+        while (
+            self.program.process.poll() is None
+            and not list(self.folder.glob("started-*"))
+            and time.monotonic() < until
+        ):
             time.sleep(0.02)
         return self.program.wait(self.ending if seconds is None else seconds)
 
@@ -255,11 +327,20 @@ class Run:
 def shown(programs: Sequence[Launched], folder: Path, lines: int = 60) -> str:
     """The end of what programs printed, and where the rest is."""
     texts = [f"{program.out}{program.err}".splitlines() for program in programs]
-    return "\n".join(["--- the end of the program's output ---", *(line for text in texts for line in text[-lines:]), f"--- {folder} ---"])
+    return "\n".join(
+        [
+            "--- the end of the program's output ---",
+            *(line for text in texts for line in text[-lines:]),
+            f"--- {folder} ---",
+        ]
+    )
 
 
 def run_all(
-    requests: Sequence[Request], folder: Path, deadlines: Sequence[float], environments: Sequence[Mapping[str, str]] = ({},)
+    requests: Sequence[Request],
+    folder: Path,
+    deadlines: Sequence[float],
+    environments: Sequence[Mapping[str, str]] = ({},),
 ) -> list[Reports]:
     """Run all scenarios of the requests in one program, or in one for each environment; after a scenario in which it fails or hangs, the
     rest in another, so that one fault is one failure.
@@ -278,17 +359,37 @@ def run_all(
             return reports
         home = folder / str(number)
         # A folder for each request only if there are several.
-        homes = [home / f"{i}-{request.strategy}" if len(requests) > 1 else home for i, request in enumerate(requests)]
+        homes = [
+            home / f"{i}-{request.strategy}" if len(requests) > 1 else home
+            for i, request in enumerate(requests)
+        ]
         parts = []
         for i in dict.fromkeys(i for i, _ in left):
             homes[i].mkdir(parents=True)
-            parts.append(replace(requests[i], scenarios=[name for j, name in left if j == i], folder=str(homes[i])))
+            parts.append(
+                replace(
+                    requests[i],
+                    scenarios=[name for j, name in left if j == i],
+                    folder=str(homes[i]),
+                )
+            )
         write(parts, home / "requests.json")
-        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if len(environments) > 1 else {}
+        nodes = (
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            if len(environments) > 1
+            else {}
+        )
         programs: list[Launched] = []
         try:
             for i, environment in enumerate(environments):
-                programs.append(Launched(_command(home / "requests.json"), home, {**nodes, **environment}, f"program-{i}"))
+                programs.append(
+                    Launched(
+                        _command(home / "requests.json"),
+                        home,
+                        {**nodes, **environment},
+                        f"program-{i}",
+                    )
+                )
             todo = [(homes[i] / name, name, deadlines[i]) for i, name in left]
             problem = _watch(programs, todo)
             done = [(i, name) for i, name in left if (homes[i] / name / "done").exists()]
@@ -302,7 +403,9 @@ def run_all(
             else:
                 # A failure after the last scenario is the program's end's; it is the last one's, which nothing else would show.
                 i, name = left.pop(0) if left else done[-1]
-                reports[i].by_name[name] = Report(name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}")
+                reports[i].by_name[name] = Report(
+                    name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}"
+                )
         finally:
             for program in programs:
                 program.kill()
@@ -333,7 +436,10 @@ def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]
 
 def _slow_or_hung(folder: Path, deadline: float) -> str:
     """Say of a scenario that took too long whether its ranks still make steps."""
-    ages = {path.name.removeprefix(PROGRESS): time.time() - path.stat().st_mtime for path in folder.glob(f"{PROGRESS}*")}
+    ages = {
+        path.name.removeprefix(PROGRESS): time.time() - path.stat().st_mtime
+        for path in folder.glob(f"{PROGRESS}*")
+    }
     last = ", ".join(f"rank {rank} {age:.1f} s ago" for rank, age in sorted(ages.items())) or "none"
     if min(ages.values(), default=deadline) < max(1.0, deadline / 10):
         return f"slow, and not hung (last steps: {last}; a longer deadline, or --deadline {2 * deadline:.0f}, would show whether it ends)"

@@ -33,8 +33,23 @@ PORTS = range(20000, 32000)
 _numbers = itertools.count(os.getpid() * 100)
 #: What would make a test's program one of several already, or change what it does.
 _CLEARED = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("GEARTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
+    *(
+        "GEARTRAIN_STARTED_BY",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_ERROR_FILE",
+        "PYTEST_CURRENT_TEST",
+    ),
     *("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HOROVOD_RANK", "HOROVOD_SIZE"),
 )
 
@@ -66,7 +81,13 @@ class Launched:
         name: of the output files, and of the folder for temporary files.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, name: str = "run") -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        name: str = "run",
+    ) -> None:
         self.command, self.folder = list(command), folder
         self.token = uuid.uuid4().hex
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
@@ -79,11 +100,19 @@ class Launched:
         self._short.symlink_to(self.temporary.absolute(), target_is_directory=True)
         self._shared_before = _shared_memory()
         environ |= {TOKEN: self.token, "TMPDIR": str(self._short), "PYTHONUNBUFFERED": "1"}
-        environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{name}.inductor")  # torch's own, which it makes when it is imported
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+            folder / f"{name}.inductor"
+        )  # torch's own, which it makes when it is imported
         environ |= environment or {}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                list(command), cwd=folder, env=environ, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+                list(command),
+                cwd=folder,
+                env=environ,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._ended = threading.Event()
         self._pids: set[int] = {self.process.pid}
@@ -111,7 +140,9 @@ class Launched:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s\n{self.out}\n{self.err}") from None
+            raise AssertionError(
+                f"still running after {seconds} s\n{self.out}\n{self.err}"
+            ) from None
 
     def succeed(self, seconds: float = 60) -> Launched:
         """Wait for exit code 0; shows the output where it is another."""
@@ -136,10 +167,28 @@ class Launched:
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {_command_line(pid)}" for pid in self.processes()]
         new = _shared_memory() - self._shared_before
-        mine = {path for path in new if path in self._mapped or self._pids & {int(digits) for digits in re.findall(r"\d+", path)}}
-        living = set().union(*(_mapped(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())) if mine else set()
+        mine = {
+            path
+            for path in new
+            if path in self._mapped
+            or self._pids & {int(digits) for digits in re.findall(r"\d+", path)}
+        }
+        living = (
+            set().union(
+                *(
+                    _mapped(int(entry.name))
+                    for entry in Path("/proc").iterdir()
+                    if entry.name.isdigit()
+                )
+            )
+            if mine
+            else set()
+        )
         shared = [f"shared memory {path}" for path in sorted(mine - living)]
-        files = [f"temporary file {path.relative_to(self.temporary)}" for path in sorted(self.temporary.rglob("*"))]
+        files = [
+            f"temporary file {path.relative_to(self.temporary)}"
+            for path in sorted(self.temporary.rglob("*"))
+        ]
         return processes + shared + files
 
     def kill(self) -> None:
@@ -173,7 +222,9 @@ def processes(token: str) -> list[int]:
 
 
 @contextmanager
-def launched(*arguments: str, folder: Path, name: str = "run", before: Sequence[str] = (), **environment: str) -> Iterator[Launched]:
+def launched(
+    *arguments: str, folder: Path, name: str = "run", before: Sequence[str] = (), **environment: str
+) -> Iterator[Launched]:
     """``python ARGUMENTS``, killed at the end with all that it started; ``before`` goes before it (``ip netns exec NAME``)."""
     run = Launched([*before, sys.executable, *arguments], folder, environment, name)
     try:
@@ -187,7 +238,9 @@ def listening(pids: Sequence[int]) -> list[str]:
     inodes = set()
     for pid in pids:
         try:
-            inodes |= {os.readlink(f"/proc/{pid}/fd/{handle}") for handle in os.listdir(f"/proc/{pid}/fd")}
+            inodes |= {
+                os.readlink(f"/proc/{pid}/fd/{handle}") for handle in os.listdir(f"/proc/{pid}/fd")
+            }
         except OSError:
             continue
     found = []
@@ -207,16 +260,28 @@ def _shared_memory() -> set[str]:
 def _mapped(pid: int) -> set[str]:
     """Shared memory that a process has mapped or open."""
     try:
-        maps, folder = Path(f"/proc/{pid}/maps").read_text(errors="replace"), Path(f"/proc/{pid}/fd")
+        maps, folder = (
+            Path(f"/proc/{pid}/maps").read_text(errors="replace"),
+            Path(f"/proc/{pid}/fd"),
+        )
         handles = [os.readlink(handle) for handle in folder.iterdir()]
     except OSError:
         return set()
-    return {*re.findall(rf"{_SHARED_MEMORY}/\S+", maps), *(path for path in handles if path.startswith(f"{_SHARED_MEMORY}/"))}
+    return {
+        *re.findall(rf"{_SHARED_MEMORY}/\S+", maps),
+        *(path for path in handles if path.startswith(f"{_SHARED_MEMORY}/")),
+    }
 
 
 def _command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return "(gone)"
 
@@ -232,4 +297,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError(f"no port from {PORTS[0]} to {PORTS[-1]} is free. Fix: end the processes that listen there")
+    raise RuntimeError(
+        f"no port from {PORTS[0]} to {PORTS[-1]} is free. Fix: end the processes that listen there"
+    )

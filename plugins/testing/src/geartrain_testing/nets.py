@@ -24,7 +24,9 @@ OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
 def samples(count: int) -> TensorDataset:
     """``count`` samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, and which one it is (int64, 0-d)."""
     numbers = torch.arange(count)
-    x = torch.stack([torch.sin(numbers * 0.7), torch.cos(numbers * 1.3), torch.sin(numbers * 0.31 + 1)], dim=1).double()
+    x = torch.stack(
+        [torch.sin(numbers * 0.7), torch.cos(numbers * 1.3), torch.sin(numbers * 0.31 + 1)], dim=1
+    ).double()
     return TensorDataset(x, x.sum(dim=1, keepdim=True).sin(), numbers)
 
 
@@ -41,7 +43,11 @@ class Net(gt.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.first, self.second, self.last = nn.Linear(3, width), nn.Linear(width, width), nn.Linear(width, 1)
+            self.first, self.second, self.last = (
+                nn.Linear(3, width),
+                nn.Linear(width, width),
+                nn.Linear(width, 1),
+            )
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.double()
         self.optimizer = optimizer
@@ -74,7 +80,11 @@ class Net(gt.Module):
             return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
         # Wide layers need smaller steps: where training diverges, an approximate strategy ends anywhere.
         lr = min(0.1, 1 / self.second.in_features)
-        return torch.optim.Adam(trained, lr=0.01) if self.optimizer == "adam" else torch.optim.SGD(trained, lr=lr, momentum=0.5)
+        return (
+            torch.optim.Adam(trained, lr=0.01)
+            if self.optimizer == "adam"
+            else torch.optim.SGD(trained, lr=lr, momentum=0.5)
+        )
 
 
 def notes_of(run: gt.Run) -> dict[str, Any]:
@@ -119,7 +129,9 @@ class Alternating(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = torch.tanh(self.first(batch[0]))
-        return nn.functional.mse_loss(self.last(hidden if batch_idx % 2 else torch.tanh(self.second(hidden))), batch[1])
+        return nn.functional.mse_loss(
+            self.last(hidden if batch_idx % 2 else torch.tanh(self.second(hidden))), batch[1]
+        )
 
 
 class Scheduled(Net):
@@ -127,7 +139,10 @@ class Scheduled(Net):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}
+        schedule = {
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            "interval": "step",
+        }
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_train_end(self) -> None:
@@ -164,7 +179,9 @@ class Gradients(Net):
 
     def on_after_backward(self) -> None:
         if "gradients" not in self.notes:
-            self.notes["gradients"] = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+            self.notes["gradients"] = [
+                p.grad.clone() for p in self.parameters() if p.grad is not None
+            ]
 
 
 class Parts(Net):

@@ -14,7 +14,17 @@ from geartrain.plugin_api import KNOWN, Registry, nearest, user_path
 _TEMPLATES = Path(__file__).with_name("templates")
 
 #: What mean something else where a name is typed: ``--accelerator auto``, ``--model.lr``.
-_RESERVED = ("accelerator", "auto", "config", "data", "gpu", "model", "plugin", "strategy", "trainer")
+_RESERVED = (
+    "accelerator",
+    "auto",
+    "config",
+    "data",
+    "gpu",
+    "model",
+    "plugin",
+    "strategy",
+    "trainer",
+)
 #: Lines of code with a longer one would not be what ruff makes of them.
 _LONGEST = 24
 
@@ -33,10 +43,19 @@ def command(name: str, argv: list[str]) -> None:
     Raises:
         UsageError: no such kind, a name that cannot be used, or a folder in which something is.
     """
-    parser = argparse.ArgumentParser(prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
+    )
     parser.add_argument("kind", metavar="KIND", nargs="?", help=", ".join(_TRY))
-    parser.add_argument("name", metavar="NAME", nargs="?", help="what people will type: lower-case letters and digits, - or _ between them")
-    parser.add_argument("--output", metavar="DIR", help="the folder to write; default geartrain-NAME")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="what people will type: lower-case letters and digits, - or _ between them",
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="the folder to write; default geartrain-NAME"
+    )
     try:
         given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -48,7 +67,9 @@ def command(name: str, argv: list[str]) -> None:
     if given.kind not in _TRY:
         raise UsageError(f"there is no kind {given.kind!r}. {nearest(given.kind, _TRY)}")
     if given.name is None:
-        raise UsageError(f"what is the {given.kind} called? Fix: geartrain {name} {given.kind} NAME")
+        raise UsageError(
+            f"what is the {given.kind} called? Fix: geartrain {name} {given.kind} NAME"
+        )
     _check_name(given.kind, given.name)
     folder = user_path(given.output or f"geartrain-{given.name.replace('_', '-')}", "--output")
     written = _write(given.kind, given.name, folder)
@@ -63,14 +84,20 @@ def _check_name(kind: str, name: str) -> None:
             f"{name!r} cannot be a plugin's name: lower-case letters and digits, a letter first, one - or _ between words. Fix: {better}"
         )
     if len(name) > _LONGEST:
-        raise UsageError(f"{name!r} has {len(name)} characters. Fix: a name of at most {_LONGEST}, because people will type it")
+        raise UsageError(
+            f"{name!r} has {len(name)} characters. Fix: a name of at most {_LONGEST}, because people will type it"
+        )
     fix = "Fix: another name"
     if name in _RESERVED:
-        raise UsageError(f"{name!r} has a meaning of its own on geartrain's command line. {fix}, {name}_2 or my_{name} for one")
+        raise UsageError(
+            f"{name!r} has a meaning of its own on geartrain's command line. {fix}, {name}_2 or my_{name} for one"
+        )
     same = _same(name)
     if kind == "plugin":
         try:
-            from geartrain_cli.arguments import option_names  # not above: strategies and accelerators need no parser
+            from geartrain_cli.arguments import (
+                option_names,
+            )  # not above: strategies and accelerators need no parser
         except ModuleNotFoundError as error:  # the Trainer needs torch; without it, a taken name is refused when the plugin is chosen
             if error.name != "torch":
                 raise
@@ -84,12 +111,18 @@ def _check_name(kind: str, name: str) -> None:
             )
     for candidate in Registry().candidates:
         if _same(candidate.name) == same:
-            raise UsageError(f"{name!r} is installed: it is the {candidate.kind} {candidate.label}. {fix}, or uninstall that one")
+            raise UsageError(
+                f"{name!r} is installed: it is the {candidate.kind} {candidate.label}. {fix}, or uninstall that one"
+            )
     for (other, known), distribution in KNOWN.items():
         if _same(known) == same:
-            raise UsageError(f"{name!r} is the {other} of {distribution}, which geartrain knows. {fix}, or pip install {distribution}")
+            raise UsageError(
+                f"{name!r} is the {other} of {distribution}, which geartrain knows. {fix}, or pip install {distribution}"
+            )
     if importlib.util.find_spec(f"geartrain_{same}") is not None:
-        raise UsageError(f"{name!r}: a package geartrain_{same} is installed, and the {kind}'s would be called the same. {fix}")
+        raise UsageError(
+            f"{name!r}: a package geartrain_{same} is installed, and the {kind}'s would be called the same. {fix}"
+        )
 
 
 def _same(name: str) -> str:
@@ -111,7 +144,9 @@ def _write(kind: str, name: str, folder: Path) -> list[Path]:
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} exists and is not empty; nothing was written. Fix: --output DIR, or move it away")
+            raise UsageError(
+                f"{folder} exists and is not empty; nothing was written. Fix: --output DIR, or move it away"
+            )
         template, written = _TEMPLATES / kind, []
         for source in sorted(path for path in template.rglob("*") if path.is_file()):
             place = source.relative_to(template)
@@ -120,7 +155,9 @@ def _write(kind: str, name: str, folder: Path) -> list[Path]:
                 continue
             relative = Path(_renamed(str(place), kind, name))
             (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-            (folder / relative).write_text(_renamed(source.read_text(encoding="utf-8"), kind, name), encoding="utf-8")
+            (folder / relative).write_text(
+                _renamed(source.read_text(encoding="utf-8"), kind, name), encoding="utf-8"
+            )
             written.append(relative)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}. Fix: --output DIR") from error

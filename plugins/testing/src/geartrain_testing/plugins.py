@@ -94,9 +94,13 @@ def run_plugin(
     if command not in _STAGES:
         raise UsageError(f"command={command!r} must be one of {', '.join(map(repr, _STAGES))}.")
     if "devices" in options:
-        raise UsageError(f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. Fix: ranks=")
+        raise UsageError(
+            f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. Fix: ranks="
+        )
     if "strategy" in options:
-        raise UsageError("run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy")
+        raise UsageError(
+            "run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy"
+        )
     given, logged = _as_list(plugin), _Logged()
     callbacks = [one for one in given if hasattr(one, "as_plugin")]
     plugins = [one for one in given if not hasattr(one, "as_plugin")]
@@ -110,7 +114,9 @@ def run_plugin(
     }
     all_plugins = [*plugins, *_as_list(options.pop("plugins", ())), logged]
     all_callbacks = [*callbacks, *_as_list(options.pop("callbacks", ()))]
-    trainer = Trainer(**{**quiet, **options}, strategy=strategy, plugins=all_plugins, callbacks=all_callbacks)
+    trainer = Trainer(
+        **{**quiet, **options}, strategy=strategy, plugins=all_plugins, callbacks=all_callbacks
+    )
     module = Net() if module is None else module
     loaders = [_loader(module, _STAGES[command], data, ranks)]
     if command == "fit":
@@ -122,9 +128,14 @@ def run_plugin(
             raise
     found = []
     for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
-        chosen = [part.plugin for part in run.trainer._parts if part.info.kind == "plugin"]  # plugins before callbacks
+        chosen = [
+            part.plugin for part in run.trainer._parts if part.info.kind == "plugin"
+        ]  # plugins before callbacks
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
-        own = [next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins) for one in given]
+        own = [
+            next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins)
+            for one in given
+        ]
         metrics = chosen[len(all_plugins) - 1].metrics
         result = strategy.results[rank]
         if command in ("validate", "test") and result is not None:
@@ -140,6 +151,10 @@ def _as_list(given: Any) -> list[Any]:
 def _loader(module: Module, stage: str, given: Any, ranks: int) -> Any:
     """Return what was given; ``None`` if the module has loaders of its own or no use for them; else batches of the default data."""
     has_own = callable(getattr(module, DataSource.method(stage), None))
-    if given is not None or has_own or (stage == "validate" and not hasattr(module, "validation_step")):
+    if (
+        given is not None
+        or has_own
+        or (stage == "validate" and not hasattr(module, "validation_step"))
+    ):
         return given
     return DataLoader(samples(4 * _BATCH * ranks), _BATCH)

@@ -27,7 +27,16 @@ from geartrain_testing.recorder import Recorder, save
 
 #: Scenarios in which N ranks must have the result of one process.
 COMPARED = (
-    *("sgd", "adam", "many_buckets", "accumulation", "clipping", "two_optimizers", "frozen", "unused_parameters"),
+    *(
+        "sgd",
+        "adam",
+        "many_buckets",
+        "accumulation",
+        "clipping",
+        "two_optimizers",
+        "frozen",
+        "unused_parameters",
+    ),
     *("scheduler", "step_end", "fit_twice"),
 )
 
@@ -82,7 +91,12 @@ class Job:
     def trainer(self, *plugins: Any, **options: Any) -> gt.Trainer:
         """A trainer with the strategy, a :class:`Recorder` and quiet defaults."""
         request = self.request
-        defaults = {"enable_progress_bar": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": 1}
+        defaults = {
+            "enable_progress_bar": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "max_epochs": 1,
+        }
         return gt.Trainer(
             accelerator=request.accelerator,
             devices=request.devices,
@@ -107,7 +121,10 @@ class Job:
         """Note what the caller sees after a run."""
         self.caller.append(
             {
-                "weights": {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()},
+                "weights": {
+                    name: tensor.detach().cpu().clone()
+                    for name, tensor in module.state_dict().items()
+                },
                 "metrics": dict(trainer.run.metrics),
                 "step": trainer.global_step,
                 "epoch": trainer.current_epoch,
@@ -132,7 +149,9 @@ def main(path: str) -> None:
     place = detect()
     caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0
     for request in read(Path(path)):
-        os.environ[OPTIMIZER] = json.dumps(request.optimizer)  # ranks that are started on a function take it over too
+        os.environ[OPTIMIZER] = json.dumps(
+            request.optimizer
+        )  # ranks that are started on a function take it over too
         for name in request.scenarios:
             job = Job(request, name)
             try:

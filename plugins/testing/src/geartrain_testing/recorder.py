@@ -71,7 +71,10 @@ class Recorder:
             "step": run.step,
             "epoch": run.epoch,
             "metrics": dict(run.metrics),
-            "weights": {name: tensor.detach().cpu().clone() for name, tensor in run.module.state_dict().items()},
+            "weights": {
+                name: tensor.detach().cpu().clone()
+                for name, tensor in run.module.state_dict().items()
+            },
             "notes": notes_of(run),
             "seen": self.seen,
             "curve": self.curve,
@@ -93,7 +96,12 @@ class Collectives:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        rank, size, gather, notes = run.world.rank, run.world.size, run.module.all_gather, notes_of(run)
+        rank, size, gather, notes = (
+            run.world.rank,
+            run.world.size,
+            run.module.all_gather,
+            notes_of(run),
+        )
         mine = torch.arange(3, device=run.device) + 10 * rank
         notes["gathered"] = {
             "equal": gather(mine),
@@ -101,7 +109,10 @@ class Collectives:
             "unequal": list(gather(torch.full((rank + 1, 2), rank, device=run.device))),
             "nested": gather({"a": [mine, (mine.double(),)]}),
         }
-        objects = [run.hooks.broadcast(run=run, obj={"from": rank, "text": "é" * (rank + 1)}, src=src) for src in range(size)]
+        objects = [
+            run.hooks.broadcast(run=run, obj={"from": rank, "text": "é" * (rank + 1)}, src=src)
+            for src in range(size)
+        ]
         notes["broadcast"] = objects
 
 

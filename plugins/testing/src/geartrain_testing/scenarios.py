@@ -148,7 +148,9 @@ def rank_without_samples(job: Job) -> None:
 def uneven_inputs(job: Job) -> None:
     trainer, module = job.trainer(), nets.GathersInValidation()
     # One sample more than all ranks have in one batch: one rank has two batches.
-    result = trainer.validate(module, DataLoader(samples(job.ranks * EVALUATION_BATCH + 1), EVALUATION_BATCH))
+    result = trainer.validate(
+        module, DataLoader(samples(job.ranks * EVALUATION_BATCH + 1), EVALUATION_BATCH)
+    )
     job.keep(trainer, module, result)
 
 
@@ -232,7 +234,9 @@ def plugins(job: Job) -> None:
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(PLUGIN)
     written.replace(path)  # whole: another rank may read it now
-    trainer = job.trainer(str(path), FromObject([1, 2]), plugin_options={name: {"text": "as chosen"}})
+    trainer = job.trainer(
+        str(path), FromObject([1, 2]), plugin_options={name: {"text": "as chosen"}}
+    )
     trainer.validate(Net(), job.batches(1))
 
 

@@ -71,7 +71,9 @@ class ThreadRanks:
                 f"{plan.accelerator.name}. Fix: accelerator='cpu', num_nodes=1"
             )
         if not 0 <= self.first < (plan.processes or 1):
-            raise UsageError(f"{plan.strategy.label}: first={self.first!r} must be one of the {plan.processes} ranks, which begin with 0.")
+            raise UsageError(
+                f"{plan.strategy.label}: first={self.first!r} must be one of the {plan.processes} ranks, which begin with 0."
+            )
 
     @hookimpl
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
@@ -87,7 +89,13 @@ class ThreadRanks:
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
         assert run.cluster is not None
-        return World(run.cluster.rank, run.cluster.size, run.cluster.local_rank, run.cluster.local_size, run.cluster.node_rank)
+        return World(
+            run.cluster.rank,
+            run.cluster.size,
+            run.cluster.local_rank,
+            run.cluster.local_size,
+            run.cluster.node_rank,
+        )
 
     @hookimpl
     def make_ranks(self) -> SeveralRanks:
@@ -99,16 +107,31 @@ class ThreadRanks:
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        mine = [tensor.detach() for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, torch.Tensor)]
-        for tensor, first in zip(mine, self._exchange(run, "wrap_model", [tensor.clone() for tensor in mine])[0], strict=True):
+        mine = [
+            tensor.detach()
+            for tensor in model.state_dict(keep_vars=True).values()
+            if isinstance(tensor, torch.Tensor)
+        ]
+        for tensor, first in zip(
+            mine,
+            self._exchange(run, "wrap_model", [tensor.clone() for tensor in mine])[0],
+            strict=True,
+        ):
             tensor.copy_(first)
         return model
 
     @hookimpl
     def reduce_gradients(self, run: Run) -> None:
-        parameters = [parameter for parameter in about_to_step(run).values() if parameter.requires_grad]
-        mine = [None if parameter.grad is None else parameter.grad.detach().clone() for parameter in parameters]
-        for parameter, *grads in zip(parameters, *self._exchange(run, "reduce_gradients", mine), strict=True):
+        parameters = [
+            parameter for parameter in about_to_step(run).values() if parameter.requires_grad
+        ]
+        mine = [
+            None if parameter.grad is None else parameter.grad.detach().clone()
+            for parameter in parameters
+        ]
+        for parameter, *grads in zip(
+            parameters, *self._exchange(run, "reduce_gradients", mine), strict=True
+        ):
             found = [grad for grad in grads if grad is not None]
             if found:  # without a gradient on any rank there is none, as in one process
                 mean = reduce(torch.add, [grad / run.world.size for grad in found])
@@ -121,18 +144,26 @@ class ThreadRanks:
 
     @hookimpl
     def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(run, f"log_sync of {len(values)} numbers", values.clone()))
+        return torch.stack(
+            self._exchange(run, f"log_sync of {len(values)} numbers", values.clone())
+        )
 
     @hookimpl
     def all_gather(self, run: Run, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         table = self._exchange(run, "all_gather", tensor.detach().clone())
         refuse_unequal([part.shape for part in table], [part.dtype for part in table], tensor.dtype)
-        return torch.stack(table) if len({part.shape for part in table}) == 1 else [part.clone() for part in table]
+        return (
+            torch.stack(table)
+            if len({part.shape for part in table}) == 1
+            else [part.clone() for part in table]
+        )
 
     @hookimpl
     def broadcast(self, run: Run, obj: Any, src: int) -> Any:
         mine = run.world.rank == src
-        table = self._exchange(run, f"broadcast from rank {src}", pickle.dumps(obj) if mine else b"")
+        table = self._exchange(
+            run, f"broadcast from rank {src}", pickle.dumps(obj) if mine else b""
+        )
         return obj if mine else pickle.loads(table[src])
 
     @hookimpl
@@ -158,13 +189,19 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
     except Exception as error:  # whatever a __deepcopy__ or __getstate__ of the user's raises
         label = run.plan.strategy.label
         fix = "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
-        what = f"the run cannot be copied, and each rank gets a copy ({type(error).__name__}: {error})"
-        with suppress(ImportError):  # without geartrain-spawn the error does not say which attribute it is
+        what = (
+            f"the run cannot be copied, and each rank gets a copy ({type(error).__name__}: {error})"
+        )
+        with suppress(
+            ImportError
+        ):  # without geartrain-spawn the error does not say which attribute it is
             from geartrain_spawn.pickles import pickled_arguments
             from geartrain_spawn.refusals import refusals
 
             arguments = pickled_arguments(run, worker).items()
-            if found := next((found for name, thing in arguments for found in refusals(name, thing, _dump)), None):
+            if found := next(
+                (found for name, thing in arguments for found in refusals(name, thing, _dump)), None
+            ):
                 what = f"{found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why})"
         raise UsageError(f"{label}: {what}. {fix}") from error
 

@@ -24,7 +24,15 @@ PATIENCE = 2.0
 #: Seconds between two looks for Ctrl-C: Python does not hear one that comes just before a thread blocks.
 _LOOK = 0.2
 #: Packages whose frames are not the user's.
-_NOT_THE_USERS = ("geartrain", "geartrain_parallel", "geartrain_testing", "pluggy", "torch", "threading", "contextlib")
+_NOT_THE_USERS = (
+    "geartrain",
+    "geartrain_parallel",
+    "geartrain_testing",
+    "pluggy",
+    "torch",
+    "threading",
+    "contextlib",
+)
 
 
 class Turns:
@@ -64,7 +72,12 @@ class Turns:
         self._threads = [threading.current_thread()]
         for rank in range(1, self.size):
             context = contextvars.copy_context()
-            thread = threading.Thread(target=context.run, args=(self._work, rank, functions[rank]), name=f"rank-{rank}", daemon=True)
+            thread = threading.Thread(
+                target=context.run,
+                args=(self._work, rank, functions[rank]),
+                name=f"rank-{rank}",
+                daemon=True,
+            )
             self._threads.append(thread)
         started = self._threads[1:]
         for thread in started:
@@ -97,14 +110,18 @@ class Turns:
         meeting = self._meeting
         for other, (their, _) in meeting.items():
             if their != what:
-                raise self._apart(f"rank {other} is in {their}{self._place(other)}, and rank {rank} in {what}{self._place(rank)}")
+                raise self._apart(
+                    f"rank {other} is in {their}{self._place(other)}, and rank {rank} in {what}{self._place(rank)}"
+                )
         meeting[rank] = (what, value)
         self._wait(rank)
         if len(meeting) == self.size:
             return [meeting[other][1] for other in range(self.size)]
         self._refuse_after_failure(rank)
         gone = min(set(range(self.size)) - meeting.keys())
-        raise self._apart(f"rank {rank} is in {what}{self._place(rank)}, and rank {gone} has come to its end without it")
+        raise self._apart(
+            f"rank {rank} is in {what}{self._place(rank)}, and rank {gone} has come to its end without it"
+        )
 
     # --- turns -----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +130,9 @@ class Turns:
         try:
             self._wait(rank, begins=True)
             if self.failed is not None:
-                raise TrainingError(f"rank {self.failed} failed before rank {rank} began") from self._first_error()
+                raise TrainingError(
+                    f"rank {self.failed} failed before rank {rank} began"
+                ) from self._first_error()
             self.results[rank] = function()
         except BaseException as error:  # pytest's skip and fail, and sys.exit, too
             self._fail(rank, error)
@@ -129,7 +148,9 @@ class Turns:
                 self._hand_on(rank)
             while not self._gates[rank].acquire(timeout=_LOOK):
                 pass
-        except BaseException as error:  # Ctrl-C or a test's time limit, which Python raises in the main thread
+        except (
+            BaseException
+        ) as error:  # Ctrl-C or a test's time limit, which Python raises in the main thread
             self._fail(rank, error)
             if self._turn != rank:
                 self._end_others(rank)
@@ -155,7 +176,9 @@ class Turns:
     def _refuse_after_failure(self, rank: int) -> None:
         if self.failed is not None:
             error = self._first_error()
-            raise TrainingError(f"rank {self.failed} has failed, so rank {rank} ends: {type(error).__name__}: {error}") from error
+            raise TrainingError(
+                f"rank {self.failed} has failed, so rank {rank} ends: {type(error).__name__}: {error}"
+            ) from error
 
     def _first_error(self) -> BaseException:
         assert self.failed is not None
@@ -168,13 +191,17 @@ class Turns:
         if not self._gates[rank].acquire(timeout=PATIENCE):
             for other in {*range(self.size)} - self._ended - {rank}:
                 ident = ctypes.c_ulong(self._threads[other].ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ident, ctypes.py_object(KeyboardInterrupt)
+                )
             self._gates[rank].acquire(timeout=PATIENCE)
 
     # --- for messages ----------------------------------------------------------------------------------------------------
 
     def _apart(self, what: str) -> TrainingError:
-        return TrainingError(f"{what}: processes would wait for ever. Fix: the same collectives in the same order on all ranks")
+        return TrainingError(
+            f"{what}: processes would wait for ever. Fix: the same collectives in the same order on all ranks"
+        )
 
     def _place(self, rank: int) -> str:
         """Return where the user's code on a rank called what it is in, as ``" (train.py:12)"``; empty if geartrain itself called it."""

@@ -58,9 +58,13 @@ def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None
         TrainingError: it is a collection; is logged on rank 0 alone; or ``forward`` was not called, only ``update`` was.
     """
     if is_collection(thing):
-        raise TrainingError(f"self.log({name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)")
+        raise TrainingError(
+            f"self.log({name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)"
+        )
     if options.rank_zero_only:
-        raise TrainingError(f"self.log({name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only")
+        raise TrainingError(
+            f"self.log({name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
+        )
     if not options.on_step:
         return None
     value = thing._forward_cache
@@ -70,11 +74,15 @@ def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None
             "update(), or on_step=False, on_epoch=True"
         )
     if not isinstance(value, torch.Tensor):
-        raise TrainingError(f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number")
+        raise TrainingError(
+            f"self.log({name!r}): the metric's value is {type(value).__name__}, not one number"
+        )
     return value
 
 
-def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, float], list[Any]]:
+def end_epoch(
+    run: Run, logged: Mapping[str, tuple[Any, bool]]
+) -> tuple[dict[str, float], list[Any]]:
     """Compute the objects that were logged, over all ranks.
 
     Args:
@@ -86,15 +94,26 @@ def end_epoch(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> tuple[dict[st
     objects = dict(logged)
     if run.world.size > 1:
         objects |= _adopted(run, objects)
-    values = {name: compute(run, name, metric) for name, (metric, on_epoch) in sorted(objects.items()) if on_epoch}
+    values = {
+        name: compute(run, name, metric)
+        for name, (metric, on_epoch) in sorted(objects.items())
+        if on_epoch
+    }
     return values, [metric for metric, _ in objects.values()]
 
 
 def states(module: nn.Module) -> dict[str, Any]:
     """Return the states of a module's metrics since their last reset, by path: tensors, and lists of them."""
-    metrics = {path: part for path, part in module.named_modules() if is_metric(part) and part._update_count}
+    metrics = {
+        path: part
+        for path, part in module.named_modules()
+        if is_metric(part) and part._update_count
+    }
     return {
-        path: {"updates": metric._update_count, "values": {name: getattr(metric, name) for name in metric._defaults}}
+        path: {
+            "updates": metric._update_count,
+            "values": {name: getattr(metric, name) for name in metric._defaults},
+        }
         for path, metric in metrics.items()
     }
 
@@ -106,7 +125,11 @@ def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
         metric.reset()
         metric._update_count = state["updates"]
         for name, value in state["values"].items():
-            setattr(metric, name, map_tensors(value, partial(torch.Tensor.to, device=metric.device, copy=True)))
+            setattr(
+                metric,
+                name,
+                map_tensors(value, partial(torch.Tensor.to, device=metric.device, copy=True)),
+            )
 
 
 @contextmanager
@@ -132,23 +155,40 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
     Raises:
         TrainingError: ranks with batches logged different ones.
     """
-    mine = {name: (_path(run.module, metric), on_epoch) for name, (metric, on_epoch) in sorted(logged.items())}
+    mine = {
+        name: (_path(run.module, metric), on_epoch)
+        for name, (metric, on_epoch) in sorted(logged.items())
+    }
     digest = zlib.crc32(repr(mine).encode())
-    header = run.hooks.log_sync(run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64))
+    header = run.hooks.log_sync(
+        run=run, values=torch.tensor([digest, len(mine)], dtype=torch.float64)
+    )
     if not bool((header != header[0]).any()):
         return {}
     idle = run.stage != "train" and 0 in run.current_stage.batches  # without a batch of some loader
-    told = [run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)]
-    first, _ = min((one for one in told if one[0]), key=lambda one: one[1])  # of the first rank that has batches of every loader
+    told = [
+        run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)
+    ]
+    first, _ = min(
+        (one for one in told if one[0]), key=lambda one: one[1]
+    )  # of the first rank that has batches of every loader
     for rank, (theirs, idle) in enumerate(told):
         compared = theirs if idle or not theirs else {**first, **theirs}
         odd = sorted(name for name in compared if first.get(name) != theirs.get(name))
         if odd:
-            raise TrainingError(f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. Fix: the same on all")
+            raise TrainingError(
+                f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. Fix: the same on all"
+            )
     for name, (path, _) in first.items():
         if path is None:
-            raise TrainingError(f"self.log({name!r}): a rank without samples cannot find the metric. Fix: an attribute of the module")
-    return {name: (run.module.get_submodule(path), on_epoch) for name, (path, on_epoch) in first.items() if name not in logged}
+            raise TrainingError(
+                f"self.log({name!r}): a rank without samples cannot find the metric. Fix: an attribute of the module"
+            )
+    return {
+        name: (run.module.get_submodule(path), on_epoch)
+        for name, (path, on_epoch) in first.items()
+        if name not in logged
+    }
 
 
 def _path(module: nn.Module, metric: Any) -> str | None:
@@ -164,14 +204,25 @@ def compute(run: Run, name: str, metric: Any) -> float:
     """
     before = metric.dist_sync_fn, metric.distributed_available_fn
     if metric.dist_sync_fn is None:
-        metric.dist_sync_fn, metric.distributed_available_fn = partial(_gather, run), lambda: run.world.size > 1
+        metric.dist_sync_fn, metric.distributed_available_fn = (
+            partial(_gather, run),
+            lambda: run.world.size > 1,
+        )
     try:
         value = metric.compute()
     finally:
         metric.dist_sync_fn, metric.distributed_available_fn = before
-    if not isinstance(value, torch.Tensor | int | float) or (isinstance(value, torch.Tensor) and value.numel() != 1):
-        what = f"has the shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
-        raise TrainingError(f"self.log({name!r}): the metric's value {what}, not one number. Fix: log the parts of its compute()")
+    if not isinstance(value, torch.Tensor | int | float) or (
+        isinstance(value, torch.Tensor) and value.numel() != 1
+    ):
+        what = (
+            f"has the shape {list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"is {type(value).__name__}"
+        )
+        raise TrainingError(
+            f"self.log({name!r}): the metric's value {what}, not one number. Fix: log the parts of its compute()"
+        )
     return float(value)
 
 
@@ -180,9 +231,13 @@ def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Ten
 
     A rank that has seen nothing brings an empty float tensor, whatever the others' type and shape: it takes theirs.
     """
-    empty = run.hooks.log_sync(run=run, values=torch.tensor([tensor.numel() == 0], dtype=torch.float64))[:, 0].tolist()
+    empty = run.hooks.log_sync(
+        run=run, values=torch.tensor([tensor.numel() == 0], dtype=torch.float64)
+    )[:, 0].tolist()
     if any(empty) and not all(empty):
-        dtype, shape = run.hooks.broadcast(run=run, obj=(tensor.dtype, tensor.shape[1:]), src=empty.index(0.0))
+        dtype, shape = run.hooks.broadcast(
+            run=run, obj=(tensor.dtype, tensor.shape[1:]), src=empty.index(0.0)
+        )
         if tensor.numel() == 0:
             tensor = torch.empty(0, *shape, dtype=dtype, device=tensor.device)
     return list(run.hooks.all_gather(run=run, tensor=tensor))

@@ -49,7 +49,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def search(mode: str, first: int, trials: int, attempt: Callable[[int], bool], bound: Callable[[], int | None]) -> tuple[int, str]:
+def search(
+    mode: str,
+    first: int,
+    trials: int,
+    attempt: Callable[[int], bool],
+    bound: Callable[[], int | None],
+) -> tuple[int, str]:
     """Look for the largest size that ``attempt`` says runs.
 
     Args:
@@ -63,7 +69,12 @@ def search(mode: str, first: int, trials: int, attempt: Callable[[int], bool], b
     Returns:
         The size, 0 if none ran, and why it is not larger.
     """
-    low, high, size, most = 0, 0, first, bound()  # the largest that ran, the smallest that did not, the next, all that there are
+    low, high, size, most = (
+        0,
+        0,
+        first,
+        bound(),
+    )  # the largest that ran, the smallest that did not, the next, all that there are
     for _ in range(trials):
         if attempt(size):
             low = size
@@ -125,7 +136,9 @@ class StepTimer:
 
     @property
     def samples_per_second(self) -> float:
-        counted = self._steps[1:] or self._steps  # the first one sets memory up and chooses algorithms
+        counted = (
+            self._steps[1:] or self._steps
+        )  # the first one sets memory up and chooses algorithms
         return sum(size for size, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9)
 
     def _compare(self, size: int | None) -> None:
@@ -178,6 +191,8 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         try:
             setattr(owner, name, value)
         except AttributeError as error:
-            raise UsageError(f"{type(owner).__name__}.{name} cannot be set: {error}. Fix: an attribute, not a property") from error
+            raise UsageError(
+                f"{type(owner).__name__}.{name} cannot be set: {error}. Fix: an attribute, not a property"
+            ) from error
     if name in getattr(owner, "hparams", {}):
         owner.hparams[name] = value

@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 
 
-def chart(xs: Sequence[float], ys: Sequence[float], mark: float | None, logarithmic: bool, width: int, height: int) -> str:
+def chart(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    mark: float | None,
+    logarithmic: bool,
+    width: int,
+    height: int,
+) -> str:
     """Lines of text, ``height`` of them and two more below. What lies far above all that was before the lowest is on the top line.
 
     Args:
@@ -22,7 +29,9 @@ def chart(xs: Sequence[float], ys: Sequence[float], mark: float | None, logarith
     place = math.log10 if logarithmic else float
     left, right, low = place(xs[0]), place(xs[-1]), min(ys)
     before = max(ys[: ys.index(low) + 1]) - low
-    high = min(max(ys), low + 2 * before) if before else max(ys)  # a loss that diverges would flatten all the rest
+    high = (
+        min(max(ys), low + 2 * before) if before else max(ys)
+    )  # a loss that diverges would flatten all the rest
 
     def column(x: float) -> int:
         return round((place(x) - left) / ((right - left) or 1) * (width - 1))
@@ -42,5 +51,7 @@ def chart(xs: Sequence[float], ys: Sequence[float], mark: float | None, logarith
     below = [" " * 11 + first + last.rjust(width - len(first))]
     if mark is not None:
         text = f"{mark:.3g}"
-        below.append(" " * (11 + max(0, min(column(mark) - len(text) // 2, width - len(text)))) + text)
+        below.append(
+            " " * (11 + max(0, min(column(mark) - len(text) // 2, width - len(text)))) + text
+        )
     return "\n".join([*rows, *below])

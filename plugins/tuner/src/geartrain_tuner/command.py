@@ -26,15 +26,27 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "max_lr": (float, 1.0, "the last learning rate"),
         "num_training": (int, 100, "optimizer steps to train"),
         "mode": (Literal["exponential", "linear"], "exponential", "how the learning rate grows"),
-        "early_stop_threshold": (float | None, 4.0, "end once the averaged loss is above so many times its best; null for never"),
+        "early_stop_threshold": (
+            float | None,
+            4.0,
+            "end once the averaged loss is above so many times its best; null for never",
+        ),
         "json": (bool, False, "print what was found as JSON"),
     },
     "batch-size": {
-        "mode": (Literal["power", "binsearch"], "power", "double until a batch does not run; binsearch continues between the last two"),
+        "mode": (
+            Literal["power", "binsearch"],
+            "power",
+            "double until a batch does not run; binsearch continues between the last two",
+        ),
         "init_val": (int, 2, "the batch size to begin with"),
         "max_trials": (int, 25, "batch sizes to try at most"),
         "steps_per_trial": (int, 3, "optimizer steps of each trial"),
-        "batch_arg_name": (str, "batch_size", "the attribute of the data module or the module that train_dataloader reads"),
+        "batch_arg_name": (
+            str,
+            "batch_size",
+            "the attribute of the data module or the module that train_dataloader reads",
+        ),
         "json": (bool, False, "print what was found as JSON"),
     },
 }
@@ -48,7 +60,12 @@ batch-size tries larger and larger batches and says which is the largest that ru
 Both leave nothing behind; with --output DIR what they found is written there. geartrain tune lr TARGET --help lists the options."""
 
 
-def command(name: str, argv: list[str], target: Target | None = None, defaults: Mapping[str, Any] | None = None) -> Trainer:
+def command(
+    name: str,
+    argv: list[str],
+    target: Target | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Trainer:
     """Find a learning rate or a batch size, and say with which option it is used.
 
     Raises:
@@ -58,8 +75,14 @@ def command(name: str, argv: list[str], target: Target | None = None, defaults: 
         print(_USAGE)
         raise SystemExit(0)
     if not argv or argv[0] not in _FINDERS:
-        given = f"there is no {argv[0]!r} to tune. {nearest(argv[0], _FINDERS)}" if argv else "what to tune comes first."
-        raise UsageError(f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET")
+        given = (
+            f"there is no {argv[0]!r} to tune. {nearest(argv[0], _FINDERS)}"
+            if argv
+            else "what to tune comes first."
+        )
+        raise UsageError(
+            f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET"
+        )
     request = read_arguments(f"{name} {argv[0]}", argv[1:], target, defaults, _OPTIONS[argv[0]])
     check_module(request.target[0], "fit")
     _FINDERS[argv[0]](request)
@@ -70,7 +93,17 @@ def _lr(request: Request) -> None:
     values, trainer = request.values, request.trainer
     files = _files(trainer, "lr.json", "lr.csv")
     model, data = request.make_model()
-    given = {name: values[name] for name in ("min_lr", "max_lr", "num_training", "mode", "early_stop_threshold", "checkpoint")}
+    given = {
+        name: values[name]
+        for name in (
+            "min_lr",
+            "max_lr",
+            "num_training",
+            "mode",
+            "early_stop_threshold",
+            "checkpoint",
+        )
+    }
     found = Tuner(trainer).lr_find(model, datamodule=data, update_attr=False, **given)
     suggestion = found.suggestion()
     if trainer.is_global_zero:
@@ -78,7 +111,9 @@ def _lr(request: Request) -> None:
         if values.json:
             print(json.dumps(found.as_dict(), indent=2))
         elif suggestion is not None:
-            print(f"learning rate: {suggestion:.3g}, where the loss fell fastest in {len(found.lrs)} steps")
+            print(
+                f"learning rate: {suggestion:.3g}, where the loss fell fastest in {len(found.lrs)} steps"
+            )
             if found.stopped:
                 print(f"ended early: {found.stopped}")
             if found.doubt():
@@ -114,10 +149,25 @@ def _batch_size(request: Request) -> None:
     files = _files(trainer, "batch_size.json")
     model, data = request.make_model()
     tuner = Tuner(trainer)
-    given = {name: values[name] for name in ("mode", "init_val", "max_trials", "steps_per_trial", "batch_arg_name", "checkpoint")}
+    given = {
+        name: values[name]
+        for name in (
+            "mode",
+            "init_val",
+            "max_trials",
+            "steps_per_trial",
+            "batch_arg_name",
+            "checkpoint",
+        )
+    }
     found = tuner.scale_batch_size(model, datamodule=data, **given)
     trials = [
-        {"batch_size": trial.batch_size, "samples_per_second": trial.samples_per_second, "error": trial.error} for trial in tuner.trials
+        {
+            "batch_size": trial.batch_size,
+            "samples_per_second": trial.samples_per_second,
+            "error": trial.error,
+        }
+        for trial in tuner.trials
     ]
     facts = {"batch_size": found, "reason": tuner.reason, "trials": trials}
     for file in files:
@@ -148,7 +198,9 @@ def _files(trainer: Trainer, *names: str) -> list[Path]:
     files = [trainer.output / name for name in names]
     for file in files:
         if trainer.is_global_zero and file.exists():
-            raise UsageError(f"{str(file)!r} exists, and nothing is overwritten. Fix: another --output, or remove it")
+            raise UsageError(
+                f"{str(file)!r} exists, and nothing is overwritten. Fix: another --output, or remove it"
+            )
     return files
 
 

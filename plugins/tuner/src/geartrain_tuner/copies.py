@@ -28,7 +28,13 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
     """
     data = copy.copy(datamodule)
     if data is not None:
-        vars(data).update({name: copy.deepcopy(value) for name, value in vars(data).items() if isinstance(value, _COPIED)})
+        vars(data).update(
+            {
+                name: copy.deepcopy(value)
+                for name, value in vars(data).items()
+                if isinstance(value, _COPIED)
+            }
+        )
     try:
         copied = copy.deepcopy(model, {id(datamodule): data} if data is not None else {})
     except Exception as error:
@@ -36,7 +42,9 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
             f"a finder trains a copy of the module, and {type(model).__name__} cannot be copied: {type(error).__name__}: {error}. "
             "Fix: make in setup() what cannot be copied, and keep tensors with .detach()"
         ) from error
-    for name, function in _functions(copied):  # of the copy: objects of torchmetrics make functions of their own again
+    for name, function in _functions(
+        copied
+    ):  # of the copy: objects of torchmetrics make functions of their own again
         if _refers_to(function, model):
             raise UsageError(
                 f"a finder trains a copy of {type(model).__name__}, and the function in {name} refers to the module itself. "
@@ -59,17 +67,23 @@ def _refers_to(function: FunctionType, model: Module) -> bool:
     own = {id(thing) for thing in (*model.modules(), *model.parameters())}
     with suppress(ValueError):  # a variable that is not set yet
         outside = inspect.getclosurevars(function)
-        return any(id(value) in own for value in (*outside.nonlocals.values(), *outside.globals.values()))
+        return any(
+            id(value) in own for value in (*outside.nonlocals.values(), *outside.globals.values())
+        )
     return False
 
 
 @contextmanager
 def same_randomness(*loaders: Any) -> Iterator[None]:
     """Restore Python's, NumPy's and torch's global generators, on every device, and those of loaders."""
-    own = [(generator, generator.get_state()) for loader in loaders for generator in generators(loader)]
+    own = [
+        (generator, generator.get_state()) for loader in loaders for generator in generators(loader)
+    ]
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state()
-    initialised = _cuda_is_initialised()  # asking for a state would initialise it, here in a process that may fork
+    initialised = (
+        _cuda_is_initialised()
+    )  # asking for a state would initialise it, here in a process that may fork
     cuda = torch.cuda.get_rng_state_all() if initialised else []
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
     try:
@@ -87,7 +101,9 @@ def same_randomness(*loaders: Any) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         elif _cuda_is_initialised():
             for generator in torch.cuda.default_generators:
-                generator.manual_seed(generator.initial_seed())  # CUDA was initialised in between: back to the first state
+                generator.manual_seed(
+                    generator.initial_seed()
+                )  # CUDA was initialised in between: back to the first state
 
 
 def _cuda_is_initialised() -> bool:

@@ -28,9 +28,18 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
         "check_val_every_n_epoch": 1,
         "enable_progress_bar": False,
     }
-    plan = replace(trainer.plan, options=replace(trainer.plan.options, **{**changed, **options}), output=None)
-    chosen = [part for part in trainer._parts if part.info.kind in ("precision", "accelerator", "strategy")]
-    own = LoadedPlugin(PluginInfo(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"), recorder)
+    plan = replace(
+        trainer.plan, options=replace(trainer.plan.options, **{**changed, **options}), output=None
+    )
+    chosen = [
+        part
+        for part in trainer._parts
+        if part.info.kind in ("precision", "accelerator", "strategy")
+    ]
+    own = LoadedPlugin(
+        PluginInfo(type(recorder).__name__, "plugin", "geartrain", __version__, "geartrain tune"),
+        recorder,
+    )
     kept = [part for part in _plugins(trainer) if not watches(trainer, part)]
     made = object.__new__(type(trainer))
     vars(made).update(vars(trainer), output=None, datamodule=None, _run=None)
@@ -45,8 +54,14 @@ def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
     plugins only wrap or own single hooks, or those of the strategy: they are part of the computation."""
     if getattr(part.plugin, "replaces", ()):
         return False
-    events = (name for name in vars(hookspecs) if name in trainer.hooks.names and not trainer.hooks.is_single(name))
-    return any(part.info in trainer.hooks.implementers(name) for name in events if name != "check_plan")
+    events = (
+        name
+        for name in vars(hookspecs)
+        if name in trainer.hooks.names and not trainer.hooks.is_single(name)
+    )
+    return any(
+        part.info in trainer.hooks.implementers(name) for name in events if name != "check_plan"
+    )
 
 
 def left_out(trainer: Trainer) -> list[str]:
@@ -56,7 +71,11 @@ def left_out(trainer: Trainer) -> list[str]:
 
 def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
     """Return the chosen plugins, without the one that shows progress: a finder turns it off."""
-    return [part for part in trainer._parts if part.info.kind == "plugin" and not getattr(part.plugin, "shows_progress", False)]
+    return [
+        part
+        for part in trainer._parts
+        if part.info.kind == "plugin" and not getattr(part.plugin, "shows_progress", False)
+    ]
 
 
 def check(trainer: Trainer, loaders: Any) -> None:
@@ -66,7 +85,9 @@ def check(trainer: Trainer, loaders: Any) -> None:
         UsageError: a trainer that only tries or explains, or a loader that can be iterated once.
     """
     if trainer.plan.options.fast_dev_run:
-        raise UsageError("fast_dev_run tries a few batches of everything, and finds nothing. Fix: leave one of the two out")
+        raise UsageError(
+            "fast_dev_run tries a few batches of everything, and finds nothing. Fix: leave one of the two out"
+        )
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
         if hasattr(loader, "__next__"):
             raise UsageError(

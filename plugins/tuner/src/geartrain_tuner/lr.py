@@ -77,7 +77,11 @@ class LRFinder:
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
         best = self.losses.index(min(self.losses)) if slopes else 0
         before = slopes[: max(0, best - SKIP_BEGIN)]
-        if not slopes or not self._falls(slopes) or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3):
+        if (
+            not slopes
+            or not self._falls(slopes)
+            or (before and min(before) == min(slopes) and max(before) < -min(slopes) / 3)
+        ):
             return ""
         if SKIP_BEGIN <= best < SKIP_BEGIN + slopes.index(min(slopes)):
             lowest = f"{self.lrs[best]:.3g}"
@@ -93,10 +97,22 @@ class LRFinder:
             height: lines of the drawing.
         """
         mark = self.suggestion() if suggest else None
-        return chart(self.lrs, self.losses, mark, logarithmic=self.mode == "exponential", width=width, height=height)
+        return chart(
+            self.lrs,
+            self.losses,
+            mark,
+            logarithmic=self.mode == "exponential",
+            width=width,
+            height=height,
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        return {"suggestion": self.suggestion(), "why_not": self.why_not(), "doubt": self.doubt(), **asdict(self)}
+        return {
+            "suggestion": self.suggestion(),
+            "why_not": self.why_not(),
+            "doubt": self.doubt(),
+            **asdict(self),
+        }
 
     def _falls(self, slopes: list[float]) -> bool:
         """Return True if the steepest slope is a fall, by more than rounding."""
@@ -125,7 +141,9 @@ def schedule(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]
             "last are not looked at."
         )
     if not 0 < min_lr < max_lr < math.inf:
-        raise UsageError(f"min_lr={min_lr!r} and max_lr={max_lr!r} must be above 0, and the first below the second.")
+        raise UsageError(
+            f"min_lr={min_lr!r} and max_lr={max_lr!r} must be above 0, and the first below the second."
+        )
     parts = [i / (steps - 1) for i in range(steps)]
     if mode == "linear":
         return [min_lr + (max_lr - min_lr) * part for part in parts]
@@ -159,7 +177,9 @@ class LRSweep:
         bases = [_base(group) for group in _groups(run)]
         if not bases or not bases[0]:
             what = "is 0" if bases else "does not exist: configure_optimizers gave no optimizer"
-            raise TrainingError(f"the learning rate to vary {what}. Fix: configure_optimizers with a learning rate above 0")
+            raise TrainingError(
+                f"the learning rate to vary {what}. Fix: configure_optimizers with a learning rate above 0"
+            )
         self._ratios = [base / bases[0] for base in bases]
         for one in run.schedulers:
             one.frequency = sys.maxsize  # never their turn
@@ -187,7 +207,9 @@ class LRSweep:
 
     def _record(self, run: Run, lr: float, loss: float) -> None:
         """Keep the mean over ranks, which is the same on all: so all end in the same step, at its flush."""
-        loss = float(run.hooks.log_sync(run=run, values=torch.tensor([loss], dtype=torch.float64)).mean())
+        loss = float(
+            run.hooks.log_sync(run=run, values=torch.tensor([loss], dtype=torch.float64)).mean()
+        )
         found = self.found
         if not math.isfinite(loss):
             self._stop(run, f"the loss was {loss} at the learning rate {lr:.3g}")
@@ -197,10 +219,14 @@ class LRSweep:
         found.lrs.append(lr)
         found.losses.append(smooth)
         found.raw_losses.append(loss)
-        if len(found.losses) <= SKIP_BEGIN:  # the average is that of a few batches: one lucky batch would be a best that nothing comes near
+        if (
+            len(found.losses) <= SKIP_BEGIN
+        ):  # the average is that of a few batches: one lucky batch would be a best that nothing comes near
             return
         # threshold * best, in a form that is right for losses below 0 too.
-        if self._threshold is not None and smooth - self._best > (self._threshold - 1) * abs(self._best):
+        if self._threshold is not None and smooth - self._best > (self._threshold - 1) * abs(
+            self._best
+        ):
             self._stop(run, f"the loss diverged at the learning rate {lr:.3g}")
         self._best = min(self._best, smooth)
 
@@ -224,5 +250,7 @@ def _base(group: dict[str, Any]) -> float:
     """Return the learning rate that a group was made with; a scheduler's warm-up may have changed it already."""
     lr = group.get("initial_lr", group.get("lr"))
     if lr is None:
-        raise TrainingError("an optimizer's parameter group has no learning rate to vary. Fix: give it one, as lr=1e-3")
+        raise TrainingError(
+            "an optimizer's parameter group has no learning rate to vary. Fix: give it one, as lr=1e-3"
+        )
     return float(lr)

@@ -11,7 +11,15 @@ import torch
 
 from geartrain import DataModule, Module, Trainer, TrainingError, UsageError
 from geartrain.plugin_api import DataSource, check_data, check_module, overridden
-from geartrain_tuner.batch_size import StepTimer, Trial, free, is_out_of_memory, search, set_attribute, setting_of
+from geartrain_tuner.batch_size import (
+    StepTimer,
+    Trial,
+    free,
+    is_out_of_memory,
+    search,
+    set_attribute,
+    setting_of,
+)
 from geartrain_tuner.copies import copies, same_randomness
 from geartrain_tuner.finder import check, finder, left_out, tell
 from geartrain_tuner.lr import LRFinder, LRSweep, schedule
@@ -85,13 +93,19 @@ class Tuner:
         """
         lrs = schedule(min_lr, max_lr, num_training, mode)
         if early_stop_threshold is not None and not early_stop_threshold > 1:
-            raise UsageError(f"early_stop_threshold={early_stop_threshold!r} must be above 1; None for never.")
+            raise UsageError(
+                f"early_stop_threshold={early_stop_threshold!r} must be above 1; None for never."
+            )
         train_dataloaders, datamodule = self._check(model, train_dataloaders, datamodule)
         name = learning_rate_of(model, attr_name) if update_attr else ""
         sweep = LRSweep(lrs, mode, early_stop_threshold)
         made = finder(self._trainer, sweep, num_training, log_every_n_steps=1)
         self._tell_left_out()
-        loaders = train_dataloaders if isinstance(train_dataloaders, list | tuple) else [train_dataloaders]
+        loaders = (
+            train_dataloaders
+            if isinstance(train_dataloaders, list | tuple)
+            else [train_dataloaders]
+        )
         own, data = copies(model, datamodule)
         with same_randomness(*loaders):
             made.fit(own, train_dataloaders, datamodule=data, checkpoint=checkpoint)
@@ -100,7 +114,8 @@ class Tuner:
             set_attribute(model, name, suggestion)
         elif update_attr:
             warnings.warn(
-                f"{type(model).__name__}.{name} stays as it is, for there is no suggestion: {sweep.found.why_not()}", stacklevel=2
+                f"{type(model).__name__}.{name} stays as it is, for there is no suggestion: {sweep.found.why_not()}",
+                stacklevel=2,
             )
         return sweep.found
 
@@ -141,7 +156,11 @@ class Tuner:
         """
         if mode not in ("power", "binsearch"):
             raise UsageError(f"mode={mode!r}. Fix: 'power' or 'binsearch'")
-        for name, value in (("steps_per_trial", steps_per_trial), ("init_val", init_val), ("max_trials", max_trials)):
+        for name, value in (
+            ("steps_per_trial", steps_per_trial),
+            ("init_val", init_val),
+            ("max_trials", max_trials),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number, at least 1.")
         self._check_one_process()
@@ -163,7 +182,9 @@ class Tuner:
         trial = _Trials(self, model, datamodule, owner, batch_arg_name, steps_per_trial, checkpoint)
         found, self.reason = search(mode, init_val, max_trials, trial, lambda: trial.samples)
         if not found:
-            raise TrainingError(f"no batch size runs: {self.trials[-1].batch_size} ran out of memory too ({self.trials[-1].error})")
+            raise TrainingError(
+                f"no batch size runs: {self.trials[-1].batch_size} ran out of memory too ({self.trials[-1].error})"
+            )
         set_attribute(owner, batch_arg_name, found)
         return found
 
@@ -194,7 +215,10 @@ class Tuner:
     def _tell_left_out(self) -> None:
         labels = left_out(self._trainer)
         if labels and not self._told:
-            tell(self._trainer, f"tune: left out while finding, because they watch a run and this is none: {', '.join(labels)}")
+            tell(
+                self._trainer,
+                f"tune: left out while finding, because they watch a run and this is none: {', '.join(labels)}",
+            )
         self._told = True
 
 
@@ -202,7 +226,14 @@ class _Trials:
     """Tries one batch size after the other, each on another copy of the module."""
 
     def __init__(
-        self, tuner: Tuner, model: Module, datamodule: DataModule | None, owner: Any, name: str, steps: int, checkpoint: Any
+        self,
+        tuner: Tuner,
+        model: Module,
+        datamodule: DataModule | None,
+        owner: Any,
+        name: str,
+        steps: int,
+        checkpoint: Any,
     ) -> None:
         self._tuner, self._model, self._datamodule = tuner, model, datamodule
         self._owner, self._name, self._steps, self._checkpoint = owner, name, steps, checkpoint
@@ -210,7 +241,11 @@ class _Trials:
         self.samples: int | None = None
 
     def __call__(self, size: int) -> bool:
-        timer, failed, device = StepTimer(size, f"{type(self._owner).__name__}.{self._name}"), None, None
+        timer, failed, device = (
+            StepTimer(size, f"{type(self._owner).__name__}.{self._name}"),
+            None,
+            None,
+        )
         made = finder(self._tuner._trainer, timer, self._steps, limit_train_batches=None)
         with same_randomness():
             try:
@@ -230,7 +265,11 @@ class _Trials:
         speed = None if failed is not None else timer.samples_per_second
         self._tuner.trials.append(Trial(size, speed, said))
         if self._tuner._trainer.plan.options.enable_progress_bar:
-            tell(self._tuner._trainer, f"batch size {size}: " + (f"{speed:.1f} samples/s" if speed is not None else "out of memory"))
+            tell(
+                self._tuner._trainer,
+                f"batch size {size}: "
+                + (f"{speed:.1f} samples/s" if speed is not None else "out of memory"),
+            )
         return failed is None
 
 
@@ -238,7 +277,9 @@ def owners_of(model: Module, datamodule: DataModule | None) -> list[tuple[str, A
     """Return ``("data", datamodule)`` and ``("model", model)``, which may have the batch size; first the one that makes the loader."""
     both: list[tuple[str, Any]] = [("model", model)]
     if datamodule is not None:
-        both.insert(0 if overridden(datamodule, DataSource.method("train")) else 1, ("data", datamodule))
+        both.insert(
+            0 if overridden(datamodule, DataSource.method("train")) else 1, ("data", datamodule)
+        )
     return both
 
 
@@ -249,8 +290,13 @@ def learning_rate_of(model: Module, given: str) -> str:
         UsageError: it has none.
     """
     names = [given] if given else ["lr", "learning_rate"]
-    for has in (partial(hasattr, model), model.hparams.__contains__):  # the present setting, before the argument
+    for has in (
+        partial(hasattr, model),
+        model.hparams.__contains__,
+    ):  # the present setting, before the argument
         for name in names:
             if has(name):
                 return name
-    raise UsageError(f"{type(model).__name__} has no {' or '.join(names)} to set. Fix: update_attr=False, or self.{names[0]} in __init__")
+    raise UsageError(
+        f"{type(model).__name__} has no {' or '.join(names)} to set. Fix: update_attr=False, or self.{names[0]} in __init__"
+    )

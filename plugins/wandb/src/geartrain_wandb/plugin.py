@@ -62,16 +62,30 @@ class WandB:
         checkpoints: bool = False,
     ) -> None:
         if mode is not None and mode not in _MODES:
-            raise UsageError(f"{session.LABEL}: mode={mode!r} is not known. Fix: one of {', '.join(_MODES)}")
+            raise UsageError(
+                f"{session.LABEL}: mode={mode!r} is not known. Fix: one of {', '.join(_MODES)}"
+            )
         if isinstance(tags, str):
             raise UsageError(f"{session.LABEL}: tags={tags!r} is one string. Fix: tags=[{tags!r}]")
         self._folder = None if folder is None else user_path(folder, f"{session.LABEL}: folder")
         if self._folder is not None and self._folder.exists() and not self._folder.is_dir():
-            raise UsageError(f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: another name")
-        options = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags, "notes": notes, "mode": mode}
+            raise UsageError(
+                f"{session.LABEL}: folder={str(folder)!r} is a file. Fix: another name"
+            )
+        options = {
+            "project": project,
+            "name": name,
+            "entity": entity,
+            "group": group,
+            "tags": tags,
+            "notes": notes,
+            "mode": mode,
+        }
         self._given = {option: value for option, value in options.items() if value is not None}
         #: As wandb.Settings calls them.
-        self._settings = {_SETTINGS.get(option, option): value for option, value in self._given.items()}
+        self._settings = {
+            _SETTINGS.get(option, option): value for option, value in self._given.items()
+        }
         self._checkpoints = checkpoints
         self._run: wandb.Run | None = None
         self._borrowed = False
@@ -79,7 +93,11 @@ class WandB:
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
-        if not plan.options.fast_dev_run and os.environ.get("RANK", "0") == "0" and session.existing() is None:
+        if (
+            not plan.options.fast_dev_run
+            and os.environ.get("RANK", "0") == "0"
+            and session.existing() is None
+        ):
             session.check(self._settings)
 
     @hookimpl
@@ -92,9 +110,13 @@ class WandB:
             self._run = theirs
             theirs.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
             unused = f"; not used: {', '.join(sorted(self._given))}" if self._given else ""
-            _warn(f"wandb: the script's own run {theirs.name or theirs.id} is used, and stays open{unused}")
+            _warn(
+                f"wandb: the script's own run {theirs.name or theirs.id} is used, and stays open{unused}"
+            )
         else:
-            self._run = session.begin(self._settings, config=config, job_type=run.command, dir=self._where(run))
+            self._run = session.begin(
+                self._settings, config=config, job_type=run.command, dir=self._where(run)
+            )
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP, step_sync=True)
 

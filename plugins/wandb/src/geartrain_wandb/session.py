@@ -66,7 +66,9 @@ def check(settings: Mapping[str, Any]) -> None:
 def _said(error: Exception) -> str:
     """The error in one line; pydantic's has an address of its manual below each."""
     errors = error.errors() if hasattr(error, "errors") else []
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in errors) or str(error)
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in errors
+    ) or str(error)
 
 
 def _logged_in(mode: str | None) -> bool:
@@ -78,8 +80,14 @@ def _logged_in(mode: str | None) -> bool:
         settings = wandb_setup.singleton().settings
         if (mode or settings.mode) not in ("online", "shared"):
             return True
-        found = wbauth.authenticate_session(host=settings.base_url, source=LABEL, prompt=False, update_session=False)
-    except (ImportError, AttributeError, TypeError):  # another wandb than this was written for: its init will report it
+        found = wbauth.authenticate_session(
+            host=settings.base_url, source=LABEL, prompt=False, update_session=False
+        )
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+    ):  # another wandb than this was written for: its init will report it
         return True
     except Exception as error:
         raise UsageError(f"{LABEL}: {_said(error)}") from error
@@ -96,12 +104,21 @@ def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
         arguments: for ``wandb.init``.
     """
     module = load()
-    patience = {name: seconds for name, seconds in _PATIENCE.items() if f"WANDB_{name.upper()}" not in os.environ}
+    patience = {
+        name: seconds
+        for name, seconds in _PATIENCE.items()
+        if f"WANDB_{name.upper()}" not in os.environ
+    }
     try:
         run: wandb.Run = module.init(settings=module.Settings(**patience, **settings), **arguments)
     except module.errors.CommError as error:
-        run = module.init(settings=module.Settings(**{**patience, **settings, "mode": "offline"}), **arguments)
-        folder, said = os.path.dirname(run.dir), str(error).partition("\n")[0]  # below it: wandb's advice on its own timeouts
+        run = module.init(
+            settings=module.Settings(**{**patience, **settings, "mode": "offline"}), **arguments
+        )
+        folder, said = (
+            os.path.dirname(run.dir),
+            str(error).partition("\n")[0],
+        )  # below it: wandb's advice on its own timeouts
         warnings.warn(
             f"wandb: its server does not answer, and the run is kept on this machine. Send it later: wandb sync {folder} ({said})",
             stacklevel=2,

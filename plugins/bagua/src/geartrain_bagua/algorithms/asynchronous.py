@@ -17,7 +17,13 @@ import torch.distributed as dist
 from geartrain import Run, UsageError
 from geartrain.parallel import Patience
 from geartrain_bagua.algorithm import Algorithm, Context
-from geartrain_bagua.algorithms.weights import frozen, give_states, refuse_closure, refuse_unfrozen, states
+from geartrain_bagua.algorithms.weights import (
+    frozen,
+    give_states,
+    refuse_closure,
+    refuse_unfrozen,
+    states,
+)
 from geartrain_bagua.buckets import Bucket
 from geartrain_bagua.channel import Channel, Job
 from geartrain_bagua.turns import Turns
@@ -43,7 +49,11 @@ class Asynchronous(Algorithm):
         UsageError: another mode, an interval that is not above 0, or a negative number of steps.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "unused_parameters": True, "convergence": 0.15}
+    capabilities: ClassVar[dict[str, Any]] = {
+        "identical_weights": False,
+        "unused_parameters": True,
+        "convergence": 0.15,
+    }
     #: Training steps done; evaluation does not count.
     steps = 0
     #: Rounds that averaged weights.
@@ -54,11 +64,17 @@ class Asynchronous(Algorithm):
     _run: Run | None = None
     _loaded: dict[str, Any] | None = None
 
-    def __init__(self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, peer_selection_mode: str = "all", sync_interval_ms: float = 500, warmup_steps: int = 0
+    ) -> None:
         if peer_selection_mode != "all":
-            raise UsageError(f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all', the only one of algorithm='async'")
+            raise UsageError(
+                f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all', the only one of algorithm='async'"
+            )
         if not 0 < sync_interval_ms < threading.TIMEOUT_MAX:
-            raise UsageError(f"sync_interval_ms={sync_interval_ms!r} must be a number of milliseconds above 0.")
+            raise UsageError(
+                f"sync_interval_ms={sync_interval_ms!r} must be a number of milliseconds above 0."
+            )
         if warmup_steps < 0:
             raise UsageError(f"warmup_steps={warmup_steps!r} must be 0 or more steps.")
         self.interval = sync_interval_ms / 1000
@@ -87,7 +103,12 @@ class Asynchronous(Algorithm):
         refuse_unfrozen(self._frozen)
         if self._running is not None and self._running.done():
             self._running.result()  # it failed: nothing else ends it while training goes on
-        elif self._running is None and self.warm and self.context.buckets and self.context.everyone.size > 1:
+        elif (
+            self._running is None
+            and self.warm
+            and self.context.buckets
+            and self.context.everyone.size > 1
+        ):
             device = self.context.buckets[0].flat.device
             self._thread = self._thread or Channel(device, "geartrain-bagua-async")
             self._stop.clear()
@@ -98,7 +119,9 @@ class Asynchronous(Algorithm):
         return self._turns.training()
 
     def reduce(self, bucket: Bucket) -> None:
-        dist.all_reduce(bucket.flat.div_(self.context.everyone.size), group=self.context.everyone.group)
+        dist.all_reduce(
+            bucket.flat.div_(self.context.everyone.size), group=self.context.everyone.group
+        )
 
     def end_step(self) -> None:
         self.steps += 1
@@ -109,7 +132,9 @@ class Asynchronous(Algorithm):
         self._stop.set()
         running, self._running = self._running, None
         if running is not None:
-            with self._turns.given_up():  # a checkpoint may be saved in on_step_end: the last round must not wait for its end
+            with (
+                self._turns.given_up()
+            ):  # a checkpoint may be saved in on_step_end: the last round must not wait for its end
                 running.result()
 
     def close(self, failed: bool) -> None:

@@ -27,4 +27,6 @@ class ByteGrad(Algorithm):
         self.hierarchical, self.average = hierarchical, average
 
     def reduce(self, bucket: Bucket) -> None:
-        across_nodes(self.context, bucket.flat, self.average, partial(eight_bit_mean, average=self.average))
+        across_nodes(
+            self.context, bucket.flat, self.average, partial(eight_bit_mean, average=self.average)
+        )

@@ -36,10 +36,17 @@ class Decentralized(OwnWeights):
 
     _averages: list[Job]
 
-    def __init__(self, hierarchical: bool = True, peer_selection_mode: str = "all", communication_interval: int = 1) -> None:
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        communication_interval: int = 1,
+    ) -> None:
         super().__init__(hierarchical, communication_interval)
         if peer_selection_mode not in ("all", "shift_one"):
-            raise UsageError(f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all' or 'shift_one'")
+            raise UsageError(
+                f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all' or 'shift_one'"
+            )
         self.peer_selection_mode = peer_selection_mode
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
@@ -51,7 +58,11 @@ class Decentralized(OwnWeights):
         super().set_up(context)
         self._averages = []
         among = context.everyone if context.node is None else context.leaders
-        if self.peer_selection_mode == "shift_one" and among is not None and context.everyone.size > 1:
+        if (
+            self.peer_selection_mode == "shift_one"
+            and among is not None
+            and context.everyone.size > 1
+        ):
             _check_even(among.size, self.hierarchical)
 
     def start_step(self) -> None:
@@ -82,7 +93,11 @@ class Decentralized(OwnWeights):
 def partner(among: Peers, number: int) -> int:
     """The rank with which this one averages in exchange ``number``, from 0: ranks of the lower half meet those of the upper in turn."""
     half = among.size // 2
-    return (number + among.rank) % half + half if among.rank < half else (among.rank - half - number) % half
+    return (
+        (number + among.rank) % half + half
+        if among.rank < half
+        else (among.rank - half - number) % half
+    )
 
 
 def _check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> None:
@@ -94,7 +109,11 @@ def _check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> No
     if number % 2 == 0:
         return
     whose = "" if plan is None else f"{plan.strategy.label}: "
-    one, several, fix = ("node", "nodes", "hierarchical=False") if hierarchical else ("process", "processes", "an even number")
+    one, several, fix = (
+        ("node", "nodes", "hierarchical=False")
+        if hierarchical
+        else ("process", "processes", "an even number")
+    )
     what = f"there is 1 {one}" if number == 1 else f"there are {number} {several}"
     raise UsageError(
         f"{whose}the algorithm 'decentralized' with peer_selection_mode='shift_one' makes pairs, and {what}. Fix: {fix}, or 'all'"

@@ -23,7 +23,9 @@ class GradientAllReduce(Algorithm):
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
         self.hierarchical = hierarchical
         self.average = average
-        self.averages_gradients = average and not hierarchical  # then ``average_gradients`` of the strategy is the same
+        self.averages_gradients = (
+            average and not hierarchical
+        )  # then ``average_gradients`` of the strategy is the same
 
     def reduce(self, bucket: Bucket) -> None:
         across_nodes(self.context, bucket.flat, self.average, self._all_reduce)

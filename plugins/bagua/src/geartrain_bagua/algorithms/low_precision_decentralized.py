@@ -55,7 +55,9 @@ class LowPrecisionDecentralized(OwnWeights):
 
     def set_up(self, context: Context) -> None:
         if context.node is None or context.leaders is not None:
-            weights = [bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in context.buckets]
+            weights = [
+                bucket.take_weights(torch.empty_like(bucket.flat)) for bucket in context.buckets
+            ]
             self.replicas = [Replicas(one, one.clone(), one.clone()) for one in weights]
         super().set_up(context)
 
@@ -64,7 +66,11 @@ class LowPrecisionDecentralized(OwnWeights):
             exchanges = []
             for bucket in self.context.buckets:
                 exchange = partial(self._exchange, index=bucket.index)
-                exchanges.append(self.context.channel.submit(partial(across_nodes, self.context, bucket.take_weights(), True, exchange)))
+                exchanges.append(
+                    self.context.channel.submit(
+                        partial(across_nodes, self.context, bucket.take_weights(), True, exchange)
+                    )
+                )
             for bucket, job in zip(self.context.buckets, exchanges, strict=True):
                 job.result()
                 bucket.give_weights()
@@ -82,13 +88,18 @@ class LowPrecisionDecentralized(OwnWeights):
         x.copy_(known.own.add_(decompress(message).view(-1)))
 
     def state_dict(self) -> dict[str, Any]:
-        replicas = [{"own": one.own.clone(), "left": one.left.clone(), "right": one.right.clone()} for one in self.replicas]
+        replicas = [
+            {"own": one.own.clone(), "left": one.left.clone(), "right": one.right.clone()}
+            for one in self.replicas
+        ]
         return {**super().state_dict(), "replicas": replicas}
 
     def restore(self, state: dict[str, Any]) -> None:
         if len(state["replicas"]) != len(self.replicas):
             now, then = ("in the ring", "not") if self.replicas else ("not in the ring", "was")
-            raise UsageError(f"this rank is {now} of nodes, and {then} when the checkpoint was saved. {SAME_AS_THEN.format('nodes')}")
+            raise UsageError(
+                f"this rank is {now} of nodes, and {then} when the checkpoint was saved. {SAME_AS_THEN.format('nodes')}"
+            )
         super().restore(state)
         for known, kept in zip(self.replicas, state["replicas"], strict=True):
             known.own.copy_(kept["own"])

@@ -33,7 +33,9 @@ class LowRank:
         #: What this rank's gradients had and the approximations left out, so far: added to the next one.
         self.error = torch.zeros(rows, columns, dtype=dtype, device=view.device)
         #: The right factor; the last step's is where the next power iteration starts.
-        self.q = torch.randn(columns, rank, dtype=dtype, generator=torch.Generator().manual_seed(seed)).to(view.device)
+        self.q = torch.randn(
+            columns, rank, dtype=dtype, generator=torch.Generator().manual_seed(seed)
+        ).to(view.device)
 
     def left(self) -> torch.Tensor:
         """This rank's left factor, ``[rows, rank]``. ``error`` then has all that should be sent."""
@@ -76,14 +78,22 @@ class PowerSGD(Algorithm):
     _ranks = 0
     _loaded: dict[str, Any] | None = None
 
-    def __init__(self, matrix_rank: int = 2, min_compression_rate: float = 2.0, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, matrix_rank: int = 2, min_compression_rate: float = 2.0, warmup_steps: int = 0
+    ) -> None:
         if matrix_rank < 1:
             raise UsageError(f"matrix_rank={matrix_rank!r} must be 1 or more.")
         if min_compression_rate < 1:
-            raise UsageError(f"min_compression_rate={min_compression_rate!r} must be 1 or more: less would send more than there is.")
+            raise UsageError(
+                f"min_compression_rate={min_compression_rate!r} must be 1 or more: less would send more than there is."
+            )
         if warmup_steps < 0:
             raise UsageError(f"warmup_steps={warmup_steps!r} must be 0 or more steps.")
-        self.matrix_rank, self.min_compression_rate, self.warmup_steps = matrix_rank, min_compression_rate, warmup_steps
+        self.matrix_rank, self.min_compression_rate, self.warmup_steps = (
+            matrix_rank,
+            min_compression_rate,
+            warmup_steps,
+        )
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         if plan.precision.name == "16-mixed":
@@ -97,7 +107,9 @@ class PowerSGD(Algorithm):
         names = {parameter: name for name, parameter in context.run.module.named_parameters()}
         self._low = [
             {
-                names[parameter]: LowRank(view, self.matrix_rank, zlib.crc32(names[parameter].encode()))
+                names[parameter]: LowRank(
+                    view, self.matrix_rank, zlib.crc32(names[parameter].encode())
+                )
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
                 if self._worth_it(view)
             }
@@ -113,7 +125,10 @@ class PowerSGD(Algorithm):
             return False
         rows, columns = view.shape[0], view.numel() // view.shape[0]
         thin = (rows + columns) * self.matrix_rank
-        return self.matrix_rank <= min(rows, columns) and thin * self.min_compression_rate < rows * columns
+        return (
+            self.matrix_rank <= min(rows, columns)
+            and thin * self.min_compression_rate < rows * columns
+        )
 
     def reduce(self, bucket: Bucket) -> None:
         low = self._low[bucket.index].values()
@@ -140,7 +155,9 @@ class PowerSGD(Algorithm):
         """Each tensor's mean over ranks, in place, in one collective."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._mean_of(flat)
-        for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, mean in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(mean.view(tensor.shape))
 
     def _mean_of(self, flat: torch.Tensor) -> None:
@@ -153,7 +170,11 @@ class PowerSGD(Algorithm):
         """Steps done, and by parameter this rank's error and the right factor."""
         if not self._ranks:
             return self._loaded or {"steps": 0, "ranks": 0, "low": {}}
-        low = {name: {"error": matrix.error, "q": matrix.q} for bucket in self._low for name, matrix in bucket.items()}
+        low = {
+            name: {"error": matrix.error, "q": matrix.q}
+            for bucket in self._low
+            for name, matrix in bucket.items()
+        }
         return {"steps": self.steps, "ranks": self._ranks, "low": low}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,10 +182,14 @@ class PowerSGD(Algorithm):
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        for name, matrix in ((name, matrix) for bucket in self._low for name, matrix in bucket.items()):
+        for name, matrix in (
+            (name, matrix) for bucket in self._low for name, matrix in bucket.items()
+        ):
             kept = state["low"].get(name)
             if kept is None or kept["q"].shape != matrix.q.shape:
                 continue  # other options than before: this matrix begins anew
             matrix.q.copy_(kept["q"])
-            if state["ranks"] == self._ranks:  # otherwise errors are of ranks that are no longer there
+            if (
+                state["ranks"] == self._ranks
+            ):  # otherwise errors are of ranks that are no longer there
                 matrix.error.copy_(kept["error"])

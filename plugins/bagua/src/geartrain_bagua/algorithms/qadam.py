@@ -56,10 +56,16 @@ class QAdam(Algorithm):
                 "Fix: from geartrain.strategies import QAdamOptimizer"
             )
         if len(run.schedulers) > 1:
-            raise UsageError(f"the algorithm 'qadam' goes with one scheduler at most, and there are {len(run.schedulers)}. Fix: one")
+            raise UsageError(
+                f"the algorithm 'qadam' goes with one scheduler at most, and there are {len(run.schedulers)}. Fix: one"
+            )
         self._optimizer = run.optimizers[0]
         self._optimizer.momentum_is_mixed = True
-        self._group_of = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+        self._group_of = {
+            parameter: group
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def reduce(self, bucket: Bucket) -> None:
         if not self._optimizer.is_warm:

@@ -15,7 +15,9 @@ from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
 
 #: The end of an error.
-SAME_AS_THEN = "Fix: the same {} as in the run that saved it, or start from its weights alone with checkpoint="
+SAME_AS_THEN = (
+    "Fix: the same {} as in the run that saved it, or start from its weights alone with checkpoint="
+)
 
 
 class OwnWeights(Algorithm):
@@ -27,7 +29,11 @@ class OwnWeights(Algorithm):
     does not depend on it, so ranks still match.
     """
 
-    capabilities: ClassVar[dict[str, Any]] = {"identical_weights": False, "unused_parameters": True, "convergence": 0.1}
+    capabilities: ClassVar[dict[str, Any]] = {
+        "identical_weights": False,
+        "unused_parameters": True,
+        "convergence": 0.1,
+    }
     #: Training steps done.
     steps = 0
     _ranks = 0
@@ -37,7 +43,9 @@ class OwnWeights(Algorithm):
 
     def __init__(self, hierarchical: bool, communication_interval: int) -> None:
         if communication_interval < 1:
-            raise UsageError(f"communication_interval={communication_interval!r} must be 1 or more steps.")
+            raise UsageError(
+                f"communication_interval={communication_interval!r} must be 1 or more steps."
+            )
         self.hierarchical = hierarchical
         self.communication_interval = communication_interval
 
@@ -55,7 +63,9 @@ class OwnWeights(Algorithm):
         if state is None:
             return
         self.steps = state["steps"]
-        if state["ranks"] == self._ranks:  # other ranks' weights are of no use here: training goes on from rank 0's
+        if (
+            state["ranks"] == self._ranks
+        ):  # other ranks' weights are of no use here: training goes on from rank 0's
             self.restore(state)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -64,7 +74,10 @@ class OwnWeights(Algorithm):
         Raises:
             UsageError: of other buckets.
         """
-        then, now = [len(weights) for weights in state["weights"]], [len(bucket.flat) for bucket in self.context.buckets]
+        then, now = (
+            [len(weights) for weights in state["weights"]],
+            [len(bucket.flat) for bucket in self.context.buckets],
+        )
         if then != now:
             raise UsageError(
                 f"the checkpoint has each rank's weights in {len(then)} buckets of {sum(then)} elements, and here they are {len(now)} of "
@@ -93,10 +106,14 @@ class OwnWeights(Algorithm):
 def states(run: Run) -> dict[str, list[Any]]:
     """States of this rank's optimizers, whose momenta are of its own gradients, and of its schedulers; ``None`` for one that a file could
     not hold."""
-    of_schedulers: list[dict[str, Any]] = [getattr(schedule.scheduler, "state_dict", dict)() for schedule in run.schedulers]
+    of_schedulers: list[dict[str, Any]] = [
+        getattr(schedule.scheduler, "state_dict", dict)() for schedule in run.schedulers
+    ]
     return {
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "schedulers": [state if state and not_plain(state) is None else None for state in of_schedulers],
+        "schedulers": [
+            state if state and not_plain(state) is None else None for state in of_schedulers
+        ],
     }
 
 
@@ -125,7 +142,11 @@ def refuse_closure(context: Context) -> None:
 
 def frozen(context: Context) -> dict[str, nn.Parameter]:
     """The parameters that are in no bucket, by name."""
-    return {name: parameter for name, parameter in context.run.module.named_parameters() if not parameter.requires_grad}
+    return {
+        name: parameter
+        for name, parameter in context.run.module.named_parameters()
+        if not parameter.requires_grad
+    }
 
 
 def refuse_unfrozen(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -149,7 +170,10 @@ def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int
     away = {other: answer for other, answer in got.items() if other != peers.rank}
     if away:
         calls = [dist.P2POp(dist.isend, message, peers.ranks[other], peers.group) for other in away]
-        calls += [dist.P2POp(dist.irecv, answer, peers.ranks[other], peers.group) for other, answer in away.items()]
+        calls += [
+            dist.P2POp(dist.irecv, answer, peers.ranks[other], peers.group)
+            for other, answer in away.items()
+        ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
     return got

@@ -10,6 +10,8 @@ class ForgetfulObserver:
 
     @hookimpl
     def reduce_gradients(self, run):
-        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in run.module.parameters()]))
+        norm = torch.linalg.vector_norm(
+            torch.cat([p.grad.flatten() for p in run.module.parameters()])
+        )
         run.log("grad_norm", norm)
         return norm

@@ -59,7 +59,11 @@ class CopiesTheOnlySample(Plain):
 
     @hookimpl
     def shard_dataloader(self, run, loader, stage):
-        return loader if stage != "train" and len(loader.dataset) < run.world.size else parallel.shard(run, loader, stage)
+        return (
+            loader
+            if stage != "train" and len(loader.dataset) < run.world.size
+            else parallel.shard(run, loader, stage)
+        )
 
 
 class LeavesTheOthersWaiting(Plain):
@@ -89,7 +93,11 @@ class HidesDifferences(Plain):
     @hookimpl
     def log_sync(self, run, values):
         table = super().log_sync(run, values)
-        return table[:1].repeat(run.world.size, 1) if run.stage == "train" and run.step and len(values) == 3 else table
+        return (
+            table[:1].repeat(run.world.size, 1)
+            if run.stage == "train" and run.step and len(values) == 3
+            else table
+        )
 
 
 class GathersBackwards(Plain):
@@ -107,7 +115,11 @@ class KeepsPadding(Plain):
     @hookimpl
     def all_gather(self, run, tensor):
         found = parallel.gather_uneven(run, tensor)
-        return found if isinstance(found, torch.Tensor) else torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+        return (
+            found
+            if isinstance(found, torch.Tensor)
+            else torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+        )
 
 
 class BroadcastsFromRank0(Plain):

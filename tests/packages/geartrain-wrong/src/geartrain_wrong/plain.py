@@ -26,7 +26,13 @@ class Plain(ProcessGroupStrategy):
     @hookimpl
     def setup_process_group(self, run):
         dist.init_process_group("gloo", timeout=self.timeout)
-        return World(dist.get_rank(), dist.get_world_size(), run.cluster.local_rank, run.cluster.local_size, run.cluster.node_rank)
+        return World(
+            dist.get_rank(),
+            dist.get_world_size(),
+            run.cluster.local_rank,
+            run.cluster.local_size,
+            run.cluster.node_rank,
+        )
 
     @hookimpl
     def reduce_gradients(self, run):

@@ -85,7 +85,10 @@ class Leaves(Plain):
             return
         Leaves.done = True
         if self.what == "process":
-            subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, "-c", "import threading; threading.Event().wait()"],
+                start_new_session=True,
+            )
         elif self.what == "file":
             os.close(tempfile.mkstemp(prefix="wrong-")[0])
         else:

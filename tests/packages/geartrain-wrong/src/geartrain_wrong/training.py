@@ -18,7 +18,9 @@ class Sums(Plain):
     def reduce_gradients(self, run):
         for parameter in run.module.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = (
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
                 dist.all_reduce(parameter.grad)
 
 

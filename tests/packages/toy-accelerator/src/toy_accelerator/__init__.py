@@ -31,7 +31,9 @@ class ToyAccelerator:
 
     @hookimpl
     def setup_device(self, run):
-        from toy_accelerator import device  # makes "toy" a device of this process: only where it was chosen
+        from toy_accelerator import (
+            device,
+        )  # makes "toy" a device of this process: only where it was chosen
 
         self.device = device
         return torch.device("toy", run.plan.devices[0])

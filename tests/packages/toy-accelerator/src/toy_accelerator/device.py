@@ -21,7 +21,11 @@ class ToyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu):
-        same = {"strides": on_cpu.stride(), "storage_offset": on_cpu.storage_offset(), "dtype": on_cpu.dtype}
+        same = {
+            "strides": on_cpu.stride(),
+            "storage_offset": on_cpu.storage_offset(),
+            "dtype": on_cpu.dtype,
+        }
         return torch.Tensor._make_wrapper_subclass(cls, on_cpu.size(), **same, device="toy:0")
 
     def __init__(self, on_cpu):
@@ -31,23 +35,33 @@ class ToyTensor(torch.Tensor):
         return f"{self.on_cpu!r} on toy:0"
 
     def __reduce_ex__(self, protocol):
-        return self.on_cpu.detach().__reduce_ex__(protocol)  # a checkpoint loads where there is no toy
+        return self.on_cpu.detach().__reduce_ex__(
+            protocol
+        )  # a checkpoint loads where there is no toy
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if operator is aten._to_copy.default:
-            return copied_to(torch.device(kwargs.pop("device", None) or args[0].device), args[0], kwargs)
+            return copied_to(
+                torch.device(kwargs.pop("device", None) or args[0].device), args[0], kwargs
+            )
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if operator is not aten.copy_.default and any(t.ndim and not isinstance(t, cls) for t in tensors):
-            raise RuntimeError(f"{operator}: expected all tensors to be on the same device, but found toy:0 and cpu")
+        if operator is not aten.copy_.default and any(
+            t.ndim and not isinstance(t, cls) for t in tensors
+        ):
+            raise RuntimeError(
+                f"{operator}: expected all tensors to be on the same device, but found toy:0 and cpu"
+            )
         cls.operators += 1
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         result = operator(*unwrapped(args), **unwrapped(kwargs))
         # What an operator changed in place is the tensor that it was given.
         given = {id(t.on_cpu): t for t in tensors if isinstance(t, cls)}
-        return tree_map_only(torch.Tensor, lambda t: given.get(id(t)) if id(t) in given else cls(t), result)
+        return tree_map_only(
+            torch.Tensor, lambda t: given.get(id(t)) if id(t) in given else cls(t), result
+        )
 
 
 def unwrapped(tree):
