@@ -422,7 +422,17 @@ def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
         return _unknown_option(f"{grouped[1]}.{grouped[2]}", parser, names)
     if unknown:
         return _unknown_option(unknown[1].partition("=")[0], parser, names)
+    if required := re.search(r"arguments are required: (.+)", message):
+        options = [f"--{option}" for option in required[1].split(", ")]
+        message = f"{', '.join(options)}: a value is required. Fix: {options[0]} VALUE"
     message = re.sub(r'Parser key "([^"]+)":\s*', r"--\1: ", message)
+    message = re.sub(r"^argument (--\S+): expected one argument", r"\1 needs a value", message)
+    if wrong := re.search(r"(?:Got|Given) value: (.*)", message):
+        types = re.findall(r"Expected (?:an? )?(.+?)(?:\. Got value.*)?$", message, re.MULTILINE)
+        if types:
+            expected = re.sub(r"<class '(.+?)'>|typing\.", r"\1", " or ".join(types))
+            expected = expected.replace("NoneType", "None")
+            message = f"{message.partition(': ')[0]}: expected {expected}, got {wrong[1]!r}"
     return re.sub(r"(strategy|accelerator)_options\.", r"\1.", message)
 
 
