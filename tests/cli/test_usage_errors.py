@@ -157,3 +157,15 @@ def test_the_fix_is_a_line_of_its_own(refused):
 def test_control_characters_of_an_argument_do_not_reach_the_terminal(refused):
     error = refused("fit net.py --strategy 'a\x1b[31mb'")
     assert "\x1b" not in error
+
+
+def test_a_required_option_is_named_with_its_dashes(refused, folder):
+    (folder / "required.py").write_text(
+        "import geartrain as gt\n"
+        "class Net(gt.Module):\n"
+        "    def __init__(self, width: int, depth: int): super().__init__()\n"
+        "    def training_step(self, batch, batch_idx): pass\n"
+        "    def configure_optimizers(self): pass\n"
+    )
+    error = refused("fit required.py")
+    assert "--model.width, --model.depth: a value is required.\nFix: --model.width VALUE" in error
