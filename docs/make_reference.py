@@ -53,17 +53,15 @@ MODULE_SECTIONS = {
 HOOKS_INTRO = """\
 # The hooks
 
-<!-- Written by docs/make_reference.py from core/src/geartrain/hookspecs.py. Change that file, not this one. -->
+<!-- docs/make_reference.py writes this page from core/src/geartrain/hookspecs.py. Edit that file. -->
 
-Every hook there is. [How a run flows](how-a-run-flows.md) shows in which order they are called, and
-[Write a plugin](write-a-plugin.md) how to use them.
+This page lists all hooks, with their arguments and results. [How a run flows](how-a-run-flows.md)
+shows their order, and [Write a plugin](write-a-plugin.md) how to use them.
 
-- A **single** hook has exactly one owner, and plugins may wrap it. The owner is the strategy if it implements the hook, else the
-  accelerator, else core, whose default is named below.
-- **Every** means that each implementation is called: the plugins first, the last given one first of all, then the strategy, the
-  accelerator and core.
-
-A hookimpl takes the arguments it needs, by name, and leaves out the others.
+- A **single** hook has exactly one owner: the strategy if it implements the hook, else the
+  accelerator, else core's default. Plugins may wrap the owner.
+- Of an **every** hook, all implementations are called: the plugins first, the last given plugin
+  before the others, then the strategy, the accelerator and core.
 """
 
 
