@@ -1,4 +1,4 @@
-"""A device that stands for one of your own: it computes on the CPU, with a bounded number of threads."""
+"""An example accelerator: its devices are threads of the CPU. Replace them by your hardware."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import torch
 from geartrain import Run, UsageError, hookimpl
 
-#: The variable with the number of devices. On real hardware ask the driver, without initialising a device.
+#: The variable with the number of devices. For real hardware ask the driver instead.
 COUNT = "MINE_DEVICES"
 
 
@@ -18,11 +18,11 @@ class MineAccelerator:
         threads: CPU threads that stand for one device.
 
     Raises:
-        UsageError: no thread at all.
+        UsageError: ``threads`` is below 1.
     """
 
-    #: ``--accelerator auto`` takes the usable one of the highest priority. The cpu has 0, so this one is never taken
-    #: unless a user names it. Hardware that is faster than the CPU should have more than 0.
+    #: ``--accelerator auto`` takes the usable accelerator of the highest priority. The cpu has 0,
+    #: so ``auto`` never takes this one. Hardware that is faster than the CPU should have more.
     priority = -1
 
     def __init__(self, threads: int = 1) -> None:
@@ -31,32 +31,30 @@ class MineAccelerator:
         self.threads = threads
         self._before = torch.get_num_threads()
 
-    # --- asked before any run exists: the process may still fork, so neither may initialise a device ------------------
+    # --- before a run: the process may still fork, so do not initialise a device here ---------------
 
     @staticmethod
     def unavailable() -> str | None:
-        """Return why it cannot be used here, as the user should read it; ``None`` if it can."""
+        """Return the reason, for the user, why this accelerator cannot be used, or ``None``."""
         count = os.environ.get(COUNT, "")
         if count.isdigit() and int(count) > 0:
             return None
-        return f"there is no device: {COUNT} is {count!r}. Fix: set it to the number of devices ({COUNT}=1)"
+        return f"{COUNT} is {count!r}. Fix: set it to the number of devices ({COUNT}=1)"
 
     @staticmethod
     def device_count() -> int:
         """Return the number of devices on this node; ``--devices auto`` takes all."""
         return int(os.environ.get(COUNT, "0"))
 
-    # --- in each process of a run -------------------------------------------------------------------------------------
+    # --- in each process of a run ---------------
 
     @hookimpl
     def setup_device(self, run: Run, local_rank: int) -> torch.device:
-        # `run.plan.devices` are the indices that the user chose: index = run.plan.devices[local_rank] is this
-        # process's, and hardware returns torch.device("its_type", index). Core moves model and batches there.
+        # Hardware returns torch.device("its_type", run.plan.devices[local_rank]) here.
         self._before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         return torch.device("cpu")
 
     @hookimpl
     def teardown_device(self, run: Run) -> None:
-        # Called whatever happened, also after an error.
         torch.set_num_threads(self._before)
