@@ -1,6 +1,7 @@
-"""Callbacks: plugins, each a small file. ``from geartrain.callbacks import EarlyStopping``.
+"""Callbacks: each is a plugin in a small file. ``from geartrain.callbacks import EarlyStopping``.
 
-They are chosen as any plugin is: ``Trainer(plugins=[EarlyStopping("val_loss")])``, or ``--plugin early_stopping``.
+Select one like any plugin: ``Trainer(plugins=[EarlyStopping("val_loss")])`` or
+``--plugin early_stopping``.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Raise for names that do not exist; those of Lightning's callbacks get the replacement."""
+    """Raise for a name that does not exist; for a name of Lightning, name the replacement."""
     from geartrain.plugin_api import write_instead
 
     if not name.startswith("_") and (answer := write_instead("geartrain.callbacks", name)):
-        # An ImportError, because "from geartrain.callbacks import NAME" would replace the text of an AttributeError.
+        # An ImportError, because "from ... import NAME" would replace an AttributeError's text.
         raise ImportError(f"geartrain.callbacks has no {name!r}{answer}", name=__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

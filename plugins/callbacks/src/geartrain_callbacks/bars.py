@@ -1,4 +1,4 @@
-"""The displays that rich draws: bars on a terminal, one output in a notebook."""
+"""Displays drawn by rich: bars on a terminal, one output in a notebook."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from rich.table import Column
 
 from geartrain_callbacks.lines import Count, Lines, metrics_text
 
-#: The least seconds from one drawing to the next; a faster bar could not be read.
+#: The fewest seconds between two drawings; nobody can read a faster bar.
 _SECONDS_A_DRAWING = 0.1
-#: A slow drawing is made less often, so that drawing takes at most one part in this many of the time.
+#: Drawing takes at most 1/300 of the time: slow drawings are made less often.
 _PART_OF_TIME = 300
-#: The most seconds from one drawing to the next, however slow the terminal is.
+#: The most seconds between two drawings, however slow the terminal is.
 _LONGEST_PAUSE = 1.0
-#: Columns of a terminal below which there is no bar, only figures.
+#: On a terminal with fewer columns, show numbers without a bar.
 _NARROW = 60
 
 
 class _Bars:
-    """One bar for each count. Unused bars are hidden, because rich would put a new bar in another place."""
+    """One bar per count. Unused bars are hidden; rich would add a new bar at another place."""
 
     def __init__(self, console: Console, redirect_stdout: bool = False) -> None:
         self.pause = _SECONDS_A_DRAWING
-        # One line each: a bar that is broken into several scrolls away. The last column gives way to the others, and ends in dots.
+        # Each bar is one line: rich cannot redraw a bar that wraps. The last column is cut with
+        # dots if there is no room.
         title, count, rate, left = (
             TextColumn(text, markup=False, table_column=Column(no_wrap=True))
             for text in (
@@ -46,15 +47,13 @@ class _Bars:
             table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
         )
         bar = BarColumn(bar_width=min(40, console.width // 4))
+        narrow = console.width < _NARROW
         self._progress = Progress(
-            *(
-                (title, count, rest)
-                if console.width < _NARROW
-                else (title, bar, count, rate, left, rest)
-            ),
+            *((title, count, rest) if narrow else (title, bar, count, rate, left, rest)),
             expand=True,
             console=console,
-            auto_refresh=False,  # rich's refresh thread would take the interpreter lock from the loop ten times a second
+            # rich's refresh thread would compete with the loop for the GIL ten times a second.
+            auto_refresh=False,
             redirect_stdout=redirect_stdout,
         )
         self._tasks = [
@@ -90,10 +89,10 @@ class _Bars:
 
 
 class Terminal(_Bars):
-    """Bars that are redrawn in place. Output of the program stands above them."""
+    """Bars that are redrawn in place. Output of the program appears above them."""
 
     def __init__(self, console: Console) -> None:
-        # A standard output that is a file or a pipe must still get the program's output: rich would send it to the terminal.
+        # rich sends redirected output to the terminal, so a file or pipe is not redirected.
         super().__init__(console, redirect_stdout=sys.stdout.isatty())
         self._progress.start()
 
@@ -105,7 +104,7 @@ class Terminal(_Bars):
 
 
 class Notebook(_Bars):
-    """One output of a cell, which is updated. rich's own needs ipywidgets."""
+    """One output of a notebook cell, updated in place. rich's own display needs ipywidgets."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -139,7 +138,7 @@ def display(console: Console) -> Display:
     """Return the display that fits the file to which ``console`` writes."""
     if console.is_jupyter:
         return Notebook()
-    # rich takes FORCE_COLOR for a terminal. A log file with colours is one thing, thousands of redrawn bars in it are another.
+        # rich treats FORCE_COLOR as a terminal; a log file must not get thousands of redrawn bars.
     if console.is_interactive and console.file.isatty():
         return Terminal(console)
     return Lines()

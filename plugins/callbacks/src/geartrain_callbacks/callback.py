@@ -1,6 +1,7 @@
-"""Callbacks as PyTorch Lightning has them: classes with ``on_train_start(self, trainer, pl_module)`` and the like.
+"""PyTorch Lightning's callbacks: classes with ``on_train_start(self, trainer, pl_module)`` etc.
 
-Each method is called where the module's own hook of that name is, just before it: it is put in front of it when the run is set up.
+Each method is called just before the module's own hook of the same name: the set-up of a run puts
+it in front of that hook.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ NOT_CALLED = {
 
 
 class Callback:
-    """Base of callbacks written as for PyTorch Lightning; override the methods that you need. ``Trainer(callbacks=[MyCallback()])``.
+    """Base class of callbacks written for PyTorch Lightning: override the methods you need.
 
-    ``trainer`` is the :class:`geartrain.Trainer`, ``pl_module`` the user's module. Callbacks are called in the order given, each
-    before the module's own hook of that name; ``on_exception`` and ``teardown`` in the reverse order. One that keeps state has
+    Pass callbacks as ``Trainer(callbacks=[MyCallback()])``. ``trainer`` is the
+    :class:`geartrain.Trainer`, ``pl_module`` the user's module.
+
+    Callbacks are called in the order given, each before the module's own hook of the same name;
+    ``on_exception`` and ``teardown`` in reverse order. A callback with state defines
     ``state_dict()`` and ``load_state_dict(state)``.
     """
 
@@ -57,76 +61,86 @@ class Callback:
         return Adapter(self)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """In each process, after ``prepare_data`` and before ``setup`` of data module and module; ``stage`` is fit, validate, test or
-        predict."""
+        """Called in each process after ``prepare_data``, before ``setup`` of the modules.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """In each process at the end, after the module's ``teardown``, also after an error."""
+        """Called in each process after the module's ``teardown``, even after an error."""
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """The run failed or was interrupted."""
+        """Called if the run failed or was interrupted."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """After set-up of ``fit``."""
+        """Called after the set-up of ``fit``."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """At the end of ``fit``."""
+        """Called at the end of ``fit``."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before the sanity check."""
+        """Called before the sanity check."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After the sanity check."""
+        """Called after the sanity check."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before the first epoch, after the sanity check."""
+        """Called before the first epoch, after the sanity check."""
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before each epoch."""
+        """Called before each epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After each epoch and its validation, before its metrics are reported."""
+        """Called after each epoch and its validation, before its metrics are reported."""
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int
     ) -> None:
-        """Before each training batch."""
+        """Called before each training batch."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After each training batch; ``outputs`` is what ``training_step`` returned, detached."""
+        """Called after each training batch.
+
+        Args:
+            outputs: the return value of ``training_step``, detached.
+        """
 
     def on_before_zero_grad(
         self, trainer: Trainer, pl_module: Module, optimizer: Optimizer
     ) -> None:
-        """Before gradients are cleared."""
+        """Called before gradients are cleared."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: Any) -> None:
-        """Before each backward."""
+        """Called before each backward."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
-        """After each backward; gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``."""
+        """Called after each backward.
+
+        Gradients may not be reduced over ranks yet: change them in ``on_before_optimizer_step``.
+        """
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: Module, optimizer: Optimizer
     ) -> None:
-        """Before each optimizer's step; gradients are reduced and clipped."""
+        """Called before each optimizer's step; gradients are reduced and clipped."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before validation, the sanity check's too."""
+        """Called before validation, including the sanity check."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After validation, when its metrics are known."""
+        """Called after validation, when its metrics are known."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before validation's first batch."""
+        """Called before validation's first batch."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After validation's last batch, before its metrics are reported."""
+        """Called after validation's last batch, before its metrics are reported."""
 
     def on_validation_batch_start(
         self,
@@ -136,7 +150,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Before each validation batch."""
+        """Called before each validation batch."""
 
     def on_validation_batch_end(
         self,
@@ -147,19 +161,19 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After each validation batch."""
+        """Called after each validation batch."""
 
     def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before testing."""
+        """Called before testing."""
 
     def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After testing."""
+        """Called after testing."""
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before the first test batch."""
+        """Called before the first test batch."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After the last test batch."""
+        """Called after the last test batch."""
 
     def on_test_batch_start(
         self,
@@ -169,7 +183,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Before each test batch."""
+        """Called before each test batch."""
 
     def on_test_batch_end(
         self,
@@ -180,19 +194,19 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After each test batch."""
+        """Called after each test batch."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before prediction."""
+        """Called before prediction."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After prediction."""
+        """Called after prediction."""
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Before the first batch to predict."""
+        """Called before the first batch to predict."""
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """After the last batch to predict."""
+        """Called after the last batch to predict."""
 
     def on_predict_batch_start(
         self,
@@ -202,7 +216,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Before each batch to predict."""
+        """Called before each batch to predict."""
 
     def on_predict_batch_end(
         self,
@@ -213,7 +227,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After each batch to predict."""
+        """Called after each batch to predict."""
 
 
 #: The methods that a callback may override.
@@ -228,7 +242,7 @@ class Adapter:
     """The plugin that calls one callback's methods.
 
     Raises:
-        UsageError: the callback has a method that would never be called, or nothing that would.
+        UsageError: the callback has a method that would never be called, or overrides none.
     """
 
     def __init__(self, callback: Callback) -> None:
@@ -243,11 +257,13 @@ class Adapter:
                 inspect.getattr_static(callback, method), "geartrain_impl"
             ):
                 raise UsageError(
-                    f"callback {name}.{method} is for a plugin, and would be ignored here. Fix: no Callback, but plugins=[...]"
+                    f"callback {name}.{method} is for a plugin, and would be ignored here. "
+                    "Fix: no Callback, but plugins=[...]"
                 )
             if method in NOT_CALLED:
                 raise UsageError(
-                    f"callback {name}.{method} would never be called. Use instead: {NOT_CALLED[method]}"
+                    f"callback {name}.{method} would never be called. "
+                    f"Use instead: {NOT_CALLED[method]}"
                 )
             if (
                 method.startswith("on_")
@@ -261,13 +277,15 @@ class Adapter:
         self._methods = {m: getattr(callback, m) for m in CALLED if _overrides(callback, m)}
         if not self._methods:
             raise UsageError(
-                f"callback {name} overrides no method of geartrain.callbacks.Callback, so it would do nothing"
+                f"callback {name} overrides no method of geartrain.callbacks.Callback, "
+                "so it would do nothing"
             )
         if all(
             callable(getattr(callback, method, None))
             for method in ("state_dict", "load_state_dict")
         ):
-            self.state_dict, self.load_state_dict = callback.state_dict, callback.load_state_dict  # type: ignore[attr-defined]
+            self.state_dict = callback.state_dict  # type: ignore[attr-defined]
+            self.load_state_dict = callback.load_state_dict  # type: ignore[attr-defined]
             self.same_on_all_ranks = getattr(callback, "same_on_all_ranks", False)
 
     @hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""What ``model_checkpoint`` calls its files: ``{epoch}-{val_loss:.2f}`` -> ``epoch=3-val_loss=0.25.ckpt``."""
+"""File names of checkpoints: ``{epoch}-{val_loss:.2f}`` -> ``epoch=3-val_loss=0.25.ckpt``."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from pathlib import Path, PurePosixPath
 from geartrain import TrainingError, UsageError
 from geartrain.plugin_api import is_url, nearest
 
-#: A name in braces, and after a colon how to write it.
+#: A name in braces, optionally with a format after a colon.
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 SUFFIX = ".ckpt"
 
 
 def check_pattern(pattern: str) -> str:
-    """The pattern without its suffix.
+    """Return the pattern without its suffix.
 
     Raises:
-        UsageError: it is empty, its braces do not match, or a number cannot be written in its format.
+        UsageError: it is empty, its braces do not match, or a format does not fit a number.
     """
     pattern = pattern.removesuffix(SUFFIX)
     left = _FIELD.sub("", pattern)
     if not pattern or pattern.endswith("/") or "{" in left or "}" in left:
         raise UsageError(
-            f"model_checkpoint: filename={pattern!r} is no name. Fix: as '{{epoch}}-{{val_loss:.2f}}'"
+            f"model_checkpoint: filename={pattern!r} is no name. "
+            "Fix: as '{epoch}-{val_loss:.2f}'"
         )
     if not is_inside(pattern) or pattern.startswith("~") or is_url(pattern):
         raise UsageError(
@@ -36,22 +37,24 @@ def check_pattern(pattern: str) -> str:
             format(1 if name in ("epoch", "step") else 1.0, spec)
         except ValueError as error:
             raise UsageError(
-                f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: {error}"
+                f"model_checkpoint: filename={pattern!r}: {{{name}:{spec}}} cannot be written: "
+                f"{error}"
             ) from error
     return pattern
 
 
 def fields(pattern: str) -> list[str]:
-    """The metrics that a pattern names."""
+    """Return the metrics that a pattern names."""
     return [name for name, _ in _FIELD.findall(pattern) if name not in ("epoch", "step")]
 
 
 def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
-    """The pattern with its values.
+    """Return the pattern filled with values.
 
     Args:
         values: ``epoch``, ``step`` and the metrics.
-        insert: put ``NAME=`` before each; a ``/`` in a metric's name becomes ``_``, as it would begin a folder.
+        insert: put ``NAME=`` before each value; ``/`` in a metric's name becomes ``_``, because
+            it would start a folder.
 
     Raises:
         TrainingError: a metric that was not logged.
@@ -61,7 +64,8 @@ def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
         name, spec = match[1], match[2] or ""
         if name not in values:
             raise TrainingError(
-                f"geartrain-callbacks[model_checkpoint]: filename={pattern!r} has {name!r}, which was not logged. {nearest(name, values)} "
+                f"geartrain-callbacks[model_checkpoint]: filename={pattern!r} has {name!r}, "
+                f"which was not logged. {nearest(name, values)} "
                 "Fix: log it with self.log, or take it out"
             )
         text = format(values[name], spec)
@@ -71,14 +75,18 @@ def fill(pattern: str, values: Mapping[str, float], insert: bool) -> str:
 
 
 def free(folder: Path, name: str, own: str) -> str:
-    """Return the file name for ``name``, with ``-v1`` and so on if a file has it, unless that file is ``own``, which may be replaced.
+    """Return the file name for ``name``, with ``-v1`` etc. if another file has that name.
+
+    Args:
+        own: a file that may be replaced.
 
     Raises:
         TrainingError: a value in the name leads out of the folder.
     """
     if not is_inside(name):
         raise TrainingError(
-            f"geartrain-callbacks[model_checkpoint]: the name {name!r} leads out of the folder. Fix: filename"
+            f"geartrain-callbacks[model_checkpoint]: the name {name!r} leads out of the folder. "
+            "Fix: filename"
         )
     for version in count():
         file = PurePosixPath(f"{name}{f'-v{version}' if version else ''}{SUFFIX}").as_posix()
@@ -88,7 +96,7 @@ def free(folder: Path, name: str, own: str) -> str:
 
 
 def is_inside(name: str) -> bool:
-    """True if a folder's path and this name make a path inside the folder, links aside."""
+    """True if the name, joined to a folder, stays inside the folder; links are not resolved."""
     return bool(PurePosixPath(name).parts) and not any(
         part in ("/", "//", "..") for part in PurePosixPath(name).parts
     )

@@ -12,30 +12,33 @@ from geartrain_callbacks.stopping import say, stop_together
 
 
 class EarlyStopping:
-    """Ends training when a metric no longer gets better; names and meanings as in PyTorch Lightning.
+    """End training when a metric stops improving. Options are named as in PyTorch Lightning.
 
-    All ranks go by rank 0's value, so they stop together even where the metric is logged without ``sync_dist``. Training ends at once.
-    Each value counts once: an epoch that does not log the metric is no check. A second ``fit`` with the same object continues to count.
+    All ranks use rank 0's value, so they stop together even if the metric is logged without
+    ``sync_dist``. Training ends at once. Each value counts once: an epoch that does not log the
+    metric is not a check. A second ``fit`` with the same object continues to count.
 
     Args:
         monitor: the metric's name.
-        min_delta: a change of less than this is no improvement.
+        min_delta: a smaller change is not an improvement.
         patience: checks without improvement before training ends.
-        mode: whether ``"min"`` or ``"max"`` is better.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
         check_finite: end training when the metric is NaN or infinite.
         stopping_threshold: end training once the metric is better than this.
         divergence_threshold: end training once the metric is worse than this.
-        check_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
-            validation, if there is one, belongs to each epoch's end; else after each validation.
-        strict: raise where the metric was not logged; otherwise warn once.
-        verbose: say when the metric gets better.
+        check_on_train_epoch_end: check after each epoch; ``False``: after each validation.
+            Default: after each epoch if validation is off or runs at each epoch's end; otherwise
+            after each validation.
+        strict: raise if the metric was not logged; ``False``: warn once.
+        verbose: print a line when the metric improves.
 
     Raises:
-        UsageError: a wrong ``mode``, ``patience``, or ``min_delta``; or no validation after which to look.
+        UsageError: ``mode``, ``patience`` or ``min_delta`` is wrong; or checks are due after
+            validation, and the run has none.
         TrainingError: the metric was not logged.
     """
 
-    #: What is kept in a checkpoint is rank 0's.
+    #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
 
     def __init__(
@@ -54,7 +57,8 @@ class EarlyStopping:
         check_mode("early_stopping", mode)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise UsageError(
-                f"early_stopping: patience={patience!r} must be a whole number of checks, at least 0."
+                f"early_stopping: patience={patience!r} must be a whole number of checks, "
+                "at least 0."
             )
         if min_delta < 0:
             raise UsageError(f"early_stopping: min_delta={min_delta!r} must not be below 0.")
@@ -68,13 +72,13 @@ class EarlyStopping:
         self._at_epoch_end = self._asked = self._warned = False
         #: The best value so far.
         self.best_score = math.inf if mode == "min" else -math.inf
-        #: The epoch and the step of the value that was checked last: each value counts once.
+        #: The epoch and step of the value checked last: each value counts once.
         self._checked: tuple[int, int] | None = None
-        #: Checks since then.
+        #: Checks since the best value.
         self.wait_count = 0
-        #: The epoch in which training was ended, from 0; 0 also if it was not.
+        #: The epoch (from 0) in which it ended training; 0 also if it did not.
         self.stopped_epoch = 0
-        #: Why training was ended; empty if it was not.
+        #: Why it ended training; empty if it did not.
         self.reason = ""
 
     @hookimpl
@@ -106,7 +110,7 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue to count. ``patience`` stays as it was given: a resumed run may wait longer."""
+        """Continue to count. ``patience`` is not restored: a resumed run may wait longer."""
         self.wait_count, self.stopped_epoch = state["wait_count"], state["stopped_epoch"]
         self.best_score = state["best_score"]
         self._checked = None if state.get("checked") is None else tuple(state["checked"])
@@ -127,7 +131,8 @@ class EarlyStopping:
             stop_together(run)
             say(
                 run,
-                f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+                f"early_stopping: {reason} Training ends in epoch {run.epoch + 1}, "
+                f"after {run.step} steps.",
             )
 
     def _missing(self, known: list[str]) -> None:
@@ -143,22 +148,32 @@ class EarlyStopping:
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} = {value} is not finite."
         if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
-            return f"{self.monitor} = {value:.6g} is better than stopping_threshold={self.stopping_threshold}."
+            return (
+                f"{self.monitor} = {value:.6g} is better than "
+                f"stopping_threshold={self.stopping_threshold}."
+            )
         if self.divergence_threshold is not None and self._better(self.divergence_threshold, value):
-            return f"{self.monitor} = {value:.6g} is worse than divergence_threshold={self.divergence_threshold}."
+            return (
+                f"{self.monitor} = {value:.6g} is worse than "
+                f"divergence_threshold={self.divergence_threshold}."
+            )
         delta = self.min_delta if self.mode == "max" else -self.min_delta
         if self._better(value, self.best_score + delta):
             if self.verbose:
                 say(
                     run,
-                    f"early_stopping: {self.monitor} went from {self.best_score:.6g} to {value:.6g}.",
+                    f"early_stopping: {self.monitor} went from {self.best_score:.6g} "
+                    f"to {value:.6g}.",
                 )
             self.best_score, self.wait_count = value, 0
             return ""
         self.wait_count += 1
         if self.wait_count < self.patience:
             return ""
-        return f"{self.monitor} was not better than {self.best_score:.6g} for {self.wait_count} checks."
+        return (
+            f"{self.monitor} was not better than {self.best_score:.6g} "
+            f"for {self.wait_count} checks."
+        )
 
     def _better(self, a: float, b: float) -> bool:
         return is_better(self.mode, a, b)

@@ -12,29 +12,35 @@ from geartrain_callbacks.stopping import say
 
 
 class EMA:
-    """Keeps ``average = decay · average + (1 - decay) · weights`` beside the weights, on their device; the CPU never waits for it.
+    """Keep an exponential moving average of the weights, on their device.
 
-    Averaged are parameters and floating-point buffers (BatchNorm's statistics among them); other buffers are as the module has them.
-    Weights of 16 bits are averaged in 32: there, small changes would be rounded away. Every rank keeps the same average, since every
-    rank has the same weights; buffers are rank 0's. Under a strategy whose ranks have different weights each rank averages its own.
+    ``average = decay · average + (1 - decay) · weights``. The CPU never waits for it. Parameters
+    and floating-point buffers (such as BatchNorm's statistics) are averaged; other buffers are the
+    module's. 16-bit weights are averaged in float32, because 16 bits would round small changes
+    away. Every rank keeps the same average, because every rank has the same weights; buffers are
+    rank 0's. If a strategy gives ranks different weights, each rank averages its own.
 
-    The module holds the average while it is validated during ``fit``, and from the end of ``fit`` on: what you test, predict with
-    and save afterwards is the average. In between it holds the weights that are trained. A ``fit`` that fails leaves those.
+    The module holds the average during validation inside ``fit``, and from the end of ``fit``:
+    you test, predict with and save the average. During training it holds the trained weights; a
+    ``fit`` that fails leaves those in the module.
 
-    A checkpoint's ``model`` is the validated one: the average, with the weights as they are trained beside it as ``trained``; with
-    ``validate=False`` the other way round, with the average as ``average``. Before the first update there is nothing beside it.
+    In a checkpoint, ``model`` is the validated version: the average, with the trained weights
+    beside it as ``trained``. With ``validate=False`` it holds the trained weights, with the
+    average beside them as ``average``. Before the first update the checkpoint has only ``model``.
 
     Args:
-        decay: how much of the average stays at an update, between 0 and 1.
-        every: steps from one update to the next; ``decay`` is not adjusted to it.
-        start_step: the step from which it averages; before, the average is the weights as they are.
-        validate: whether to validate the average during ``fit``, and have it in checkpoints; otherwise the weights as they are trained.
+        decay: the share of the average that an update keeps, between 0 and 1.
+        every: steps between two updates; ``decay`` is not adjusted to it.
+        start_step: the step from which to average; before it the average equals the weights.
+        validate: validate the average during ``fit`` and save it as ``model``; ``False``: the
+            trained weights.
 
     Raises:
-        UsageError: a decay, ``every`` or ``start_step`` that cannot be; or a state that does not fit the module.
+        UsageError: ``decay``, ``every`` or ``start_step`` is out of range; or a loaded state does
+            not fit the module.
     """
 
-    #: What is kept in a checkpoint is rank 0's.
+    #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
 
     def __init__(
@@ -126,18 +132,16 @@ class EMA:
             say(run, f"ema: the module now holds the average of {self.updates} updates.")
 
     def state_dict(self) -> dict[str, Any]:
-        average = (
-            dict(zip(self._names, self._average, strict=True))
-            if self._loaded is None
-            else self._loaded
-        )
+        average = self._loaded
+        if average is None:
+            average = dict(zip(self._names, self._average, strict=True))
         return {
             "updates": self.updates,
             "average": {name: tensor.clone() for name, tensor in average.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on averaging with this state in the next ``fit``."""
+        """Continue the average from this state in the next ``fit``."""
         self.updates, self._loaded = state["updates"], dict(state["average"]) or None
 
     @torch.no_grad()
@@ -147,10 +151,13 @@ class EMA:
 
     @torch.no_grad()
     def _states(self, run: Run, wanted: dict[str, Any]) -> list[dict[str, Any]]:
-        """The module's state with the weights as they are trained, and with the average: names and tied weights are the module's affair.
+        """Return the module's state twice: with the trained weights, and with the average.
+
+        The module itself builds both, so that names and tied weights are right.
 
         Args:
-            wanted: the checkpoint's state; entries that the module's ``on_save_checkpoint`` removed or added stay so.
+            wanted: the checkpoint's state; entries that the module's ``on_save_checkpoint``
+                removed or added stay removed or added.
         """
         now, states = [weight.clone() for weight in self._weights], []
         for weights in (now if self._trained is None else self._trained, self._average):
@@ -180,7 +187,8 @@ class EMA:
         ]
         if odd:
             raise UsageError(
-                f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. Fix: the module that it averaged"
+                f"geartrain-callbacks[ema]: its state is of another module: {odd[0]} differs. "
+                "Fix: the module that it averaged"
             )
         for name, average in zip(self._names, self._average, strict=True):
             average.copy_(state[name])

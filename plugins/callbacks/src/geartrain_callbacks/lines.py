@@ -1,4 +1,4 @@
-"""Passes over loaders, counted, and the display of plain lines. rich is not needed here."""
+"""Progress counts of loaders, and their display as plain lines. This module does not need rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-#: Seconds from one line to the next in a long epoch, without a terminal.
+#: Seconds between two lines in a long epoch without a terminal.
 SECONDS_A_LINE = 30.0
 
 
@@ -19,18 +19,18 @@ class Count:
     title: str
     #: Batches in the pass; ``None`` if unknown.
     total: int | None
-    #: Its start in seconds of ``time.monotonic``; pauses move it to a later time.
+    #: The start, in seconds of ``time.monotonic``; a pause moves it forward.
     began: float
     #: The unit of the rate: ``"steps"`` or ``"batches"``.
     unit: str = "batches"
     done: int = 0
     #: Optimizer steps, if the rate counts them.
     steps: int = 0
-    #: The start of a pause, as for validation inside an epoch.
+    #: The start of a pause, for example validation inside an epoch.
     paused: float | None = None
 
     def seconds(self) -> float:
-        """Return the seconds so far, without pauses."""
+        """Return the seconds since the start, without pauses."""
         return max((time.monotonic() if self.paused is None else self.paused) - self.began, 1e-9)
 
     def resume(self) -> None:
@@ -40,20 +40,20 @@ class Count:
 
     def rate(self) -> str:
         """Return steps or batches per second since the start."""
-        return (
-            f"{(self.steps if self.unit == 'steps' else self.done) / self.seconds():.1f} {self.unit}/s"
-            if self.done
-            else ""
-        )
+        if not self.done:
+            return ""
+        done = self.steps if self.unit == "steps" else self.done
+        return f"{done / self.seconds():.1f} {self.unit}/s"
 
     def batches(self) -> str:
         return f"{self.done}/{self.total}" if self.total is not None else str(self.done)
 
     def left(self) -> str:
-        """Return the time that is left at this rate; empty if it is unknown or nothing is left."""
+        """Return the time left at this rate; empty if it is unknown or the pass is done."""
         if not self.total or not 0 < self.done < self.total:
             return ""
-        return f"{timedelta(seconds=round(self.seconds() / self.done * (self.total - self.done)))} left"
+        seconds = self.seconds() / self.done * (self.total - self.done)
+        return f"{timedelta(seconds=round(seconds))} left"
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
@@ -61,9 +61,9 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 class Lines:
-    """A plain line now and then, so that a log file shows life."""
+    """Print a plain line from time to time, so that a log file shows progress."""
 
-    #: Seconds until it should show again.
+    #: Seconds until the next call of ``show``.
     pause = SECONDS_A_LINE
 
     def show(self, counts: Sequence[Count], metrics: dict[str, float]) -> None:

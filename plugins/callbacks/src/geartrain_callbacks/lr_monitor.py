@@ -13,18 +13,22 @@ from geartrain import Run, UsageError, hookimpl
 
 
 class LearningRateMonitor:
-    """Logs each optimizer's learning rate under PyTorch Lightning's names: ``lr-SGD``, a second optimizer of that class
-    ``lr-SGD-1``, its parameter groups ``lr-SGD/pg1``, ``lr-SGD/pg2`` (or their ``"name"``), and a scheduler's ``"name"`` instead where
-    ``configure_optimizers`` gives one. A step is logged with the rate that it used.
+    """Log each optimizer's learning rate under PyTorch Lightning's names.
+
+    The name is ``lr-SGD``, for a second optimizer of that class ``lr-SGD-1``. Parameter groups are
+    ``lr-SGD/pg1``, ``lr-SGD/pg2``, or have their ``"name"`` in place of ``pg1``. If
+    ``configure_optimizers`` gives a scheduler a ``"name"``, it replaces ``lr-SGD``. A step is
+    logged with the rate that it used.
 
     Args:
-        logging_interval: ``"step"``: every ``log_every_n_steps``; ``"epoch"``: the rate at its start, at its end; default: each as its
-            scheduler steps, and without a scheduler every ``log_every_n_steps``.
-        log_momentum: log ``NAME-momentum`` too: ``momentum``, or the first of ``betas``; 0 without either.
-        log_weight_decay: log ``NAME-weight_decay`` too.
+        logging_interval: ``"step"``: every ``log_every_n_steps``; ``"epoch"``: at an epoch's end,
+            the rate at its start. Default: as often as the scheduler steps; without a scheduler,
+            every ``log_every_n_steps``.
+        log_momentum: also log ``NAME-momentum``: ``momentum``, or the first of ``betas``, or 0.
+        log_weight_decay: also log ``NAME-weight_decay``.
 
     Raises:
-        UsageError: a wrong interval, or two parameter groups of one name.
+        UsageError: the interval is wrong, or two parameter groups have the same name.
     """
 
     errors_are_warnings = True
@@ -50,10 +54,8 @@ class LearningRateMonitor:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         self._named = list(_named(run))
-        for interval in (
-            "epoch",
-            "step",
-        ):  # before training starts: two of one name cannot be logged
+        # Check both intervals before training starts: names must be unique.
+        for interval in ("epoch", "step"):
             self._values(interval)
 
     @hookimpl
@@ -68,9 +70,8 @@ class LearningRateMonitor:
         if run.step % every == 0:
             for name, value in self._ahead.items():
                 run.log(name, value, on_step=True, on_epoch=False, batch_size=1)
-        if (
-            run.step + 1
-        ) % every == 0:  # schedulers have stepped: these are the rates of the next step
+        if (run.step + 1) % every == 0:
+            # The schedulers have stepped, so these are the rates of the next step.
             self._ahead = self._values("step")
 
     def _values(self, interval: str) -> dict[str, Any]:
@@ -78,13 +79,14 @@ class LearningRateMonitor:
         for base, optimizer, own in self._named:
             if interval != (self.logging_interval or own):
                 continue
-            groups = optimizer.param_groups  # read again: groups may be added while it trains
+            groups = optimizer.param_groups  # read each time: training may add groups
             for i, group in enumerate(groups, start=1):
                 label = group.get("name", f"pg{i}" if len(groups) > 1 else "")
                 name = f"{base}/{label}" if label else base
                 if name in found:
                     raise UsageError(
-                        f"geartrain-callbacks[lr_monitor]: two parameter groups are called {name}. Fix: give each a name of its own"
+                        "geartrain-callbacks[lr_monitor]: two parameter groups are called "
+                        f"{name}. Fix: give each a unique name"
                     )
                 found[name] = _now(group.get("lr", 0.0))
                 if self.log_momentum:
@@ -97,19 +99,18 @@ class LearningRateMonitor:
 
 
 def _now(value: Any) -> Any:
-    """The value as it is now: a capturable optimizer's rate is a tensor, which its scheduler changes in place."""
+    """Copy a value: a capturable optimizer's rate is a tensor, which its scheduler changes."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _named(run: Run) -> Iterator[tuple[str, Optimizer, str]]:
-    """Each optimizer with its name and when it is logged by default: those with a scheduler first, as Lightning counts them."""
+    """Yield each optimizer, its name and its default interval; those with a scheduler first."""
     seen: Counter[type] = Counter()
     with_scheduler: set[int] = set()
     for schedule in run.schedulers:
         optimizer = getattr(schedule.scheduler, "optimizer", None)
-        if (
-            optimizer is None or id(optimizer) in with_scheduler
-        ):  # several schedulers of one optimizer change one rate
+        # Several schedulers of one optimizer change the same rate, so the first names it.
+        if optimizer is None or id(optimizer) in with_scheduler:
             continue
         with_scheduler.add(id(optimizer))
         yield schedule.name or _count(seen, optimizer), optimizer, schedule.interval

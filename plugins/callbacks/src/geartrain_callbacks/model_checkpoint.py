@@ -28,57 +28,65 @@ _FIX = "Fix: log it with self.log, or monitor another"
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What rank 0 decided at one look; every rank does the same. Files are names relative to the folder."""
+    """A decision of rank 0; every rank carries it out. File names are relative to the folder."""
 
     #: The file of the newest checkpoint; empty if it is not among the best.
     name: str = ""
     score: float | None = None
-    #: The file that it takes the place of.
+    #: The file that the new one replaces.
     drop: str = ""
     last: str = ""
-    #: The warning if the metric is missing and may still come.
+    #: The warning if the metric is missing but may still be logged.
     missing: str = ""
-    #: It should be there.
+    #: The error if the metric is missing and should have been logged.
     error: str = ""
-    #: The metric has no value of these weights: the next validation or end of an epoch that gives one is the look.
+    #: True if the metric has no value for these weights yet. The next validation or end of an
+    #: epoch that logs one is used instead.
     owed: bool = False
 
 
 class ModelCheckpoint:
-    """Keeps the best checkpoints by a metric; names and meanings as in PyTorch Lightning.
+    """Keep the best checkpoints by a metric. Options are named as in PyTorch Lightning.
 
-    Rank 0 decides which files to save and to delete, by its own value of the metric, and the others do the same: so all ranks name
-    the same file as the best, even where the metric is logged without ``sync_dist``. A file is deleted only after the one that takes
-    its place is whole on disk; one that another run left is never overwritten: the new one gets ``-v1`` and so on. Of equal scores
-    the older file is the better; NaN is never among the best. A second ``fit`` with the same object continues.
+    Rank 0 decides which files to save and to delete, by its own value of the metric, and the other
+    ranks do the same. So all ranks name the same best file, even if the metric is logged without
+    ``sync_dist``. A file is deleted only after its replacement is completely on disk. A file of
+    another run is never overwritten: the new file gets ``-v1`` etc. Of equal scores the older file
+    is better; NaN is never among the best. A second ``fit`` with the same object continues.
 
-    A file's score belongs to its weights. If the metric was not logged in the epoch, or in the step of ``every_n_train_steps``, at which it
-    looks, then it looks again after the next validation and at the end of the epoch, until the present weights have a value.
+    A file's score belongs to its weights. If the metric was not logged in the epoch (or the step
+    of ``every_n_train_steps``) of a check, the check is repeated after the next validation and at
+    the end of the epoch, until the current weights have a value.
 
-    It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint in this folder or in the run's
-    continues with the files that the checkpoint lists and that still exist. From a checkpoint elsewhere it starts from scratch here, and
+    It deletes only files that it wrote in its own folder. A ``fit`` that resumes from a checkpoint
+    in this folder or in the run's folder continues with the files that the checkpoint lists and
+    that still exist. If it resumes from a checkpoint elsewhere, it starts from scratch here and
     leaves the files there alone.
 
     Args:
-        monitor: the metric's name; without, the newest checkpoint takes the place of the one before.
-        mode: whether ``"min"`` or ``"max"`` is better.
-        save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor`` -1, 0 or 1.
-        save_last: also save ``last.ckpt``, each time that it looks.
+        monitor: the metric's name; ``None``: the newest checkpoint replaces the one before.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is better.
+        save_top_k: how many of the best to keep; -1 keeps all, 0 none. Without ``monitor``: -1, 0
+            or 1.
+        save_last: also save ``last.ckpt`` at each check.
         dirpath: the folder; default ``checkpoints`` in the run's folder.
-        filename: with ``epoch``, ``step`` and metrics in braces, ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
+        filename: a pattern with ``epoch``, ``step`` and metrics in braces, such as
+            ``"{epoch:02d}-{val_loss:.2f}"``; default ``"{epoch}-{step}"``.
         auto_insert_metric_name: put ``NAME=`` before each of them.
-        every_n_epochs: look only every n-th epoch; default each.
-        every_n_train_steps: look every so many optimizer steps instead.
-        save_on_train_epoch_end: look after each epoch; ``False``: after each validation. Default: after each epoch where
-            validation, if there is one, belongs to each epoch's end; else after each validation.
-        verbose: print each save.
+        every_n_epochs: check only every n-th epoch; default: every epoch.
+        every_n_train_steps: check every n optimizer steps instead.
+        save_on_train_epoch_end: check after each epoch; ``False``: after each validation. Default:
+            after each epoch if validation is off or runs at each epoch's end; otherwise after each
+            validation.
+        verbose: print a line for each file.
 
     Raises:
-        UsageError: options that cannot be; neither ``dirpath`` nor a folder for the run; or no validation after which to look.
+        UsageError: options contradict each other; neither ``dirpath`` nor a folder for the run
+            exists; or checks are due after validation, and the run has none.
         TrainingError: ``monitor`` or a metric of ``filename`` was not logged.
     """
 
-    #: What is kept in a checkpoint is rank 0's.
+    #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
 
     def __init__(
@@ -102,11 +110,13 @@ class ModelCheckpoint:
             )
         if monitor is None and save_top_k > 1:
             raise UsageError(
-                f"model_checkpoint: save_top_k={save_top_k} best of what? Fix: monitor='val_loss', or save_top_k=1 or -1"
+                f"model_checkpoint: save_top_k={save_top_k} best of what? "
+                "Fix: monitor='val_loss', or save_top_k=1 or -1"
             )
         if save_top_k == 0 and not save_last:
             raise UsageError(
-                "model_checkpoint: save_top_k=0 without save_last saves nothing. Fix: leave the plugin out, or save_last=True"
+                "model_checkpoint: save_top_k=0 without save_last saves nothing. "
+                "Fix: leave the plugin out, or save_last=True"
             )
         for name, value in (
             ("every_n_epochs", every_n_epochs),
@@ -122,7 +132,8 @@ class ModelCheckpoint:
             every_n_epochs is not None or save_on_train_epoch_end is not None
         ):
             raise UsageError(
-                "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and save_on_train_epoch_end by epochs. "
+                "model_checkpoint: every_n_train_steps looks by steps, every_n_epochs and "
+                "save_on_train_epoch_end by epochs. "
                 "Fix: leave one out, or two of them with a filename each"
             )
         self.monitor, self.mode, self.save_top_k, self.save_last = (
@@ -150,28 +161,31 @@ class ModelCheckpoint:
         self._on = self._at_epoch_end = self._validated = self._expected = self._warned = (
             self._looked
         ) = False
-        #: True if it looked and the present weights had no value.
+        #: True if the last check found no value for the current weights.
         self._owed = False
         #: The score of the best file.
         self.best_model_score: float | None = None
-        #: Drawn when it starts from scratch: by this it knows the files that it wrote.
+        #: A random id, drawn at a start from scratch. It marks the files that this object wrote.
         self._identity = ""
-        #: The run's folder when the state was saved: compared, never opened.
+        #: The run's folder when the state was saved; only compared, never opened.
         self._output = ""
         # Names are relative to the folder, so that a copy of the folder is complete.
         self._best = self._last = ""
         self._scores: dict[str, float] = {}
-        #: Files that the one which is being saved replaces.
+        #: Files that the file being saved replaces.
         self._old: list[str] = []
-        #: Where the next fit writes, and where the named files are.
+        #: The folder that the next fit writes to, and the folder of the named files.
         self._planned = self._where = self.dirpath
 
     def __repr__(self) -> str:
-        return f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, filename={self.filename!r})"
+        return (
+            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, "
+            f"filename={self.filename!r})"
+        )
 
     @property
     def best_model_path(self) -> str:
-        """The best file so far; without ``monitor`` the newest; empty if there is none."""
+        """The best file so far; without ``monitor`` the newest; empty if none exists."""
         return self._path(self._best)
 
     @property
@@ -181,31 +195,27 @@ class ModelCheckpoint:
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """The best files, oldest first, and their scores."""
+        """The scores of the best files, oldest file first."""
         return {self._path(name): score for name, score in self._scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
-        """The file that the next better one replaces; empty while there is room."""
+        """The file that the next better one replaces; empty if fewer than ``save_top_k`` exist."""
         return self._path(self._kth_best())
 
     @hookimpl
     def find_checkpoint(self, which: str, output: Path | None) -> list[Path]:
         if which == "best":
             return [Path(self.best_model_path)] if self._best else []
-        folder = (
-            None
-            if output is None
-            else output / "checkpoints"
-            if self.dirpath is None
-            else self.dirpath
-        )
+        folder = self.dirpath
+        if folder is None and output is not None:
+            folder = output / "checkpoints"
         if (
             folder is None
             or output is None
             or not folder.resolve().is_relative_to(output.resolve())
         ):
-            folder = None  # what another process saved elsewhere may be another run's
+            folder = None  # files of another process elsewhere may belong to another run
         if which == "any":
             return [] if folder is None else sorted(folder.rglob("*.ckpt"))
         if self._last:
@@ -216,7 +226,7 @@ class ModelCheckpoint:
             else []
         )
 
-    # --- when to look ----------------------------------------------------------------------------------------------------
+    # --- when to check ---------------------------------------------------------------------------
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
@@ -228,7 +238,8 @@ class ModelCheckpoint:
             )
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(
-                f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. Fix: another dirpath"
+                f"geartrain-callbacks[model_checkpoint]: {str(folder)!r} is not a folder. "
+                "Fix: another dirpath"
             )
         self._planned = folder
 
@@ -245,8 +256,8 @@ class ModelCheckpoint:
                 run, self._asked_when, "model_checkpoint", "save_on_train_epoch_end"
             )
 
-    # Wrappers, so that it looks after all others: those that fail the run, those that put other weights in for the validation, and those
-    # whose state goes into the checkpoint.
+    # Wrappers, so that the check comes last: after plugins that fail the run, that replace the
+    # weights for validation, or whose state belongs in the checkpoint.
 
     @hookimpl(wrapper=True)
     def on_step_end(self, run: Run) -> Generator[None, Any, Any]:
@@ -285,14 +296,15 @@ class ModelCheckpoint:
                 else f"every_n_train_steps={self._steps}"
             )
             warnings.warn(
-                f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, and the run had {run.epoch} epochs and {run.step} steps",
+                f"geartrain-callbacks[model_checkpoint] saved nothing: {when}, "
+                f"and the run had {run.epoch} epochs and {run.step} steps",
                 stacklevel=2,
             )
 
     def _settle(self, run: Run) -> None:
-        """Settle with which files this fit continues: on every rank with those that rank 0 finds."""
+        """Set the files with which this fit continues, on every rank to those rank 0 finds."""
         folder = self._folder(run.plan)
-        assert folder is not None  # check_plan has refused it
+        assert folder is not None  # otherwise check_plan has raised
         if run.world.rank == 0:
             remove_abandoned(folder, SUFFIX, below="/" in self.filename)
             if self._continues(run, folder):
@@ -307,24 +319,24 @@ class ModelCheckpoint:
             self.load_state_dict(run.hooks.broadcast(run=run, obj=self.state_dict(), src=0))
 
     def _continues(self, run: Run, folder: Path) -> bool:
-        """True if the named files are those of this run, and not of one in another folder."""
-        if (
-            run.resumed is None or run.resumed.path is None
-        ):  # a second fit, or a checkpoint in memory
+        """True if the named files belong to this run, not to a run in another folder."""
+        if run.resumed is None or run.resumed.path is None:
+            # A second fit, or a checkpoint in memory.
             return self._where in (None, folder)
         source, mine = run.resumed.path.resolve(), folder.resolve()
         if source.is_relative_to(mine) or mine.is_relative_to(source.parent):
             return True
         if run.output is None or not source.is_relative_to(home := run.output.resolve()):
             return False
-        # A dirpath elsewhere belongs to the run that is in the same place as before, and not to a copy of it.
+        # A dirpath elsewhere belongs to the original run, not to a copy of its folder.
         return mine.is_relative_to(home) or self._output == str(home)
 
     def _start_from_scratch(self, run: Run, folder: Path) -> None:
-        if self._scores:  # otherwise nothing was the best by a metric
+        if self._scores:  # otherwise no file was the best by a metric
             source = self._where if run.resumed is None else run.resumed.path
             warnings.warn(
-                f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than {folder}. The checkpoints there stay "
+                f"geartrain-callbacks[model_checkpoint]: {source} belongs to another folder than "
+                f"{folder}. The checkpoints there stay "
                 "as they are, and this run starts its list of the best from scratch",
                 stacklevel=2,
             )
@@ -332,14 +344,14 @@ class ModelCheckpoint:
         self.best_model_score, self._scores, self._old = None, {}, []
 
     def _drop_lost(self, folder: Path) -> None:
-        """Forget files that do not exist, or that another run wrote."""
+        """Forget files that no longer exist or that another run wrote."""
         names = dict.fromkeys(name for name in (self._best, self._last, *self._scores) if name)
         lost = [name for name in names if not is_own(folder, name, self._identity)]
         if not lost:
             return
         warnings.warn(
-            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} of this run: "
-            "removed from the list of the best",
+            f"geartrain-callbacks[model_checkpoint]: {folder} no longer has {', '.join(lost)} "
+            "of this run: removed from the list of the best",
             stacklevel=2,
         )
         self._scores = {name: score for name, score in self._scores.items() if name not in lost}
@@ -349,9 +361,9 @@ class ModelCheckpoint:
             self.best_model_score = self._scores.get(self._best)
 
     def _delete_leftovers(self, run: Run, folder: Path) -> None:
-        """Delete leftovers of a kill: files that were being replaced, and files that were saved after the checkpoint.
+        """Delete files left by a kill: replaced files, and files newer than the checkpoint.
 
-        A checkpoint that is not the last one was chosen by the user: then later files stay.
+        If the user resumes from an older checkpoint than the last, newer files stay.
         """
         if run.resumed is None:
             return
@@ -370,10 +382,15 @@ class ModelCheckpoint:
     def _is_due(self, run: Run) -> bool:
         return (run.epoch + 1) % self._epochs == 0
 
-    # --- decisions -----------------------------------------------------------------------------------------------------
+    # --- decisions -------------------------------------------------------------------------------
 
     def _look(self, run: Run, epochs: int, due: bool = True) -> None:
-        """Save the files that are due; ``epochs`` are done. If it is not ``due``, this is for a look that found no value."""
+        """Check, and save the files that are due.
+
+        Args:
+            epochs: epochs done.
+            due: ``False`` to repeat a check that found no value.
+        """
         self._looked = True
         names = [*([] if self.monitor is None else [self.monitor]), *fields(self.filename)]
         if names:
@@ -389,7 +406,7 @@ class ModelCheckpoint:
             self._warned = True
         names = [name for name in (turn.name, turn.last) if name]
         before = self.state_dict()
-        self._remember(turn)  # first: the file that is saved is to know of itself
+        self._remember(turn)  # before saving: the file's state must list the file itself
         try:
             state = checkpoint_state(run, epochs) if names else {}
             for name in names:
@@ -401,7 +418,7 @@ class ModelCheckpoint:
 
     def _decide(self, run: Run, epochs: int, due: bool) -> _Turn:
         folder = self._folder(run.plan)
-        assert folder is not None  # check_plan has refused it
+        assert folder is not None  # otherwise check_plan has raised
         last = free(folder, "last", self._last) if self.save_last else ""
         score = None
         if self.monitor is not None:
@@ -418,7 +435,8 @@ class ModelCheckpoint:
                 and epochs > run.epoch
             ):
                 missing = (
-                    f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, which was logged after step {when[1]}, "
+                    f"geartrain-callbacks[model_checkpoint] monitors {self.monitor!r}, "
+                    f"which was logged after step {when[1]}, "
                     f"and it looks every {self._steps} steps. Fix: log it in each step."
                 )
             if missing or when[0] != run.epoch or (self._steps is not None and when[1] != run.step):
@@ -439,7 +457,7 @@ class ModelCheckpoint:
                 self.auto_insert_metric_name,
             )
             return _Turn(free(folder, name, drop), score, drop, last)
-        except TrainingError as error:  # for all ranks alike
+        except TrainingError as error:  # raised on all ranks by the caller
             return _Turn(error=str(error))
 
     def _is_among_the_best(self, score: float | None) -> bool:
@@ -451,7 +469,7 @@ class ModelCheckpoint:
         )
 
     def _remember(self, turn: _Turn) -> None:
-        """Note the next file, and which files it replaces."""
+        """Note the next file and the files that it replaces."""
         self._owed = turn.owed
         self._old = [
             name
@@ -483,7 +501,7 @@ class ModelCheckpoint:
         return ranked[-1] if 0 < self.save_top_k <= len(ranked) else ""
 
     def _ranked(self) -> list[str]:
-        """The files with a score, best first, and of equal ones the older."""
+        """Return the files with a score, best first; of equal scores the older first."""
         scored = {name: score for name, score in self._scores.items() if not math.isnan(score)}
         return sorted(
             scored, key=lambda name: scored[name] if self.mode == "min" else -scored[name]
@@ -498,7 +516,7 @@ class ModelCheckpoint:
             return Path(self.dirpath)
         return None if plan.output is None else plan.output / "checkpoints"
 
-    # --- its state -------------------------------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -516,7 +534,7 @@ class ModelCheckpoint:
         """Continue with these files.
 
         Raises:
-            ValueError: a name that leads out of the folder.
+            ValueError: a name leads out of the folder.
         """
         if state == self.state_dict():
             return
@@ -533,4 +551,4 @@ class ModelCheckpoint:
         )
         self._best, self._last, self._scores, self._old = best, last, scores, old
         self._owed = bool(state.get("owed"))
-        self._where = self._planned  # a fit in another process wrote its files there
+        self._where = self._planned  # a fit in another process wrote its files to that folder

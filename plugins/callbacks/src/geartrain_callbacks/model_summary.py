@@ -11,15 +11,17 @@ from geartrain import Run, UsageError, hookimpl
 
 
 class ModelSummary:
-    """Prints the model's layers, their parameters and sizes on rank 0's standard output before ``fit`` begins.
+    """Print the model's layers, their parameters and sizes on rank 0's stdout before ``fit``.
 
-    A parameter that layers share is counted in each of them and once in the total; a lazy one that has no shape yet counts as 0.
+    A parameter that layers share counts in each of them and once in the total. A lazy parameter
+    without a shape counts as 0.
 
     Args:
-        max_depth: how deep to list: 1 the module's own layers, 2 theirs too, -1 all, 0 the total only.
+        max_depth: levels to list: 1 for the module's own layers, 2 for their layers too, -1 for
+            all, 0 for the total only.
 
     Raises:
-        UsageError: a depth below -1.
+        UsageError: the depth is below -1.
     """
 
     errors_are_warnings = True
@@ -35,9 +37,8 @@ class ModelSummary:
     def on_run_start(self, run: Run) -> None:
         if run.world.rank or run.command != "fit":
             return
-        from rich.console import (
-            Console,
-        )  # not above: other ranks and other callbacks need not pay for rich
+        # Imported here, so that other ranks and other callbacks do not pay for rich.
+        from rich.console import Console
         from rich.table import Table
 
         table = Table("layer", "type", "parameters", "trainable", "MiB")
@@ -53,7 +54,7 @@ class ModelSummary:
 
 
 def _figures(layer: nn.Module) -> tuple[str, str, str]:
-    """Parameters, those that are trained, and MiB of parameters and buffers."""
+    """Return parameters, trained parameters, and MiB of parameters and buffers."""
     parameters = [p for p in layer.parameters() if not is_lazy(p)]
     tensors: list[Any] = [*parameters, *(b for b in layer.buffers() if not is_lazy(b))]
     trained = sum(p.numel() for p in parameters if p.requires_grad)

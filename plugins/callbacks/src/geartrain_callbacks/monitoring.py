@@ -1,4 +1,4 @@
-"""Common to callbacks that watch one metric: whose value counts, when to look, and the message if it is missing."""
+"""Helpers of callbacks that watch a metric: when to check it, and the error if it is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from geartrain.plugin_api import nearest
 
 
 def check_mode(name: str, mode: str) -> None:
-    """Refuse a mode that is none.
+    """Check the ``mode`` of a callback.
 
     Raises:
         UsageError: ``mode`` is neither ``"min"`` nor ``"max"``.
@@ -17,25 +17,26 @@ def check_mode(name: str, mode: str) -> None:
 
 
 def is_better(mode: str, a: float, b: float) -> bool:
-    """True if ``a`` is strictly better than ``b``; NaN never is."""
+    """True if ``a`` is strictly better than ``b``; always False for NaN."""
     return a < b if mode == "min" else a > b
 
 
 def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> bool:
-    """True to look after each epoch; otherwise after each validation.
+    """True to check after each epoch; False to check after each validation.
 
     Args:
-        asked: the user's choice; ``None``: after each epoch, if validation is off or belongs to each epoch's end.
-        name: the callback's.
-        option: the argument by which the user said it.
+        asked: the user's choice. ``None``: after each epoch if validation is off or runs at each
+            epoch's end.
+        name: the callback's name.
+        option: the argument that holds the user's choice.
 
     Raises:
-        UsageError: after each validation, and there is none.
+        UsageError: the user chose validation, and the run has none.
     """
     options, validates = run.plan.options, bool(run.stages["validate"].loaders)
     if asked is False and not validates:
         raise UsageError(
-            f"geartrain-callbacks[{name}] is to look after each validation, and there is none. "
+            f"geartrain-callbacks[{name}] is to check after each validation, and the run has none. "
             f"Fix: give a validation loader, or leave {option} out"
         )
     interval = options.val_check_interval
@@ -46,9 +47,11 @@ def looks_after_epochs(run: Run, asked: bool | None, name: str, option: str) -> 
 
 
 def not_logged(name: str, monitor: str, known: list[str]) -> str:
-    """Return sentences about a missing metric: the nearest name, and all names."""
+    """Return sentences about a missing metric: the nearest name, and all logged names."""
     hint = nearest(monitor, known)
-    near = (
-        f" {hint}" if hint.startswith("Did") else ""
-    )  # otherwise it lists the logged metrics, as this does
-    return f"geartrain-callbacks[{name}] monitors {monitor!r}, which was not logged.{near} Logged: {', '.join(known) or 'nothing'}."
+    # Other hints list the logged metrics, which the last sentence does.
+    near = f" {hint}" if hint.startswith("Did") else ""
+    return (
+        f"geartrain-callbacks[{name}] monitors {monitor!r}, which was not logged.{near} "
+        f"Logged: {', '.join(known) or 'nothing'}."
+    )

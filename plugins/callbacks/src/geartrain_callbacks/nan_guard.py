@@ -1,4 +1,4 @@
-"""``nan_guard``: notice a loss or gradients that are no longer finite."""
+"""``nan_guard``: detect a loss or gradients that are no longer finite."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from geartrain.plugin_api import about_to_step
 from geartrain_callbacks.norms import norms_of
 from geartrain_callbacks.stopping import say, stop_together
 
-#: In place of a step: none was bad.
+#: In place of a step number: no bad step so far.
 _NEVER = 2**31 - 1
 
 
 class NaNGuard:
-    """Looks for NaN and infinity in the loss, or in the gradients after their reduction over ranks; all ranks do the same.
+    """Detect NaN and infinity in the loss, or in the gradients after their reduction over ranks.
 
-    ``"stop"`` and ``"raise"`` keep on the device which step was the first bad one, and read it every ``log_every_n_steps`` steps and
-    after each epoch, where the CPU waits anyway: nothing waits in between, and until then training continues with the harm of NaN to
-    the weights. ``"skip"`` must know before the optimizer steps: the CPU waits for the device once a step, and several ranks agree
-    in one small collective. A skipped step has no gradients, so optimizers change nothing and schedulers wait; the metric
-    ``skipped_nan_steps`` counts them, epoch by epoch. What forward changed (BatchNorm's statistics) stays changed.
+    All ranks act together. With ``"stop"`` and ``"raise"`` the first bad step is recorded on the
+    device. The CPU reads it every ``log_every_n_steps`` steps and after each epoch, when it waits
+    for the device anyway. Until then training continues, with weights that NaN may have damaged.
+
+    With ``"skip"`` the result is needed before the optimizer steps, so the CPU waits for the
+    device once a step, and several ranks agree in one small collective. A skipped step has no
+    gradients: optimizers change nothing and schedulers do not advance. The metric
+    ``skipped_nan_steps`` counts skipped steps per epoch. Changes made by forward (BatchNorm's
+    statistics) remain.
 
     Args:
         action: ``"stop"`` ends training, ``"raise"`` fails the run, ``"skip"`` leaves the step out.
-        check: ``"loss"`` or ``"gradients"``; the latter names the first parameter, and is refused with 16-mixed, whose scaler
-            makes infinite gradients on purpose and skips those steps by itself.
+        check: ``"loss"`` or ``"gradients"``. ``"gradients"`` names the first bad parameter. It is
+            refused with 16-mixed, whose scaler produces infinite gradients on purpose and skips
+            those steps itself.
 
     Raises:
-        UsageError: a wrong option, or one that the precision or the optimizer cannot have.
-        TrainingError: ``"raise"``, and something was not finite.
+        UsageError: an option is wrong, or does not work with the precision or the optimizer.
+        TrainingError: with ``"raise"``, if a value was not finite.
     """
 
     def __init__(
@@ -48,9 +53,9 @@ class NaNGuard:
             if value not in known:
                 raise UsageError(f"nan_guard: {name}={value!r}. Fix: one of {', '.join(known)}")
         self.action, self.check = action, check
-        #: The first value that was not finite, and when; empty if all were.
+        #: The first value that was not finite, and its step; empty if all were finite.
         self.reason = ""
-        #: Names -> int32 ``[len(names)]`` on the device: the first step (from 1) in which each was not finite.
+        #: Names -> int32 ``[len(names)]`` on the device: the first bad step (from 1) of each.
         self._first: dict[tuple[str, ...], torch.Tensor] = {}
         self._drop = False
 
@@ -58,7 +63,8 @@ class NaNGuard:
     def check_plan(self, plan: Plan) -> None:
         if self.check == "gradients" and plan.precision.name == "16-mixed":
             raise UsageError(
-                "geartrain-callbacks[nan_guard]: with 16-mixed gradients overflow now and then, and the scaler skips those steps. "
+                "geartrain-callbacks[nan_guard]: with 16-mixed, gradients overflow from time to "
+                "time, and the scaler skips those steps. "
                 "Fix: check='loss', or --precision bf16-mixed"
             )
 
@@ -67,7 +73,8 @@ class NaNGuard:
         self.reason, self._first, self._drop = "", {}, False
         if self.action == "skip" and run.needs_closure:
             raise UsageError(
-                "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs a closure. Fix: action='stop' or 'raise'"
+                "geartrain-callbacks[nan_guard] cannot skip steps of an optimizer that needs "
+                "a closure. Fix: action='stop' or 'raise'"
             )
 
     @hookimpl
@@ -75,7 +82,7 @@ class NaNGuard:
         if self.action == "skip":
             self._count(run, 0)
 
-    # --- looking ---------------------------------------------------------------------------------------------------------
+    # --- detection -------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def backward(self, run: Run, loss: torch.Tensor) -> Generator[None, Any, Any]:
@@ -87,12 +94,10 @@ class NaNGuard:
     def clip_gradients(self, run: Run) -> Generator[None, Any, Any]:
         if self.check == "gradients":
             found = [(name, p.grad) for name, p in about_to_step(run).items() if p.grad is not None]
-            if found:  # by their largest element: a sum of squares of finite ones may overflow
-                self._note(
-                    run,
-                    tuple(name for name, _ in found),
-                    norms_of([grad for _, grad in found], float("inf")),
-                )
+            if found:
+                # The largest element: a sum of squares of finite elements may overflow.
+                norms = norms_of([grad for _, grad in found], float("inf"))
+                self._note(run, tuple(name for name, _ in found), norms)
         self._drop = self.action == "skip" and self._is_bad_anywhere(run)
         if self._drop:
             for optimizer in run.optimizers:
@@ -105,7 +110,7 @@ class NaNGuard:
     def optimizer_step(
         self, run: Run, optimizer: Optimizer
     ) -> Generator[None, bool | None, bool | None]:
-        stepped = yield  # without gradients it changes nothing
+        stepped = yield  # without gradients the optimizer changes nothing
         return False if self._drop else stepped
 
     @hookimpl
@@ -123,7 +128,7 @@ class NaNGuard:
             stop_together(run)
 
     def _note(self, run: Run, names: tuple[str, ...], values: torch.Tensor) -> None:
-        """Keep, on the device, where ``values`` (``[len(names)]``) are not finite for the first time."""
+        """Record, on the device, the first step in which ``values`` (``[len(names)]``) are bad."""
         first = self._first.get(names)
         if first is None:
             first = self._first[names] = torch.full(
@@ -135,7 +140,7 @@ class NaNGuard:
             out=first,
         )
 
-    # --- what follows ----------------------------------------------------------------------------------------------------
+    # --- reaction --------------------------------------------------------------------------------
 
     def _is_bad_anywhere(self, run: Run) -> bool:
         """True if this step is bad on any rank. The CPU waits for the device here."""
@@ -143,7 +148,7 @@ class NaNGuard:
         return any(flag for flag, _ in self._gather_flags(run, bad, _NEVER))
 
     def _look(self, run: Run) -> bool:
-        """Read the notes, agree with the other ranks, and act once. The CPU waits for the device here."""
+        """Read the records, agree with the other ranks, and act once. The CPU waits here."""
         if self.reason:
             return False
         read = [
@@ -163,11 +168,13 @@ class NaNGuard:
         self.reason = f"{what} was not finite in step {when}, on rank {rank}."
         if self.action == "raise":
             raise TrainingError(
-                f"geartrain-callbacks[nan_guard]: {self.reason} Fix: a smaller learning rate, clipping, or a look at that batch"
+                f"geartrain-callbacks[nan_guard]: {self.reason} "
+                "Fix: a smaller learning rate, clipping, or a look at that batch"
             )
         say(
             run,
-            f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+            f"nan_guard: {self.reason} Training ends in epoch {run.epoch + 1}, "
+            f"after {run.step} steps.",
         )
         return True
 

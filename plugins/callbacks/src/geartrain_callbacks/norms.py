@@ -12,19 +12,21 @@ from geartrain.plugin_api import about_to_step
 
 
 class Norms:
-    """Logs 2-norms of gradients and parameters. They stay on the device until the flush: the CPU does not wait for them.
+    """Log 2-norms of gradients and parameters. They stay on the device until the flush.
 
-    Gradients are taken after their reduction over ranks, unscaled and before clipping: ``grad_norm``, and ``grad_norm/NAME`` each.
-    Parameters are taken before the same step: ``param_norm``, and ``param_norm/NAME``. Each rank logs its own figures.
+    Gradients are measured after their reduction over ranks, unscaled and before clipping:
+    ``grad_norm``, and ``grad_norm/NAME`` for each. Parameters are measured before the same step:
+    ``param_norm`` and ``param_norm/NAME``. Each rank logs its own values. The CPU does not wait.
 
     Args:
-        gradients: log those of gradients.
-        parameters: log those of parameters that are trained.
-        per_parameter: log one for each parameter too.
-        every: steps from one measurement to the next; default: ``log_every_n_steps``, since a flush reports the newest only.
+        gradients: log norms of gradients.
+        parameters: log norms of the trained parameters.
+        per_parameter: also log one norm for each parameter.
+        every: steps between two measurements; default: ``log_every_n_steps``, because a flush
+            reports only the newest.
 
     Raises:
-        UsageError: neither gradients nor parameters, or a wrong ``every``.
+        UsageError: neither gradients nor parameters, or ``every`` is wrong.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Norms:
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
-    """Each tensor's norm, float32 ``[len(tensors)]`` on the first one's device; sparse ones by their values."""
+    """Return each tensor's norm: float32 ``[len(tensors)]`` on the first tensor's device."""
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     found = torch._foreach_norm(dense, order)
     return torch.stack([norm.to(found[0].device, torch.float32) for norm in found])

@@ -1,6 +1,7 @@
-"""Files of a ``model_checkpoint`` in its folder: which it wrote, and how they are deleted.
+"""Files of ``model_checkpoint`` in its folder: find those that it wrote, and delete them.
 
-Names of files come from checkpoints, so they are data: a name that leads out of the folder is refused, and no link is followed.
+A checkpoint lists file names, so names are untrusted data: a name that leads out of the folder is
+refused, and no link is followed.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 from geartrain.plugin_api import peek, progress
 from geartrain_callbacks.checkpoint_names import SUFFIX, is_inside
 
-#: Keys of a ModelCheckpoint's state, which identify it.
+#: Keys of a ModelCheckpoint's state, used to recognise it.
 _KEYS = {"identity", "best_model_path", "last_model_path", "best_k_models"}
 
 
 def check_name(name: Any) -> str:
-    """Return a name that stands in a checkpoint.
+    """Return the name if it is valid.
 
     Raises:
-        ValueError: it is no name of a checkpoint inside a folder.
+        ValueError: it is not the name of a checkpoint inside the folder.
     """
     if not isinstance(name, str) or not name.endswith(SUFFIX) or not is_inside(name):
         raise ValueError(f"{name!r} is no name of a checkpoint inside the folder")
@@ -31,7 +32,10 @@ def check_name(name: Any) -> str:
 
 
 def is_own(folder: Path, name: str, identity: str) -> bool:
-    """True if the folder has a file of this name that no other run wrote. Of a file in a format of a strategy only the name is known."""
+    """True if the folder has this file and no other run wrote it.
+
+    The state in a file of a strategy's own format cannot be read; such a file counts as own.
+    """
     path = folder / name
     if not path.exists() or not path.resolve().is_relative_to(folder.resolve()):
         return False
@@ -42,13 +46,13 @@ def is_own(folder: Path, name: str, identity: str) -> bool:
 def written_after(
     folder: Path, identity: str, after: tuple[int, int, int], known: Container[str]
 ) -> Iterator[str]:
-    """Yield the names of files that the ModelCheckpoint of this identity saved when the run was past some progress.
+    """Yield the names of files that the ModelCheckpoint of this identity saved after a progress.
 
-    A checkpoint lists itself among its files: a copy that a user made under another name is not one of them.
+    A checkpoint lists itself among its files, so a user's copy under another name is not yielded.
 
     Args:
         after: epochs, steps, and batches of the epoch.
-        known: names that are not looked at.
+        known: names to skip.
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         name = path.relative_to(folder).as_posix()
@@ -63,7 +67,7 @@ def written_after(
 
 
 def delete(folder: Path, name: str) -> None:
-    """Delete one file of the folder; of a link, the link."""
+    """Delete one file of the folder; for a link, delete the link."""
     path = folder / name
     try:
         if not path.parent.resolve().is_relative_to(folder.resolve()):
@@ -72,7 +76,7 @@ def delete(folder: Path, name: str) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:  # a file too many is no reason to end a training
+    except OSError as error:  # a leftover file is no reason to end training
         warnings.warn(
             f"geartrain-callbacks[model_checkpoint]: {path} could not be deleted: {error}",
             stacklevel=2,
@@ -80,7 +84,7 @@ def delete(folder: Path, name: str) -> None:
 
 
 def _states_in(path: Path, after: tuple[int, int, int] = (-1, 0, 0)) -> list[dict[str, Any]]:
-    """Return the states of all ModelCheckpoints in a file that was saved after some progress; of a file that cannot be read, none."""
+    """Return the ModelCheckpoint states in a file saved after a progress; none if unreadable."""
     with suppress(KeyError, TypeError, AttributeError):
         fit = peek(path)
         if fit and progress(fit) > after:

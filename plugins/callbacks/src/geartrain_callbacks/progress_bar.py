@@ -1,4 +1,4 @@
-"""``progress``: progress on the terminal or in the notebook, and the closing table."""
+"""``progress``: progress on the terminal or in the notebook, and the final table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 
 class ProgressBar:
-    """Shows rank 0's progress on standard error and the closing table on standard output. Its errors never stop a run.
+    """Show rank 0's progress on standard error, and the final table on standard output.
 
-    ``enable_progress_bar=True`` selects it. rich is imported on rank 0 only: it costs a tenth of a second.
+    Errors of the display never stop a run. ``enable_progress_bar=True`` selects this plugin. rich
+    is imported on rank 0 only, because the import takes 0.1 s.
     """
 
     shows_progress = True
 
     def __init__(self) -> None:
         self._display: Display | None = None
-        #: The running passes, outermost first: an epoch, and an evaluation inside it.
+        #: Active counts, outermost first: an epoch, and an evaluation inside it.
         self._counts: list[Count] = []
-        #: When to show next. A step costs one comparison with it.
+        #: The time of the next drawing. A step costs one comparison with it.
         self._due = math.inf
-        #: All loaders of an evaluation.
+        #: The sum over all loaders of an evaluation.
         self._whole = Count("", None, 0.0)
         self._started, self._first_step = 0.0, 0
 
@@ -46,7 +47,7 @@ class ProgressBar:
             with self._harmless():
                 self._display = display(Console(stderr=True))
 
-    # --- training --------------------------------------------------------------------------------------------------------
+    # --- training --------------------------------------------------------------------------------
 
     @hookimpl
     def on_epoch_start(self, run: Run) -> None:
@@ -80,7 +81,7 @@ class ProgressBar:
     def _count_epoch(self, run: Run) -> None:
         self._counts[0].done, self._counts[0].steps = run.batch_idx, run.step - self._first_step
 
-    # --- evaluation ------------------------------------------------------------------------------------------------------
+    # --- evaluation ------------------------------------------------------------------------------
 
     @hookimpl
     def on_validation_start(self, run: Run) -> None:
@@ -94,7 +95,7 @@ class ProgressBar:
     def device_batches(
         self, run: Run, loader: Iterable[Any]
     ) -> Generator[None, Iterator[Any], Iterator[Any]]:
-        """Count the batches that an evaluation takes from its loader; the loop counts training steps."""
+        """Count the batches that an evaluation takes; the loop itself counts training steps."""
         batches = yield
         if self._display is None or run.stage == "train":
             return batches
@@ -141,7 +142,7 @@ class ProgressBar:
         if self._counts and self._counts[-1].unit == "batches":
             self._whole.done += self._counts.pop().done
 
-    # --- the end ---------------------------------------------------------------------------------------------------------
+    # --- end of the run --------------------------------------------------------------------------
 
     @hookimpl
     def on_run_end(self, run: Run) -> None:
@@ -152,7 +153,7 @@ class ProgressBar:
 
     @hookimpl(wrapper=True)
     def on_exception(self) -> Generator[None, Any, Any]:
-        self._stop()  # before all others: one that raises would leave the terminal without its cursor
+        self._stop()  # before other plugins: if one raises, the terminal would have no cursor
         return (yield)
 
     def _show(self, run: Run) -> None:
@@ -169,14 +170,15 @@ class ProgressBar:
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Show nothing after an error. If the terminal is gone, a warning would find no reader."""
+        """Show nothing more after an error. Do not warn if the terminal is gone."""
         try:
             yield
         except Exception as error:
             self._stop()
             if not isinstance(error, OSError):
                 warnings.warn(
-                    f"geartrain-callbacks[progress]: {type(error).__name__}: {error}. The run continues without it.",
+                    f"geartrain-callbacks[progress]: {type(error).__name__}: {error}. "
+                    "The run continues without it.",
                     stacklevel=3,
                 )
 
@@ -187,7 +189,7 @@ class ProgressBar:
 
         table = Table("metric", "value")
         for name, value in sorted(run.metrics.items()):
-            table.add_row(Text(name), f"{value:.6g}")  # a name with brackets is no markup
+            table.add_row(Text(name), f"{value:.6g}")  # Text: brackets in a name are not markup
         console = Console()
         done = f"{run.step} steps, {run.epoch} epochs, " if run.command == "fit" else ""
         console.print(
@@ -203,7 +205,7 @@ def _epoch(run: Run) -> str:
 
 
 def _evaluation(run: Run) -> str:
-    """Return the name of the evaluation, with the number of the loader if there are several."""
+    """Return the evaluation's name, with the loader's number if it has several loaders."""
     loaders = len(run.current_stage.loaders)
     return run.stage.replace("_", " ") + (
         f" {run.dataloader_idx + 1}/{loaders}" if loaders > 1 else ""
@@ -220,14 +222,8 @@ def _batches_in_epoch(run: Run) -> int | None:
 
 
 def _batches_to_evaluate(run: Run) -> int | None:
-    total, limit = (
-        run.current_stage.batches[run.dataloader_idx],
-        run.plan.options.num_sanity_val_steps,
-    )
-    return (
-        total
-        if run.stage != "sanity_check" or limit == -1
-        else limit
-        if total is None
-        else min(total, limit)
-    )
+    total = run.current_stage.batches[run.dataloader_idx]
+    limit = run.plan.options.num_sanity_val_steps
+    if run.stage != "sanity_check" or limit == -1:
+        return total
+    return limit if total is None else min(total, limit)

@@ -1,4 +1,4 @@
-"""How callbacks end training on every rank together."""
+"""Functions that end training on every rank together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from geartrain import Run
 
 
 def stop_together(run: Run) -> None:
-    """End training. Every rank must call this at the same place. A single rank sets ``run.should_stop`` instead.
+    """End training. Every rank must call this at the same place; otherwise set ``run.should_stop``.
 
-    After an epoch's last flush ``run.should_stop`` would be seen in the next epoch; what that flush agreed on is therefore set too.
+    After an epoch's last flush, ranks would read ``run.should_stop`` only in the next epoch.
+    Therefore also set ``run.logs.stop``, on which that flush agreed.
     """
     run.should_stop = run.logs.stop = True
 

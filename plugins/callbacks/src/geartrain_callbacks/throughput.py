@@ -1,4 +1,4 @@
-"""``throughput``: samples, tokens and floating-point operations a second."""
+"""``throughput``: samples, tokens and floating-point operations per second."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import BatchSizer
 
-#: Dense 16-bit operations a second of a GPU, by a part of its name; the first that fits. NVIDIA's pages, whose figures "with
-#: sparsity" are twice as large: https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
+#: Dense 16-bit operations per second of a GPU, by a part of its name; the first match counts.
+#: Source: NVIDIA's pages https://www.nvidia.com/en-us/data-center/h200/, .../h100/, .../a100/.
+#: Their figures "with sparsity" are twice as large.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 NVL": 835e12,
@@ -22,32 +23,39 @@ PEAK_FLOPS = {
     "A100": 312e12,
 }
 
-#: Precisions that compute in 16 bits, for which that table holds.
+#: 16-bit precisions, for which PEAK_FLOPS is valid.
 _HALF = ("16-mixed", "bf16-mixed", "bf16-true")
 
 
 class Throughput:
-    """Logs how fast training is: ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/tokens_per_sec``,
-    ``device/flops_per_sec`` and ``device/mfu``, and but for the last the same under ``global/`` for all devices.
+    """Log the speed of training.
 
-    Measured is from one flush to the next (``log_every_n_steps``): only there does the CPU wait for the device anyway. A clock read
-    after each step would measure how fast work is handed to the GPU, not how fast it is done, and waiting for it each step would
-    slow training down. Loading data and saving are in it, validation is not. The first figures come with the second flush.
+    The names are ``device/batches_per_sec``, ``device/samples_per_sec``,
+    ``device/tokens_per_sec``, ``device/flops_per_sec`` and ``device/mfu``; all but the last also
+    under ``global/`` for all devices.
 
-    Nothing is asked of other ranks: ``global/`` is this rank's figure times the number of processes, which step together.
+    The speed is measured from one flush to the next (``log_every_n_steps``), because the CPU waits
+    for the device there anyway. Kernels run asynchronously: a clock read after each step would
+    measure how fast work is queued, and waiting in each step would slow training down. Loading
+    data and saving are included, validation is not. The first values come with the second flush.
 
-    Floating-point operations are counted once, over this rank's first step (forward and backward) by
-    ``torch.utils.flop_counter.FlopCounterMode``, which knows matrix products, convolutions and attention; that step is slower. They
-    are left out where a process drives several devices. Model FLOPs utilisation (MFU) is the part of the GPU's peak that they are.
+    No communication: ``global/`` is this rank's value times the number of processes, which step
+    together.
+
+    Floating-point operations are counted once, in this rank's first step (forward and backward),
+    by ``torch.utils.flop_counter.FlopCounterMode``. It counts matrix products, convolutions and
+    attention, and makes that step slower. They are not counted if a process drives several
+    devices. Model FLOPs utilisation (MFU) is their share of the GPU's peak.
 
     Args:
-        tokens: tokens in a sample, or a function of a batch that counts them; default: no tokens.
-        flops: whether to count floating-point operations.
-        peak_flops: the most operations a second that one device can do; default: known in 16 bits for NVIDIA H200, H100 and A100,
-            and without it there is no ``device/mfu``.
+        tokens: tokens per sample, or a function that counts the tokens of a batch; default: do not
+            count tokens.
+        flops: count floating-point operations.
+        peak_flops: the most operations per second of one device. Default: known for 16 bits on
+            NVIDIA H200, H100 and A100; otherwise ``device/mfu`` is not logged.
 
     Raises:
-        UsageError: ``tokens`` or ``peak_flops`` that cannot be.
+        UsageError: ``tokens`` or ``peak_flops`` is wrong.
     """
 
     def __init__(
@@ -60,7 +68,8 @@ class Throughput:
             tokens is None or callable(tokens) or (isinstance(tokens, int) and tokens > 0)
         ):
             raise UsageError(
-                f"throughput: tokens={tokens!r}. Fix: a number of tokens in a sample, or a function of a batch"
+                f"throughput: tokens={tokens!r}. "
+                "Fix: a number of tokens in a sample, or a function of a batch"
             )
         if peak_flops is not None and not peak_flops > 0:
             raise UsageError(f"throughput: peak_flops={peak_flops!r} must be above 0.")
@@ -68,13 +77,14 @@ class Throughput:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        #: Batches, samples and tokens since the last flush, and floating-point operations of one sample.
+        #: Batches, samples and tokens since the last flush.
         self._done = [0, 0, 0]
         self._sizer = (
             BatchSizer(run.stages["train"].loaders[0], run.world.rank == 0)
             if run.stages["train"].loaders
             else BatchSizer(None)
         )
+        #: Floating-point operations of one sample.
         self._per_sample: float | None = None
         self._since: float | None = None
         self._paused = 0.0
@@ -105,7 +115,7 @@ class Throughput:
     def on_step_end(self, run: Run) -> None:
         if run.step % run.plan.options.log_every_n_steps:
             return
-        _wait(run.device)  # the flush, which comes next, would wait for the device too
+        _wait(run.device)  # the flush, which is next, waits for the device anyway
         now = time.perf_counter()
         if self._since is not None and now > self._since:
             self._log(run, now - self._since)
@@ -114,7 +124,7 @@ class Throughput:
     @hookimpl
     def on_validation_start(self, run: Run) -> None:
         if self._since is not None:
-            _wait(run.device)  # the steps before it are no part of validation
+            _wait(run.device)  # finish the training steps before validation is timed
             self._paused = time.perf_counter()
 
     @hookimpl
@@ -146,7 +156,7 @@ class Throughput:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait until the device has finished its work."""
     torch.zeros((), device=device).item()
 
 

@@ -1,4 +1,4 @@
-"""``timer``: end training after so much time. ``Trainer(max_time=...)`` chooses it."""
+"""``timer``: end training after a time limit. ``Trainer(max_time=...)`` selects it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from typing import Any, Literal
 from geartrain import Run, UsageError, hookimpl
 from geartrain_callbacks.stopping import say, stop_together
 
-#: How a limit may be given.
+#: Types of a time limit.
 Duration = str | float | timedelta | Mapping[str, float]
 
 
 class Timer:
-    """Ends training after so much time, on all ranks in the same step.
+    """End training after a time limit, on all ranks in the same step.
 
-    The first rank whose time is up informs the rest; at the next flush (``log_every_n_steps``, or the end of the epoch) all stop: steps
-    up to there are still done, and a validation that has begun is finished. The clock starts when the run is set up, before
-    the sanity check, and runs through validation.
+    The first rank whose time is up informs the others. All stop at the next flush
+    (``log_every_n_steps``, or the end of the epoch): steps before it are still done, and a running
+    validation is finished. The clock starts at the set-up of the run, before the sanity check, and
+    includes validation.
 
     Args:
-        duration: ``"DD:HH:MM:SS"``, seconds, a ``timedelta``, or its arguments: ``{"hours": 2, "minutes": 30}``.
-        interval: look after every ``"step"``, or only after every ``"epoch"``, when rank 0's clock decides.
+        duration: ``"DD:HH:MM:SS"``, seconds, a ``timedelta``, or its arguments such as
+            ``{"hours": 2, "minutes": 30}``.
+        interval: check after every ``"step"``, or only after every ``"epoch"`` by rank 0's clock.
 
     Raises:
-        UsageError: a duration that cannot be read or is not above 0, or a wrong interval.
+        UsageError: the duration cannot be read or is not above 0, or the interval is wrong.
     """
 
-    #: What is kept in a checkpoint is rank 0's.
+    #: A checkpoint holds rank 0's state.
     same_on_all_ranks = True
 
     def __init__(self, duration: Duration, interval: Literal["step", "epoch"] = "step") -> None:
@@ -44,15 +46,13 @@ class Timer:
         self._said = False
 
     def time_elapsed(self) -> float:
-        """Seconds trained, with those of the state that was loaded."""
-        return (
-            self._elapsed
-            if self._started is None
-            else self._before + time.monotonic() - self._started
-        )
+        """Return the seconds trained, including those of a loaded state."""
+        if self._started is None:
+            return self._elapsed
+        return self._before + time.monotonic() - self._started
 
     def time_remaining(self) -> float:
-        """Seconds left; 0 when the time is up."""
+        """Return the seconds left; 0 when the time is up."""
         return max(0.0, self.seconds - self.time_elapsed())
 
     @hookimpl
@@ -98,15 +98,16 @@ class Timer:
             self._said = True
             say(
                 run,
-                f"timer: {timedelta(seconds=self.seconds)} are over. Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
+                f"timer: {timedelta(seconds=self.seconds)} are over. "
+                f"Training ends in epoch {run.epoch + 1}, after {run.step} steps.",
             )
 
 
 def seconds(duration: Duration) -> float:
-    """A duration in seconds.
+    """Return a duration in seconds.
 
     Raises:
-        UsageError: it cannot be read, or is not above 0.
+        UsageError: the duration cannot be read, or is not above 0.
     """
     fix = (
         "Fix: 'DD:HH:MM:SS', seconds, a timedelta, or a mapping such as {'hours': 2, 'minutes': 30}"
