@@ -153,7 +153,7 @@ def test_a_rate_that_is_a_tensor_is_logged_as_it_was():
 def test_two_groups_of_one_name_are_refused_before_training(interval):
     with pytest.raises(
         UsageError,
-        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each a name",
+        match=r"geartrain-callbacks\[lr_monitor\]: two parameter groups are called lr-SGD/same. Fix: give each",
     ):
         logged(lambda m: groups(m, {"name": "same"}, {"name": "same"}), interval)
 

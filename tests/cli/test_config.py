@@ -201,7 +201,7 @@ BOMB = "a: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 def test_aliases_that_stand_for_too_much_are_refused_at_once(refused, write, text):
     write("conf.yaml", text)
     assert (
-        "--config conf.yaml: its aliases stand for more values than anything could use"
+        "--config conf.yaml: its aliases expand to too many values"
         in refused("fit net.py --config conf.yaml")
     )
 

@@ -59,7 +59,7 @@ def test_chosen_by_name_its_figures_are_in_the_runs_folder(tmp_path):
     )
     assert (
         done.err.count(
-            "cpu (geartrain[cpu]) reports no figures of its own (it has no device_stats)"
+            "cpu (geartrain[cpu]) reports no figures (it has no device_stats)"
         )
         == 1
     )
@@ -193,7 +193,7 @@ def test_an_accelerator_that_gives_none_is_named_once():
 
 
 def test_without_a_logger_it_says_so_and_trying_out_does_not():
-    with pytest.warns(UserWarning, match=r"there is no logger.*Fix: --output DIR"):
+    with pytest.warns(UserWarning, match=r"no logger is selected.*Fix: --output DIR"):
         trainer(FakeGpu()).fit(Net(), [torch.ones(2)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -341,7 +341,8 @@ def test_the_first_error_is_said_once_with_its_plugin_and_ends_the_sampling():
         one.fit(Net(), Until(lambda: ends.append(sampling()) or (broken.asked and not ends[-1])))
     (text,) = [str(w.message) for w in said if "no more samples" in str(w.message)]
     assert text == (
-        "device_stats takes no more samples, and training goes on: OSError: the driver is gone; raised in hook 'device_stats' of Broken"
+        "device_stats takes no more samples; training continues: OSError: the driver is gone; "
+        "raised in hook 'device_stats' of Broken"
     )
     assert (broken.asked, one.current_epoch) == (1, 3)
 
@@ -367,8 +368,8 @@ class OtherGpu(FakeGpu):
     ("second", "problem"),
     [
         (OtherGpu(gpu0_utilization_percent=1.0), "gives 'gpu0_utilization_percent' twice"),
-        (OtherGpu(gpu1_power_watt=None), "gives gpu1_power_watt=None, which is no number"),
-        (OtherGpu(gpu1_power_watt="12 W"), "gives gpu1_power_watt='12 W', which is no number"),
+        (OtherGpu(gpu1_power_watt=None), "gives gpu1_power_watt=None, which is not a number"),
+        (OtherGpu(gpu1_power_watt="12 W"), "gives gpu1_power_watt='12 W', which is not a number"),
     ],
 )
 def test_figures_that_cannot_be_right_name_who_may_have_given_them(second, problem):

@@ -1,4 +1,4 @@
-"""The command line: the commands that train, explain and list; and the arguments of a command that has a target."""
+"""The command line: commands that train, explain and list; arguments of commands with a target."""
 
 from __future__ import annotations
 

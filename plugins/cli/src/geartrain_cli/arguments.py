@@ -1,7 +1,8 @@
-"""Options of the commands that plan or run: from the command line and config files to typed values.
+"""Options of commands that plan or run: from the command line and config files to typed values.
 
-Two passes. The first reads names only (target, strategy, accelerator, plugins), so that only the selected plugins are imported. The
-second is jsonargparse's, with the typed options of the Trainer, of the target's classes and of the chosen plugins.
+The first pass reads only names (target, strategy, accelerator, plugins), so that only the selected
+plugins are imported. The second pass is jsonargparse's, with the typed options of the Trainer, of
+the target's classes and of the selected plugins.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from geartrain_cli.target import Target, find_target
 
 #: Options that may be given several times -> the key that holds their list.
 _REPEATED = {"plugin": "plugins", "block": "block", "assume": "assume"}
-#: Trainer's arguments that the command line spells in another way.
+#: Trainer's arguments that have another form on the command line.
 _SPELT_OTHERWISE = {
     *("accelerator", "strategy", "plugins", "callbacks", "block"),
     *("accelerator_options", "strategy_options", "plugin_options", "assume"),
 }
-#: Options that some commands do not have: in a config file that another command's --print-config wrote they say nothing.
+#: Options that only some commands have. A file of --print-config may hold those of another command.
 _OF_SOME = {
     *("checkpoint", "resume", "json", "assume"),
     # of geartrain tune
@@ -38,7 +39,7 @@ _OF_SOME = {
 
 
 def option_names() -> frozenset[str]:
-    """Return the name of every option of the commands that plan or run, with underscores. No plugin can have one of them."""
+    """Return the names of all options, with underscores. A plugin must not use one of them."""
     own = {
         "help",
         "print_config",
@@ -65,7 +66,7 @@ class Names:
     rest: list[str] = field(default_factory=list)
 
     def given(self, group: str) -> dict[str, Any]:
-        """Return the options of a group as they were typed: those of the command line over those of config files."""
+        """Return the options of a group as typed; the command line overrides config files."""
         found = dict(self.config.get(group) or {})
         for token, after in pairwise([*self.rest, ""]):
             name, has_value, value = token.partition("=")
@@ -84,7 +85,7 @@ class Request:
     target: Target
 
     def make_model(self) -> Any:
-        """Make the module, and the DataModule or ``None``. The trainer, which seeds, exists already."""
+        """Make the module, and the DataModule or ``None``. The trainer exists and has seeded."""
         made = self.parser.instantiate(self.values)
         return made.model, made.get("data")
 
@@ -99,11 +100,11 @@ def read_arguments(
     """Read the arguments of one command and make its trainer.
 
     Args:
-        defaults: options under those of config files, as a config file would have them.
+        defaults: options of lower priority than config files, in the form of a config file.
         options: the command's own options -> (type, default, help).
 
     Raises:
-        UsageError: anything wrong with them.
+        UsageError: an argument is wrong.
     """
     if target is None:
         if argv and argv[0] in ("-h", "--help"):
@@ -117,25 +118,27 @@ def read_arguments(
     registry = Registry(names.repeated["block"])
     parser, groups = build_parser(command, target, names, registry, options or {})
     values = _parse(parser, names)
-    assert target is not None  # without one, --help was asked for and has exited
+    assert target is not None  # without a target, --help was requested and has exited
     given = values.get("checkpoint")
-    if given in ("best", "last"):  # a trainer that has not fitted anything knows neither
+    if given in ("best", "last"):  # a new trainer knows neither
         raise UsageError(
-            f"--checkpoint {given}: here it is a file. Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints"
+            f"--checkpoint {given}: here it is a file. "
+            "Fix: --checkpoint RUN/last.ckpt, or one of those in RUN/checkpoints"
         )
     if given is not None and values.get("resume") is not None:
         raise UsageError(
-            "--resume continues with everything, --checkpoint starts from the weights alone. Fix: give one of them"
+            "--resume continues with everything, --checkpoint starts from the weights alone. "
+            "Fix: give one of them"
         )
     trainer = Trainer(**_trainer_arguments(names, values, groups))
     return Request(trainer, parser, values, target)
 
 
-# --- first pass: names ---------------------------------------------------------------------------------------------------
+# --- first pass: names ----------------------------------------------------------------------------
 
 
 def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
-    """Normalise spelling and pick out the names that decide which plugins are imported."""
+    """Normalise the spelling and find the names that decide which plugins are imported."""
     names = Names(config=_config(defaults))
     tokens = _normalise(argv)
     configs: list[str] = []
@@ -171,7 +174,11 @@ def first_pass(argv: list[str], defaults: Mapping[str, Any]) -> Names:
 
 
 def _normalise(argv: list[str]) -> list[str]:
-    """``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a bare flag -> ``=true``, ``-q`` -> no bar."""
+    """Normalise tokens.
+
+    ``--max-epochs`` -> ``--max_epochs``, ``--strategy.X`` -> ``--strategy_options.X``, a flag
+    without a value -> ``=true``, ``-q`` -> ``--enable_progress_bar=false``.
+    """
     flags = {
         name
         for name, p in inspect.signature(Trainer).parameters.items()
@@ -201,10 +208,10 @@ def _read_config(path: str) -> dict[str, Any]:
         loaded = yaml.safe_load(text := user_path(path, "--config").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
-    # Without aliases a file has fewer values than characters.
+    # Without aliases, a file has fewer values than characters.
     if not _has_at_most(max(len(text), 10_000), loaded):
         raise UsageError(
-            f"--config {path}: its aliases stand for more values than anything could use. Fix: write them out"
+            f"--config {path}: its aliases expand to too many values. Fix: write the values out"
         )
     if not isinstance(loaded, dict):
         raise UsageError(
@@ -214,7 +221,7 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _has_at_most(most: int, loaded: Any) -> bool:
-    """Return False if there are more values than ``most``: an alias counts each time, and values may contain themselves."""
+    """True if there are at most ``most`` values. An alias counts each time; it may be recursive."""
     left, count = [loaded], 0
     while left and count <= most:
         value = left.pop()
@@ -226,13 +233,12 @@ def _has_at_most(most: int, loaded: Any) -> bool:
 
 
 def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return options as Python spells them, by group."""
+    """Return options by group, spelled as in Python."""
     config: dict[str, Any] = {}
     for key, value in _underscored(loaded).items():
         key = re.sub(r"^(strategy|accelerator)\.", r"\1_options.", key)
-        if key in ("strategy", "accelerator") and isinstance(
-            value, dict
-        ):  # strategy: {name: bagua, algorithm: bytegrad}
+        if key in ("strategy", "accelerator") and isinstance(value, dict):
+            # strategy: {name: bagua, algorithm: bytegrad}
             options = dict(value)
             config[key] = options.pop("name", "auto")
             _merge(config, {f"{key}_options": options})
@@ -245,7 +251,7 @@ def _config(loaded: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _underscored(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return options and those of groups as Python spells them; deeper keys are the user's."""
+    """Return options and those of groups, spelled as in Python; deeper keys are the user's."""
     return {
         str(key).replace("-", "_"): {str(k).replace("-", "_"): v for k, v in value.items()}
         if isinstance(value, Mapping)
@@ -262,7 +268,7 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-# --- second pass: values -------------------------------------------------------------------------------------------------
+# --- second pass: values --------------------------------------------------------------------------
 
 
 def build_parser(
@@ -272,7 +278,7 @@ def build_parser(
     registry: Registry,
     options: Mapping[str, tuple[Any, Any, str]],
 ) -> tuple[ArgumentParser, dict[str, str]]:
-    """Return the parser with every option, and the groups of plugins: key in the values -> plugin's name."""
+    """Return the parser with every option, and the plugins' groups: key -> plugin's name."""
     parser = _Parser(
         prog=f"geartrain {command}" + (" TARGET" if target is None else ""),
         exit_on_error=False,
@@ -292,7 +298,7 @@ def build_parser(
         "--block",
         type=list[str],
         default=[],
-        help="a plugin's name, or DISTRIBUTION[name], that must not be chosen",
+        help="a plugin's name, or DISTRIBUTION[name], that must not be selected",
     )
     parser.add_argument("--config", action="config", help="a YAML file of options")
     if command == "explain":
@@ -310,10 +316,13 @@ def build_parser(
             "--checkpoint",
             type=str | None,
             default=None,
-            help="read the model's weights from this file first",
+            help="first read the model's weights from this file",
         )
     if command == "fit":
-        text = "resume from this checkpoint; without a value from the last one in --output; auto: from the last one if it exists"
+        text = (
+            "resume from this checkpoint; without a value: from the last one in --output; "
+            "auto: from the last one if it exists"
+        )
         parser.add_argument("--resume", type=str | None, default=None, help=text)
     for option, (kind, default, text) in options.items():
         parser.add_argument(f"--{option}", type=kind, default=default, help=text)
@@ -337,9 +346,8 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
             parser.add_class_arguments(
                 cls, f"{kind}_options", instantiate=False, fail_untyped=False
             )
-            if hasattr(
-                cls, "more_options"
-            ):  # options of a part that another option selects, as bagua's algorithm does
+            # Options of a part that another option selects, such as bagua's algorithm.
+            if hasattr(cls, "more_options"):
                 for other in cls.more_options(names.given(f"{kind}_options")):
                     parser.add_class_arguments(
                         other,
@@ -366,7 +374,7 @@ def _add_chosen(parser: ArgumentParser, names: Names, registry: Registry) -> dic
 
 
 class _Parser(ArgumentParser):
-    """jsonargparse's parser, with options in its help as they are typed."""
+    """jsonargparse's parser; its help shows options as users type them."""
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         text = re.sub(
@@ -390,7 +398,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
     config = dict(names.config)
     config.update(names.chosen)
     known = {action.dest for action in parser._actions}
-    for key in _OF_SOME - known:  # of another command, whose --print-config wrote the file
+    for key in _OF_SOME - known:  # a file of another command's --print-config
         config.pop(key, None)
     config.update({key: value for key, value in names.repeated.items() if key in known and value})
     left = [key for key, value in names.repeated.items() if key not in known and value]
@@ -398,10 +406,8 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
         raise UsageError(f"--{left[0]} belongs to geartrain explain")
     try:
         text = json.dumps(config)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # a date of YAML's, an alias of itself, an object in gt.cli's defaults
+    except (TypeError, ValueError) as error:
+        # A YAML date, a recursive alias, or an object in the defaults of gt.cli.
         raise UsageError(
             f"an option is no text, number, list or mapping: {error}. Fix: write it as text"
         ) from error
@@ -413,7 +419,7 @@ def _parse(parser: ArgumentParser, names: Names) -> Namespace:
 
 
 def _readable(message: str, parser: ArgumentParser, names: Names) -> str:
-    """Return jsonargparse's message in the spelling that was typed, with the nearest option."""
+    """Return jsonargparse's message with the option as it was typed and the nearest option."""
     grouped = re.search(r"Group '(\S+)' does not accept (?:nested key|option) '(\S+)'", message)
     unknown = re.search(r"unrecognized arguments: --(\S+)", message) or re.search(
         r"Option '(\S+)' is not accepted", message
@@ -454,20 +460,26 @@ def _unknown_option(name: str, parser: ArgumentParser, names: Names) -> str:
             is_file(plugin) and file_plugin(plugin)[0] == group
             for plugin in names.repeated["plugins"]
         ):
-            return f"--{typed}: {group}.py is a file of functions and takes no options. Fix: a class with a typed __init__"
+            return (
+                f"--{typed}: {group}.py is a file of functions and takes no options. "
+                "Fix: a class with a typed __init__"
+            )
         if group == "trainer":
             own = name.split(".")[1].removesuffix("+")
             write = (
                 hint("option", own)
                 or f"--{own}; in a config file {own} without the section trainer"
             )
-            return f"there is no option --{typed}: the trainer's options have no prefix. Write: {write}"
+            return (
+                f"there is no option --{typed}: the trainer's options have no prefix. "
+                f"Write: {write}"
+            )
         if group == kind:
             return (
-                f"--{typed}: no {group!r} is chosen. Fix: --plugin {group}, or look at the spelling"
+                f"--{typed}: no {group!r} is selected. Fix: --plugin {group}, or check the spelling"
             )
         if chosen in ("auto", "gpu"):
-            return f"--{typed}: its {kind} must be chosen by name. Fix: --{kind} NAME"
+            return f"--{typed}: its {kind} must be selected by name. Fix: --{kind} NAME"
         return f"--{typed}: {kind} {chosen!r} takes no options."
     near = [
         re.sub(r"^(strategy|accelerator)_options\.", r"\1.", option)
@@ -507,5 +519,5 @@ def _plain(values: Any) -> dict[str, Any]:
 def _assumption(text: str) -> tuple[str, int]:
     name, _, count = text.partition("=")
     if not count.isdigit() or int(count) < 1:
-        raise UsageError(f"--assume {text}: it is ACCELERATOR=COUNT, as in --assume cuda=8")
+        raise UsageError(f"--assume {text} must be ACCELERATOR=COUNT, such as --assume cuda=8")
     return name.lower(), int(count)

@@ -1,8 +1,9 @@
-"""The command line: ``geartrain COMMAND``; ``geartrain.cli`` of scripts.
+"""The command line: ``geartrain COMMAND``, and ``geartrain.cli`` for scripts.
 
-A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``. A command that trains a TARGET also
-takes ``target=None, defaults=None``; scripts with ``geartrain.cli`` then have it too. A command of ours also gets a line in ``_HELP``
-and in core's ``errors/known.py``.
+A command is an entry point of the group ``geartrain.commands``: a function ``command(name, argv)``.
+A command that trains a TARGET also takes ``target=None, defaults=None``; scripts with
+``geartrain.cli`` then have it too. A command of a geartrain distribution also gets a line in
+``_HELP`` and in core's ``errors/known.py``.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from geartrain.plugin_api import KNOWN, TRACEBACK, Registry, nearest, panel, tra
 if TYPE_CHECKING:
     from geartrain import Trainer
 
-#: Commands of geartrain's distributions -> description. The summary of its distribution describes any other command.
+#: Commands of geartrain's distributions -> description. Other commands use their package's summary.
 _HELP = {
     "fit": "train a module",
     "validate": "validate a module",
     "test": "test a module",
     "predict": "predict with a module",
     "tune": "find a learning rate (tune lr TARGET) or a batch size (tune batch-size TARGET)",
-    "explain": "show the plan and who answers each hook; starts nothing",
-    "plugins": "list what is installed, and why what cannot be used",
-    "doctor": "examine this machine; ends with what to fix",
-    "conformance": "test whether an installed strategy does what every strategy must",
-    "new": "write a package with a strategy, an accelerator, a plugin or a command of your own",
+    "explain": "show the plan and the plugins that implement each hook; start nothing",
+    "plugins": "list installed plugins, and why a plugin cannot be used",
+    "doctor": "examine this machine and list what to fix",
+    "conformance": "test that an installed strategy does what every strategy must do",
+    "new": "write a package with your own strategy, accelerator, plugin or command",
     "port": "rewrite a script that was written for PyTorch Lightning",
 }
 
@@ -39,13 +40,13 @@ usage: geartrain COMMAND TARGET [options]
 
 {commands}
 
-conformance takes a strategy's name, new a kind and a name, port a file, plugins and doctor nothing. TARGET is file.py, file.py:Class or
-package.module:Class.
-geartrain COMMAND TARGET --help lists the options, those of the target and of chosen plugins among them.
-With --traceback, an error shows its whole traceback.
+TARGET is file.py, file.py:Class or package.module:Class. Instead of a TARGET, conformance takes
+a strategy's name, new takes a kind and a name, port takes a file; plugins and doctor take nothing.
+geartrain COMMAND TARGET --help lists all options, including those of the target and of selected
+plugins. With --traceback, an error shows its whole traceback.
 """
 
-#: The option of every command that asks for the whole traceback.
+#: The option of every command that requests the whole traceback.
 _WHOLE = "--traceback"
 
 
@@ -57,13 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(
-            _USAGE.format(
-                commands="\n".join(
-                    f"  {name:11} {what}" for name, what in _listed(Registry()).items()
-                )
-            )
-        )
+        commands = [f"  {name:11} {what}" for name, what in _listed(Registry()).items()]
+        print(_USAGE.format(commands="\n".join(commands)))
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"geartrain {__version__}")
@@ -73,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listed(registry: Registry) -> dict[str, str]:
-    """Return each command and its description, from metadata alone; also commands of our distributions that are not installed."""
+    """Return all commands and descriptions, from metadata alone; also those not installed."""
     installed = {candidate.name: candidate for candidate in registry.of("command")}
     listed = {name: what for name, what in _HELP.items() if name in installed}
     for name, candidate in installed.items():
@@ -87,7 +83,7 @@ def _listed(registry: Registry) -> dict[str, str]:
 
 
 def _command(name: str) -> Callable[..., Any]:
-    """Import the function of a command. Other commands are not imported: `geartrain plugins` must not pay for torch.
+    """Import the function of one command; `geartrain plugins` must not import torch.
 
     Raises:
         UsageError: the command is unknown, not installed, or cannot be imported.
@@ -99,24 +95,25 @@ def _command(name: str) -> Callable[..., Any]:
             raise UsageError(
                 f"geartrain {name} is not installed. Fix: pip install {KNOWN['command', name]}"
             )
-        raise UsageError(
-            f"there is no command {name!r}. {nearest(name, [*names, *(n for kind, n in KNOWN if kind == 'command')])}"
-        )
+        known = [*names, *(n for kind, n in KNOWN if kind == "command")]
+        raise UsageError(f"there is no command {name!r}. {nearest(name, known)}")
     command: Callable[..., Any] = registry.load(registry.find("command", name))
     return command
 
 
 def _without_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without ``--traceback``, and True if it or the environment asks for the whole traceback."""
+    """Remove ``--traceback``; also return True if it or the environment requests a traceback."""
     rest = [argument for argument in arguments if argument != _WHOLE]
     return rest, len(rest) < len(arguments) or bool(os.environ.get(TRACEBACK))
 
 
 def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
-    """Turn the errors that geartrain raises on purpose into one message and an exit code; others keep their traceback.
+    """Run an action. Print geartrain's own errors as one message and return an exit code.
+
+    Other errors propagate with their traceback.
 
     Args:
-        whole: show their traceback too.
+        whole: also show the traceback of geartrain's own errors.
     """
     try:
         action()
@@ -129,7 +126,8 @@ def _guarded(name: str, action: Callable[[], Any], whole: bool) -> int:
         if error.name != "torch":
             raise
         print(
-            f"geartrain {name}: torch is not installed. Fix: pip install torch (a build for your hardware)",
+            f"geartrain {name}: torch is not installed. "
+            "Fix: pip install torch (a build for your hardware)",
             file=sys.stderr,
         )
         return 2
@@ -145,19 +143,23 @@ def cli(
     argv: Sequence[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Give a script the options of ``geartrain fit``: ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
+    """Give a script the options of ``geartrain fit``.
+
+    Call it as ``python train.py --strategy ddp --devices 2 --model.hidden 128``.
 
     Args:
         model: the ``Module`` subclass to run.
         data: the ``DataModule`` subclass, unless the module brings its data.
-        argv: arguments, default ``sys.argv[1:]``; the first may be a command (``python train.py test --checkpoint ...``).
-        defaults: options as in a config file, which the command line overrides: ``{"max_epochs": 10, "seed": 42}``.
+        argv: arguments, default ``sys.argv[1:]``; the first may be a command
+            (``python train.py test --checkpoint ...``).
+        defaults: options in the form of a config file, such as ``{"max_epochs": 10, "seed": 42}``;
+            the command line overrides them.
 
     Returns:
         The trainer, after the run.
 
     Raises:
-        SystemExit: with 1 or 2, as the command line exits.
+        SystemExit: exit code 1 if the run failed, 2 for wrong usage.
     """
     arguments, whole = _without_flag(sys.argv[1:] if argv is None else argv)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "fit"
@@ -179,7 +181,7 @@ def _of_target(name: str) -> Callable[..., Any]:
     """Return the function of a command that takes a target.
 
     Raises:
-        UsageError: it takes no target.
+        UsageError: the command takes no target.
     """
     command = _command(name)
     if "target" not in inspect.signature(command).parameters:

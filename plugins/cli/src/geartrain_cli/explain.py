@@ -1,4 +1,4 @@
-"""``geartrain explain TARGET``: print the plan and the implementations of each hook. Starts nothing."""
+"""``geartrain explain TARGET``: print the plan and the implementations of each hook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def command(
     target: Target | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Print the plan and the hook table. Neither module nor data is made: the batch size is the data's ``batch_size`` option."""
+    """Print the plan and the table of hooks.
+
+    Neither module nor data is made: the batch size is the data's ``batch_size`` option.
+    """
     request = read_arguments(name, argv, target, defaults)
     trainer, values = request.trainer, request.values
     sizes = [
@@ -39,7 +42,7 @@ def command(
         }
         print(json.dumps({**plan.as_dict(), "hooks": hooks}, indent=2))
     else:
-        console = Console(markup=False)  # a label has brackets: geartrain-mps[mps]
+        console = Console(markup=False)  # labels have brackets: geartrain-mps[mps]
         _print_plan(console, plan)
         _print_hooks(console, trainer.hooks)
     return trainer
@@ -58,7 +61,7 @@ def _print_plan(console: Console, plan: Plan) -> None:
     table.add_row("processes", processes, f"{plan.layout.devices_per_process} device(s) each")
     table.add_row("batch size", *_batch_size(plan))
     for what, how in plan.notes.items():
-        table.add_row(what, how, f"{plan.strategy.name} does so")
+        table.add_row(what, how, f"set by {plan.strategy.name}")
     for choice in plan.plugins:
         table.add_row("plugin", _label(choice), choice.reason)
     for label, reason in plan.passed_over.items():

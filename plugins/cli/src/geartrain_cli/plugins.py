@@ -1,4 +1,4 @@
-"""``geartrain plugins``: list installed plugins and commands, and why a plugin cannot be used. Reads metadata alone unless --probe."""
+"""``geartrain plugins``: list installed plugins, and why a plugin cannot be used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from geartrain.plugin_api import Registry
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Print one row for each installed plugin."""
+    """Print one row per installed plugin. Without --probe only metadata is read."""
     parser = argparse.ArgumentParser(
         prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
     )
@@ -24,14 +24,14 @@ def command(name: str, argv: list[str]) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="import each plugin and ask accelerators whether they can serve here",
+        help="import each plugin, and ask accelerators if they can be used here",
     )
     parser.add_argument(
         "--block",
         action="append",
         default=[],
         metavar="NAME",
-        help="a plugin's name, or DISTRIBUTION[name], that must not be chosen",
+        help="a plugin's name, or DISTRIBUTION[name], that must not be selected",
     )
     try:
         options, unknown = parser.parse_known_args(argv)
@@ -41,9 +41,8 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(f"there is no option {unknown[0]}. Known: --json, --probe, --block NAME")
     registry = Registry(options.block)
     if options.probe:
-        with contextlib.redirect_stdout(
-            sys.stderr
-        ):  # output of plugins while they are imported does not belong to the answer
+        # Output of a plugin during its import must not appear in the answer.
+        with contextlib.redirect_stdout(sys.stderr):
             for candidate in registry.candidates:
                 registry.probe(candidate)
     rows = [candidate.as_dict() for candidate in registry.candidates]
@@ -68,4 +67,4 @@ def command(name: str, argv: list[str]) -> None:
             row["distribution"],
             row["version"],
         )
-    Console(markup=False).print(table)  # a reason may have brackets: acme[chip]
+    Console(markup=False).print(table)  # reasons may have brackets: acme[chip]

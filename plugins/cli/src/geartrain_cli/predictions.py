@@ -1,4 +1,4 @@
-"""The file predictions.pt: what ``predict_step`` returned."""
+"""The file predictions.pt: the return values of ``predict_step``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from geartrain.plugin_api import replacing
 
 
 def save_predictions(outputs: list[Any], path: Path) -> None:
-    """Write predictions whole or not at all. ``torch.load(path, weights_only=True)`` reads tensors, numbers, strings and their nestings.
+    """Write predictions to a file, completely or not at all.
+
+    ``torch.load(path, weights_only=True)`` reads nested tensors, numbers and strings.
 
     Raises:
         TrainingError: an output cannot be pickled, or the file cannot be written.
@@ -28,9 +30,10 @@ def save_predictions(outputs: list[Any], path: Path) -> None:
             (number for number, output in enumerate(outputs) if not _can_be_pickled(output)), 0
         )
         raise TrainingError(
-            f"{path} was not written: output {number}, of type {type(outputs[number]).__qualname__}, cannot be pickled "
-            f"({type(error).__name__}: {error}). "
-            "Fix: let predict_step return tensors, numbers, strings, and lists, tuples and dicts of them"
+            f"{path} was not written: output {number}, of type "
+            f"{type(outputs[number]).__qualname__}, cannot be pickled "
+            f"({type(error).__name__}: {error}). Fix: let predict_step return tensors, numbers, "
+            "strings, and lists, tuples and dicts of them"
         ) from error
 
 

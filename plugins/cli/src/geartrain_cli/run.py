@@ -18,7 +18,10 @@ def command(
     target: Target | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Make trainer, module and data from the options, and run one of the trainer's methods; ``predict`` writes predictions.pt."""
+    """Make trainer, module and data from the options, and run one of the trainer's methods.
+
+    ``predict`` writes predictions.pt.
+    """
     request = read_arguments(name, argv, target, defaults)
     check_module(request.target[0], name)
     trainer = request.trainer
@@ -28,7 +31,7 @@ def command(
     if name == "fit":
         files = {"checkpoint": values.checkpoint, "ckpt_path": values.resume}
         find_checkpoint_file(values.resume, trainer.hooks, trainer.output, resumes=True)
-    # The run checks again with the module, which does not exist yet.
+    # The run repeats this check with the module, which does not exist yet.
     trainer.check(request.target[0], name, resumes=name == "fit" and values.resume is not None)
     model, data = request.make_model()
     result = getattr(trainer, name)(model, datamodule=data, **files)

@@ -21,14 +21,15 @@ def find_target(target: str) -> Target:
         target: ``file.py``, ``file.py:Class`` or ``package.module:Class``.
 
     Raises:
-        UsageError: the file, module or class does not exist, or there are several classes.
+        UsageError: the file, module or class does not exist, or several classes match.
     """
     place, _, wanted = target.partition(":")
     if place.endswith(".py"):
         module = load_file(Path(place).expanduser())
     elif "/" in place or Path(place).is_dir():
         raise UsageError(
-            f"TARGET {target!r} is not a Python file. Fix: file.py, file.py:Class or package.module:Class"
+            f"TARGET {target!r} is not a Python file. "
+            "Fix: file.py, file.py:Class or package.module:Class"
         )
     else:
         module = _import(place)
@@ -39,13 +40,13 @@ def find_target(target: str) -> Target:
             raise UsageError(f"{place} has no Module {wanted!r}. {nearest(wanted, models)}")
         models = {wanted: found}
     if not models:
+        name = place.split("/")[-1][:-3].title()
         raise UsageError(
-            f"{place} has no subclass of geartrain.Module. Fix: class {place.split('/')[-1][:-3].title()}(geartrain.Module): ..."
+            f"{place} has no subclass of geartrain.Module. Fix: class {name}(geartrain.Module): ..."
         )
     if len(models) > 1:
-        raise UsageError(
-            f"{place} has several Modules. Fix: name one: {' or '.join(f'{place}:{name}' for name in models)}"
-        )
+        names = " or ".join(f"{place}:{name}" for name in models)
+        raise UsageError(f"{place} has several Modules. Fix: name one: {names}")
     data = _own_classes(module, DataModule)
     if len(data) > 1:
         raise UsageError(
@@ -55,12 +56,12 @@ def find_target(target: str) -> Target:
 
 
 def _import(name: str) -> ModuleType:
-    # `python -m` and `python file.py` both look here first; a console script does not.
+    # `python -m` and `python file.py` search the working folder first; a console script does not.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except BaseException as error:  # as of a file
+    except BaseException as error:  # as for a file
         if isinstance(error, KeyboardInterrupt):
             raise
         hint = f" (a file? {name}.py)" if Path(f"{name}.py").is_file() else ""
@@ -70,13 +71,13 @@ def _import(name: str) -> ModuleType:
 
 
 def _own_classes(module: ModuleType, base: type) -> dict[str, type]:
-    """Return the subclasses of ``base`` that a module defines itself, without those that another of them subclasses."""
+    """Return the subclasses of ``base`` that a module defines, without bases of one another."""
     found = {
         n: c
         for n, c in vars(module).items()
         if inspect.isclass(c) and issubclass(c, base) and c.__module__ == module.__name__
     }
-    first = {c: n for n, c in reversed(found.items())}  # `Model = Mine` is no second class
+    first = {c: n for n, c in reversed(found.items())}  # `Model = Mine` is not a second class
     return {
         n: c
         for n, c in found.items()

@@ -1,4 +1,4 @@
-"""The plugin ``csv``: metrics as a table that every spreadsheet and pandas read."""
+"""The plugin ``csv``: metrics as a table for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 from geartrain import Plan, Run, TrainingError, UsageError, hookimpl
 from geartrain.plugin_api import AppendedFile, detect, replacing, starts_rank_0, user_path
 
-#: The columns that every table begins with; a metric of one of these names is called ``metric_NAME``.
+#: The first columns of every table; a metric with one of these names is called ``metric_NAME``.
 COLUMNS = ("step", "epoch", "stage")
 
 
 class CSVLogger:
-    """Write a line of ``metrics.csv`` each time that metrics are logged; rank 0 writes.
+    """Write a line of ``metrics.csv`` each time metrics are logged; only rank 0 writes.
 
-    A new name becomes a new last column: the table is copied beside itself with the new header and replaces itself, so that a reader
-    finds the old table or the new one, whole. A new name in a long table costs a copy of it.
+    A new name becomes a new last column. The table is copied with the new header, and the copy
+    replaces it, so a reader always finds a complete table. In a long table this copy takes time.
 
     A ``fit`` that resumes appends to the existing table.
 
-    NaN and infinity are written ``nan``, ``inf`` and ``-inf``, as pandas reads them; a metric that was not logged is an empty cell.
+    NaN and infinity are written ``nan``, ``inf`` and ``-inf``, as pandas reads them; a metric that
+    was not logged is an empty cell.
 
     Args:
-        path: the file; default ``metrics.csv`` in the run's folder. Several runs of one object append to it.
+        path: the file; default ``metrics.csv`` in the run's folder. Several runs of the same
+            object append to it.
 
     Raises:
         UsageError: neither ``path`` nor the run's folder is given, or the file exists.
@@ -47,13 +49,16 @@ class CSVLogger:
         path = self._path(plan)
         if path is None:
             raise UsageError(
-                "geartrain-csv[csv] has no file to write. Fix: --csv.path FILE, or a folder for the run (--output DIR)"
+                "geartrain-csv[csv] has no file to write. "
+                "Fix: --csv.path FILE, or a folder for the run (--output DIR)"
             )
-        # Only before the first run of this object: later runs append to the file. Only on rank 0: a rank that starts later finds its table.
+        # Check only before the first run of this object, because later runs append to the file,
+        # and only on rank 0, because a rank that starts later finds rank 0's table.
         first = starts_rank_0(detect(), plan.num_nodes)
         if first and not self._began and not plan.resumes and path.exists():
             raise UsageError(
-                f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. Fix: another path, or remove it"
+                f"geartrain-csv[csv]: {str(path)!r} exists, and nothing is overwritten. "
+                "Fix: another path, or remove it"
             )
         self._began = True
 
@@ -62,7 +67,7 @@ class CSVLogger:
         self._close()
         path = self._path(run.plan)
         if run.world.rank == 0 and path is not None and not run.plan.options.fast_dev_run:
-            self._began = True  # check_plan may have run in another process, which gets this back
+            self._began = True  # check_plan may have run in another process
             self._table = Table(path)
 
     @hookimpl
@@ -94,14 +99,14 @@ class CSVLogger:
 
 
 class Table:
-    """A CSV file to which lines are added, and columns too.
+    """A CSV file that can get new lines and new columns.
 
     Args:
-        path: created if it does not exist; lines are added to an existing table.
+        path: created if it does not exist; otherwise lines are appended.
 
     Raises:
-        OSError: its folder cannot be created.
-        TrainingError: it cannot be opened, or it is a file of another kind.
+        OSError: the folder cannot be created.
+        TrainingError: the file cannot be opened, or it is not a table of metrics.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +118,8 @@ class Table:
                 self._columns = next(csv.reader(file))
             if tuple(self._columns[: len(COLUMNS)]) != COLUMNS:
                 raise TrainingError(
-                    f"{path} is not a table of metrics: its columns are {', '.join(self._columns[:5])}"
+                    f"{path} is not a table of metrics: "
+                    f"its columns are {', '.join(self._columns[:5])}"
                 )
         self._file = AppendedFile(path)
 
@@ -121,7 +127,7 @@ class Table:
         """Write one line, whole or not at all, before this returns.
 
         Raises:
-            TrainingError: the disk is full; the file is as it was.
+            TrainingError: the disk is full; the file is unchanged.
         """
         columns = [*self._columns, *(name for name in row if name not in self._columns)]
         if not self._columns:
@@ -135,26 +141,25 @@ class Table:
         self._file.close()
 
     def _add_columns(self, columns: list[str]) -> None:
-        """Copy the lines under a new header, with empty cells at their ends."""
+        """Copy the table with a new header; old lines get empty cells at their ends."""
         old, more = len(line(self._columns)), b"," * (len(columns) - len(self._columns)) + b"\n"
         try:
             with replacing(self._path) as target:
                 target.write(line(columns))
                 with self._path.open("rb") as source:
                     source.seek(old)
-                    for (
-                        text
-                    ) in source:  # only names may hold a line's end: values are numbers and stages
+                    # Values are numbers and stages, so only names may contain a line break.
+                    for text in source:
                         target.write(text[:-1] + more)
                 shutil.copymode(self._path, target.name)
-                self._file.close()  # before it is replaced, which Windows would refuse
+                self._file.close()  # first, because Windows does not replace an open file
         finally:
             self._file.close()
             self._file = AppendedFile(self._path)
 
 
 def line(cells: Iterable[Any]) -> bytes:
-    """Return one line of a CSV file, with its end."""
+    """Return one line of a CSV file, with its line break."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()

@@ -1,4 +1,4 @@
-"""The CPU's figures, by psutil."""
+"""The CPU's values, read by psutil."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import suppress
 import psutil
 
 _MIB = 2**20
-#: Seconds over which a utilisation is measured at least. The kernel counts a CPU's time in ticks of 10 ms (proc(5)): over less, it is
-#: noise, and psutil asks for as much.
+#: The shortest time, in seconds, over which a utilisation is measured. The kernel counts CPU time
+#: in ticks of 10 ms (proc(5)), so a shorter measurement is noise. psutil recommends the same.
 SHORTEST = 0.1
-#: Every name that :meth:`Cpu.figures` may give.
+#: Every name that :meth:`Cpu.figures` may return.
 NAMES = frozenset(
     {
         "cpu_utilization_percent",
@@ -27,21 +27,24 @@ NAMES = frozenset(
 
 
 class Cpu:
-    """This machine's CPU and memory, and this process's share. Make it in the thread that asks: the percentages are of the time since
-    that thread last asked."""
+    """This machine's CPU and memory, and this process's share.
+
+    Create it in the thread that calls ``figures``: percentages are since that thread's last call.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._process = psutil.Process()
-        self._percentages()  # psutil's first answer is 0.0, whatever the CPU does
+        self._percentages()  # psutil's first answer is always 0.0
 
     def figures(self) -> dict[str, float]:
-        """What can be read here; a figure that cannot be (no permission, not on this system) is left out.
+        """Return the readable values; values that need a permission or another system are left out.
 
         Returns:
-            Figures by name. ``cpu_utilization_percent``: of all cores, 0 to 100. ``process_cpu_percent``: 100 is one core.
-            Neither is there within ``SHORTEST`` seconds, nor in another thread than the one that made this, whose measuring that
-            would spoil.
+            Values by name. ``cpu_utilization_percent``: of all cores, 0 to 100.
+            ``process_cpu_percent``: 100 is one core. Both are left out within ``SHORTEST`` seconds
+            of the last call, and in any thread but the one that created this object, whose
+            measurement they would disturb.
         """
         found: dict[str, float] = {}
         if threading.get_ident() == self._thread and time.monotonic() - self._asked >= SHORTEST:

@@ -1,4 +1,4 @@
-"""The thread that samples, and its hand-over to the thread that trains."""
+"""The thread that samples, and the transfer of its samples to the training thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from geartrain_device_stats.nodes import Nodes
 if TYPE_CHECKING:
     from geartrain import Run
 
-#: Seconds that training waits for the thread at most: for a first sample, and for its end.
+#: The most seconds that training waits for the thread: for a first sample, and for its end.
 PATIENCE = 5.0
 
 
 class Monitor:
-    """Samples every ``interval`` seconds until it is stopped. The first error ends it, and never the training.
+    """Take a sample every ``interval`` seconds until stopped.
 
-    ``figures`` and ``notes`` are read by the training thread, which looks whether they are empty after each batch; deques, because their
-    ``append`` and ``pop`` need no lock.
+    An error ends the thread, never the training. The training thread checks ``figures`` and
+    ``notes`` after each batch; they are deques, whose ``append`` and ``pop`` need no lock.
     """
 
     def __init__(self, run: Run, interval: float) -> None:
@@ -30,26 +30,26 @@ class Monitor:
         self.figures: deque[dict[str, float]] = deque(maxlen=1)
         #: The message to the user, until it is printed.
         self.notes: deque[str] = deque()
-        #: The CPU's figures, once the thread runs.
+        #: The CPU's values, once the thread runs.
         self.cpu: Cpu | None = None
         self._nodes = Nodes(run)
         self._wake, self._sampled = threading.Event(), threading.Event()
         self._stopping = self._asked = False
-        # A daemon: a driver that hangs must not keep the program from ending.
+        # A daemon, so that a driver that hangs cannot keep the program alive.
         self._thread = threading.Thread(target=self._work, name="device_stats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def first(self) -> None:
-        """Take the first sample now, if it is still missing; ask once and wait ``PATIENCE`` seconds at most."""
+        """Take the first sample now if none exists; wait at most ``PATIENCE`` seconds."""
         if not self._asked and not self._sampled.is_set():
             self._wake.set()
             self._sampled.wait(PATIENCE)
         self._asked = True
 
     def stop(self) -> bool:
-        """End the thread; whether it did within ``PATIENCE`` seconds."""
+        """End the thread. Return True if it ended within ``PATIENCE`` seconds."""
         self._stopping = True
         self._wake.set()
         self._thread.join(PATIENCE)
@@ -69,7 +69,7 @@ class Monitor:
         except Exception as error:
             self._run.hooks.blame(error)
             said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-            self.notes.append(f"device_stats takes no more samples, and training goes on: {said}")
+            self.notes.append(f"device_stats takes no more samples; training continues: {said}")
         finally:
             self._sampled.set()
 
@@ -83,10 +83,10 @@ class Monitor:
 
 
 def sample(run: Run) -> dict[str, float]:
-    """What all implementations of ``device_stats`` give, in one dict.
+    """Merge the answers of all implementations of ``device_stats``.
 
     Raises:
-        TrainingError: two give one name, or one gives no number.
+        TrainingError: two plugins give the same name, or a value is not a number.
     """
     figures: dict[str, float] = {}
     for given in run.hooks.device_stats(run=run):
@@ -95,11 +95,12 @@ def sample(run: Run) -> dict[str, float]:
                 what = (
                     f"gives {name!r} twice"
                     if name in figures
-                    else f"gives {name}={value!r}, which is no number"
+                    else f"gives {name}={value!r}, which is not a number"
                 )
                 whose = ", ".join(choice.label for choice in run.hooks.implementers("device_stats"))
                 raise TrainingError(
-                    f"device_stats of {whose} {what}. Fix: take one of them out, or give its figures other names"
+                    f"device_stats of {whose} {what}. "
+                    "Fix: take one of them out, or give its figures other names"
                 )
             figures[name] = float(value)
     return figures
@@ -109,4 +110,7 @@ def _only_the_cpu(run: Run) -> str:
     accelerator = run.plan.accelerator
     asked = accelerator in run.hooks.implementers("device_stats")
     why = "its device_stats gave none" if asked else "it has no device_stats"
-    return f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures of its own ({why}); only the CPU's are logged"
+    return (
+        f"device_stats: {accelerator.name} ({accelerator.label}) reports no figures ({why}); "
+        "only the CPU's are logged"
+    )

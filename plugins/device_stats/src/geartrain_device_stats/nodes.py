@@ -1,4 +1,4 @@
-"""The samples of all nodes, brought to rank 0, where loggers write."""
+"""Bring the samples of all nodes to rank 0, where loggers write."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
     from geartrain import Run
 
-#: How long the store may take to answer.
+#: The most seconds that the store may take to answer.
 _TIMEOUT = timedelta(seconds=10)
 
 
 class Nodes:
-    """One node's end of the exchange: each node puts its newest sample into the run's store, rank 0 reads them.
+    """Exchange samples: each node writes its newest sample to the run's store; rank 0 reads them.
 
-    Nobody waits for anybody. The connection is this thread's own: clients of one connection wait for each other, and one of them may be
-    a process group that waits for a rank.
+    No node waits for another. This thread has its own connection, because clients of one
+    connection wait for each other, and one client may be a process group that waits for a rank.
     """
 
     def __init__(self, run: Run) -> None:
@@ -27,10 +27,10 @@ class Nodes:
         self._store: TCPStore | None = None
 
     def connect(self) -> None:
-        """Reach the store, if there are several nodes and a store.
+        """Connect to the store, if there are several nodes and a store.
 
         Raises:
-            DistError: it does not answer.
+            DistError: the store does not answer.
         """
         store = self._run.store
         if self._count > 1 and store is not None:
@@ -42,13 +42,14 @@ class Nodes:
             )
 
     def exchange(self, figures: dict[str, float]) -> dict[str, float]:
-        """Hand in this node's newest figures.
+        """Write this node's newest values; on rank 0, read those of all nodes.
 
         Returns:
-            On rank 0 the newest figures of every node, ``node<N>_`` before each name; elsewhere nothing. With one node the figures.
+            With one node, the values. On rank 0 the newest values of every node, with ``node<N>_``
+            before each name; on other nodes nothing.
 
         Raises:
-            DistError: the store has gone.
+            DistError: the store no longer exists.
         """
         if self._count == 1:
             return figures
@@ -57,9 +58,8 @@ class Nodes:
             store.set(_key(world.node_rank), json.dumps(figures))
             return {}
         for node in range(self._count):
-            if (
-                store is not None and node != world.node_rank and store.check([_key(node)])
-            ):  # get() alone would wait for it
+            # Check first, because get() alone would wait for the value.
+            if store is not None and node != world.node_rank and store.check([_key(node)]):
                 found[node] = json.loads(store.get(_key(node)))
         return {
             f"node{node}_{name}": value

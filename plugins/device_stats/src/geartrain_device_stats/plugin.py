@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
 
 class DeviceStats:
-    """Hands figures of the devices and of the CPU to the loggers.
+    """Pass values of the devices and the CPU to the loggers.
 
-    A thread on each node's first rank asks every ``device_stats`` hook once in ``interval`` seconds; rank 0 logs the newest sample
-    between two batches, and the first one at the end of the first epoch or evaluation at the latest.
+    A thread on each node's first rank calls every ``device_stats`` hook every ``interval`` seconds.
+    Rank 0 logs the newest sample between two batches; the first sample is logged at the end of the
+    first epoch or evaluation at the latest.
 
-    Loggers get them by ``log_metrics``, and not by ``run.log``, which would put a dozen figures a device among the metrics of the
-    module: into the progress line, the closing table and ``trainer.callback_metrics``.
+    Loggers get the values by ``log_metrics``. ``run.log`` would add a dozen values per device to
+    the module's metrics: in the progress line, the final table and ``trainer.callback_metrics``.
 
     Args:
         interval: seconds between two samples, at least 0.1.
 
     Raises:
-        UsageError: another ``interval``.
+        UsageError: ``interval`` is wrong.
     """
 
     def __init__(self, interval: float = 5.0) -> None:
         number = isinstance(interval, int | float) and not isinstance(interval, bool)
         if not number or not SHORTEST <= interval <= threading.TIMEOUT_MAX:
             raise UsageError(
-                f"geartrain-device-stats[device_stats]: interval={interval!r} is not a number of seconds, at least {SHORTEST}. "
-                "Fix: leave it out (5.0), or a longer one"
+                f"geartrain-device-stats[device_stats]: interval={interval!r} is not a number of "
+                f"seconds, at least {SHORTEST}. Fix: leave it out (5.0), or a longer one"
             )
         self.interval = float(interval)
         self._monitor: Monitor | None = None
@@ -49,11 +50,13 @@ class DeviceStats:
         if world.rank == 0:
             if not run.hooks.implementers("log_metrics") and not run.plan.options.fast_dev_run:
                 _warn(
-                    "device_stats: there is no logger, so nobody will see its figures. Fix: --output DIR, or a logger's plugin"
+                    "device_stats: no logger is selected, so its figures are not written. "
+                    "Fix: --output DIR, or a logger's plugin"
                 )
             if nodes > 1 and run.store is None:
                 _warn(
-                    f"device_stats: {run.plan.strategy.label} has no store that every rank reaches, so only node 0's figures are logged"
+                    f"device_stats: {run.plan.strategy.label} has no store that every rank "
+                    "reaches, so only node 0's figures are logged"
                 )
         if world.local_rank == 0 and (world.rank == 0 or run.store is not None):
             self._monitor = Monitor(run, self.interval)
@@ -68,7 +71,7 @@ class DeviceStats:
     def device_batches(
         self, run: Run, loader: Iterable[Any]
     ) -> Generator[None, Any, Iterator[Any]]:
-        """Looks for a sample between two batches, in every stage. ``on_step_end`` would cost each step a hook call, 1 µs."""
+        """Look for a sample between two batches. ``on_step_end`` would cost 1 µs a step."""
         batches: Iterator[Any] = yield
         monitor = self._monitor
         if monitor is None:
@@ -82,7 +85,7 @@ class DeviceStats:
 
         return Through(batches, loader, look)
 
-    @hookimpl(optionalhook=True)  # a Session calls neither
+    @hookimpl(optionalhook=True)  # a Session fires neither event
     def on_validation_end(self, run: Run) -> None:
         if run.stage != "sanity_check":
             self._log_at_the_latest(run)
@@ -93,7 +96,7 @@ class DeviceStats:
 
     @hookimpl(wrapper=True)
     def teardown_device(self) -> Generator[None, Any, Any]:
-        """The one hook that always comes, also after an error; the thread must be gone before the device is."""
+        """Stop the thread before the device is released; this hook runs even after an error."""
         self._stop()
         return (yield)
 
@@ -106,13 +109,14 @@ class DeviceStats:
         monitor = self._monitor
         if monitor is not None and not monitor.stop():
             _warn(
-                f"device_stats: its thread did not end within {PATIENCE:.0f} s; it is left behind and ends with the program"
+                f"device_stats: its thread did not end within {PATIENCE:.0f} s; "
+                "it ends with the program"
             )
         self._monitor = None
 
 
 def _tell(run: Run, monitor: Monitor) -> None:
-    """Print and log the monitor's news, in the thread that trains, in which loggers expect to be called."""
+    """Print and log the monitor's news in the training thread, where loggers expect their calls."""
     while monitor.notes:
         _warn(monitor.notes.popleft())
     if monitor.figures and run.stage != "sanity_check":

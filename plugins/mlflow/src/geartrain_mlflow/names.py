@@ -1,19 +1,21 @@
-"""Names that MLflow takes."""
+"""Metric and parameter names that MLflow accepts."""
 
 from __future__ import annotations
 
 import re
 
-#: MLflow's own bound, mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH.
+#: MLflow's limit, mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH.
 LONGEST = 250
-#: What MLflow refuses in a name, mlflow.utils.validation.validate_param_and_metric_name; colons too, which a server on Windows refuses.
+#: Characters that mlflow.utils.validation.validate_param_and_metric_name refuses, and colons,
+#: which a server on Windows refuses.
 _REFUSED = re.compile(r"[^/\w.\- ]")
 
 
 class Names:
-    """Return each name's spelling in MLflow: letters, digits, ``_ - . /`` and spaces stay, anything else becomes ``_``.
+    """Map each name to its spelling in MLflow.
 
-    Two names with one spelling get ``_2``, ``_3`` at the end, in the order in which they first came.
+    Letters, digits, ``_ - . /`` and spaces stay; other characters become ``_``. If two names get
+    the same spelling, the later one ends in ``_2``, ``_3`` and so on.
     """
 
     def __init__(self) -> None:
@@ -27,7 +29,7 @@ class Names:
         return self._found[name]
 
     def _new(self, name: str) -> str:
-        # MLflow refuses what would be another path in its folders: a//b, ./a, ../a, /a.
+        # MLflow refuses names that are not normalised as paths: a//b, ./a, ../a, /a.
         parts = [part for part in _REFUSED.sub("_", name).split("/") if part not in ("", ".", "..")]
         plain = "/".join(parts)[:LONGEST].rstrip("/") or "_"
         known, number = plain, 2

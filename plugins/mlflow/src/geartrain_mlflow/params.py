@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from geartrain import Plan
 
-#: MLflow's own bound, mlflow.utils.validation.MAX_PARAM_VAL_LENGTH.
+#: MLflow's limit, mlflow.utils.validation.MAX_PARAM_VAL_LENGTH.
 LONGEST = 6000
 
 
 def params(plan: Plan) -> dict[str, str]:
-    """Hyperparameters by their names, and the plan's as ``plan.NAME``.
+    """Return hyperparameters by their names, and the plan's values as ``plan.NAME``.
 
     Returns:
-        Text by name: strings as they are, everything else as JSON; no longer than MLflow takes.
+        Text by name: strings unchanged, other values as JSON; cut at MLflow's limit.
     """
     facts = plan.as_dict()
     chosen = {name: facts[name]["name"] for name in ("accelerator", "strategy", "precision")}

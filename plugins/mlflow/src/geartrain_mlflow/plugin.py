@@ -22,26 +22,30 @@ if TYPE_CHECKING:
     from geartrain import Plan, Run
 
 _LABEL = "geartrain-mlflow[mlflow]"
-#: Params in one call. MLflow takes 100, but no more than 1 MB in one call: 20 of the longest have 0.7 MB, every letter escaped.
+#: Params per call. MLflow takes 100, but at most 1 MB: 20 of the longest have 0.7 MB when escaped.
 _PARAMS = 20
 
 
 class MLflow:
-    """Records each fit and each evaluation as a run of MLflow; rank 0 does.
+    """Record each fit and each evaluation as a run of MLflow, on rank 0.
 
-    Hyperparameters and the plan are its params; logged values are its metrics, with their optimizer step. A thread talks to
-    MLflow, so that training waits for it at the end alone. MLflow's first error ends the recording with a warning, not the training.
+    Hyperparameters and the plan are its params; logged values are its metrics, with their optimizer
+    step. A thread talks to MLflow, so training waits for it only at the end. After MLflow's first
+    error the plugin warns and records nothing more; training continues.
 
     Args:
-        experiment: its name; a new one is created; default ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_EXPERIMENT_ID`` or ``Default``.
-        run_name: default the name of the run's folder, or one that MLflow makes up.
-        tracking_uri: a server or a database; default ``MLFLOW_TRACKING_URI``, or ``sqlite:///mlflow.db``, as MLflow has it.
-        tags: of the run, beside those that MLflow shows as its user and source.
-        checkpoints: also send each checkpoint that is saved, as an artifact.
-        patience: seconds that the end of a run waits until MLflow has taken the rest.
+        experiment: its name; created if it does not exist. Default ``MLFLOW_EXPERIMENT_NAME``,
+            ``MLFLOW_EXPERIMENT_ID`` or ``Default``.
+        run_name: default the name of the run's folder, or a name that MLflow makes up.
+        tracking_uri: a server or a database; default ``MLFLOW_TRACKING_URI``, or MLflow's default
+            ``sqlite:///mlflow.db``.
+        tags: tags of the run, in addition to its user and source.
+        checkpoints: also send each saved checkpoint as an artifact.
+        patience: seconds that the end of a run waits until MLflow has received the rest.
 
     Raises:
-        UsageError: an empty name, ``patience`` not above 0, or a folder as ``tracking_uri``, which MLflow refuses.
+        UsageError: a name is empty, ``patience`` is not above 0, or ``tracking_uri`` is a folder,
+            which MLflow refuses.
     """
 
     errors_are_warnings = True
@@ -66,7 +70,8 @@ class MLflow:
                 )
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not patience > 0:
             raise UsageError(
-                f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. Fix: leave it out (30.0)"
+                f"{_LABEL}: patience={patience!r} is not a number of seconds above 0. "
+                "Fix: leave it out (30.0)"
             )
         self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
         self.tags, self.checkpoints, self.patience = dict(tags or {}), checkpoints, patience
@@ -79,8 +84,9 @@ class MLflow:
         allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
         if urlsplit(uri).scheme in ("", "file") and not allowed:
             raise UsageError(
-                f"{_LABEL}: tracking_uri={uri!r} is a folder, and MLflow no longer writes into folders. "
-                "Fix: sqlite:///mlflow.db, a server's http://HOST:PORT, or MLFLOW_ALLOW_FILE_STORE=true"
+                f"{_LABEL}: tracking_uri={uri!r} is a folder, and MLflow no longer writes into "
+                "folders. Fix: sqlite:///mlflow.db, a server's http://HOST:PORT, "
+                "or MLFLOW_ALLOW_FILE_STORE=true"
             )
 
     @hookimpl
@@ -88,7 +94,7 @@ class MLflow:
         self._upload, self._names = None, Names()
         if run.world.rank != 0 or run.plan.options.fast_dev_run:
             return
-        # Here and not in the thread: a DataLoader worker that was forked meanwhile would hang on the import's lock.
+        # Not in the thread: a DataLoader worker forked during the import would hang on its lock.
         import mlflow  # noqa: F401
 
         plan, command = run.plan, run.command
@@ -117,16 +123,15 @@ class MLflow:
 
     @hookimpl
     def on_exception(self, error: BaseException) -> None:
-        self._finish(
-            "FAILED" if isinstance(error, Exception) else "KILLED"
-        )  # Ctrl-C and sys.exit are no Exceptions
+        # Ctrl-C and sys.exit are not Exceptions.
+        self._finish("FAILED" if isinstance(error, Exception) else "KILLED")
 
     def _finish(self, status: str) -> None:
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.finish(status, self.patience)
 
-    # --- in the thread ---------------------------------------------------------------------------------------------------
+    # --- in the thread ---------------------------------------------------------------------------
 
     def _begin(self, plan: Plan, command: str) -> tuple[MlflowClient, str]:
         from mlflow import MlflowClient
@@ -147,7 +152,7 @@ class MLflow:
 
 
 def _experiment(client: MlflowClient, name: str | None) -> str:
-    """Return the id of the experiment of this name, which is created if it does not exist."""
+    """Return the id of the experiment with this name; create the experiment if it is missing."""
     from mlflow.exceptions import MlflowException
 
     name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
@@ -157,7 +162,7 @@ def _experiment(client: MlflowClient, name: str | None) -> str:
     if found is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run may have made it meanwhile
+        except MlflowException:  # another run may have created it at the same time
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -165,7 +170,7 @@ def _experiment(client: MlflowClient, name: str | None) -> str:
 
 
 def _tags(command: str) -> dict[str, str]:
-    """What MLflow shows as a run's user and source, and what geartrain says of it."""
+    """Return the user and source that MLflow shows for a run, and geartrain's own tags."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container's user may have no name

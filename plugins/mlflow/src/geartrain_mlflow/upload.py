@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-#: MLflow's own bound on the metrics in one call, mlflow.utils.validation.MAX_METRICS_PER_BATCH.
+#: MLflow's limit of metrics per call, mlflow.utils.validation.MAX_METRICS_PER_BATCH.
 BATCH = 1000
 
 
 class Upload:
-    """One run of MLflow. Items added during a call go into the next one, up to 1000 metrics a call.
+    """Send one run to MLflow. Items added during a call are sent in the next call.
 
     Args:
-        begin: makes the run; called in the thread, because it may wait for a server.
+        begin: creates the run; called in the thread, because it may wait for a server.
     """
 
     def __init__(self, begin: Callable[[], tuple[MlflowClient, str]]) -> None:
         self._begin = begin
         self._changed = threading.Condition()
         self._metrics: list[Metric] = []
-        #: Files to send; a dict, because one that was saved twice meanwhile is sent once.
+        #: Files to send; a dict, so that a file saved twice is sent once.
         self._files: dict[str, None] = {}
         self._status: str | None = None
         self._abandoned = False
-        #: What ended the thread early.
+        #: The error that ended the thread early.
         self.error: Exception | None = None
-        # A daemon: a server that does not answer must not keep the program from ending.
+        # A daemon, so that a server that does not answer cannot keep the program alive.
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
     def add(self, metrics: Iterable[Metric] = (), files: Iterable[str] = ()) -> None:
-        """Have these sent.
+        """Queue items to send.
 
         Raises:
-            Exception: the thread's own, once it has ended.
+            Exception: the thread's error, if it has ended.
         """
         self._look()
         with self._changed:
@@ -52,11 +52,12 @@ class Upload:
             self._changed.notify()
 
     def finish(self, status: str, patience: float) -> None:
-        """Have the rest sent and the run closed with ``status``.
+        """Send the rest and close the run with ``status``.
 
         Raises:
-            TrainingError: that took longer than ``patience`` seconds; the thread ends after the call that it waits for.
-            Exception: the thread's own.
+            TrainingError: it took longer than ``patience`` seconds; the thread ends after its
+                current call.
+            Exception: the thread's error.
         """
         with self._changed:
             self._status = status
@@ -65,7 +66,8 @@ class Upload:
         if self._thread.is_alive():
             self._abandoned = True
             raise TrainingError(
-                f"MLflow has not taken everything within {patience:g} s; the rest is lost. Fix: a longer patience"
+                f"MLflow has not taken everything within {patience:g} s; the rest is lost. "
+                "Fix: a longer patience"
             )
         self._look()
 
@@ -73,7 +75,7 @@ class Upload:
         if self.error is not None:
             raise self.error
 
-    # --- in the thread ---------------------------------------------------------------------------------------------------
+    # --- in the thread ---------------------------------------------------------------------------
 
     def _work(self) -> None:
         client = None
@@ -85,7 +87,7 @@ class Upload:
                     metrics, files, status = self._metrics, list(self._files), self._status
                     self._metrics, self._files = [], {}
                 self._send(client, run_id, metrics, files)
-                if status is not None and not self._abandoned:  # nothing comes after it
+                if status is not None and not self._abandoned:  # nothing follows
                     client.set_terminated(run_id, status)
                     break
         except Exception as error:
@@ -106,10 +108,10 @@ class Upload:
                 except Exception:
                     if os.path.exists(file):
                         raise
-                    # A better checkpoint has taken its place meanwhile, and this one is deleted.
+                    # A better checkpoint has replaced this one, which is deleted.
 
 
 def _close(client: Any) -> None:
-    """Close the connections to a database, which MLflow keeps open for the life of the program; it makes new ones where it needs them."""
+    """Close the database connections that MLflow keeps open; it opens new ones when needed."""
     with contextlib.suppress(AttributeError):
         client._tracking_client.store.engine.dispose()
