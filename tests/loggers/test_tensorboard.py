@@ -190,7 +190,7 @@ def test_without_a_graph_there_is_a_warning_and_everything_else(tmp_path, net, w
         net.example_input_array = torch.zeros(1, 3)
     with pytest.warns(
         UserWarning,
-        match=rf"geartrain-tensorboard\[tensorboard\]: there is no graph of {type(net).__name__}: .*{why}",
+        match=rf"geartrain-tensorboard\[tensorboard\]: no graph was written of {type(net).__name__}: .*{why}",
     ):
         fit(TensorBoard(graph=True), output=tmp_path, net=net)
     assert scalars(tmp_path / "tensorboard")["val_loss"] == [(6, 106.0), (12, 112.0)]

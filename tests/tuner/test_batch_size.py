@@ -61,7 +61,7 @@ def test_search(mode, arguments, expected, tried, reason):
 def test_search_ends_at_all_the_data(mode):
     found, sizes, tuner = scale(Room(10**6), Data(n=37), mode=mode)
     assert (found, sizes) == (37, [2, 4, 8, 16, 32, 37])
-    assert tuner.reason == "37 samples are all that there are"
+    assert tuner.reason == "the data has only 37 samples"
     assert scale(Room(10**6), Data(n=37), mode=mode, init_val=50)[0] == 37
 
 

@@ -29,7 +29,7 @@ def test_lr_says_what_to_use_and_draws_the_curve(command, facts, folder):
     found, done = facts(LR), command(LR)
     assert done.code == 0, done.err
     assert (
-        f"learning rate: {found['suggestion']:.3g}, where the loss fell fastest in 40 steps"
+        f"learning rate: {found['suggestion']:.3g}, at which the loss fell fastest in 40 steps"
         in done.out
     )
     assert f"use it: --model.lr {found['suggestion']:.3g}\n" in done.out
@@ -114,7 +114,7 @@ def test_a_plugin_that_watches_is_named(command):
     done = command(f"{LR} --plugin csv --csv.path metrics.csv")
     assert done.code == 0
     assert (
-        "left out while finding, because they watch a run and this is none: geartrain-csv[csv]"
+        "plugins that watch a run are left out: geartrain-csv[csv]"
         in done.err
     )
 
@@ -179,7 +179,7 @@ class D(Data):
 def test_batch_size_says_what_to_use(command):
     done = command(SIZE)
     assert done.code == 0, done.err
-    assert "batch size: 24 on one device; 24 samples are all that there are" in done.out
+    assert "batch size: 24 on one device; the data has only 24 samples" in done.out
     assert "use it: --data.batch_size 24\n" in done.out
     assert "The learning rate belongs to a batch size" in done.out
     assert done.err.count("samples/s") == 5
@@ -231,7 +231,7 @@ def test_no_batch_size_runs(command, write):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("tune", ["what to tune comes first", "geartrain tune lr TARGET"]),
+        ("tune", ["the first argument must be lr or batch-size", "geartrain tune lr TARGET"]),
         ("tune net.py", ["there is no 'net.py' to tune", "geartrain tune batch-size TARGET"]),
         ("tune batchsize net.py", ["Did you mean 'batch-size'?"]),
         ("tune lr", ["TARGET comes first: geartrain tune lr file.py"]),

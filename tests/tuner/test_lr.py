@@ -337,7 +337,7 @@ def test_without_a_suggestion_nothing_is_set():
     module = Quadratic(0.0)
     with pytest.warns(
         UserWarning,
-        match=r"Quadratic\.lr stays as it is, for there is no suggestion: the loss fell nowhere",
+        match=r"Quadratic\.lr is unchanged, because no learning rate is suggested: the loss fell nowhere",
     ):
         Tuner(trainer()).lr_find(module, loader(), num_training=20)
     assert module.lr == 0.1

@@ -52,7 +52,7 @@ def test_explain_starts_nothing(tmp_path):
 def test_without_a_key_nothing_starts_and_nobody_is_asked(tmp_path):
     done = geartrain("fit", DOWNHILL, "--plugin", "wandb", "--output", "out")
     assert done.end == "2", done.printed
-    assert "geartrain-wandb[wandb]: nobody is logged in" in done.err
+    assert "geartrain-wandb[wandb]: you are not logged in" in done.err
     assert "wandb login" in done.err
     assert "--wandb.mode offline" in done.err
     assert "Traceback" not in done.err
@@ -68,7 +68,7 @@ def test_at_a_terminal_nobody_is_asked_either(tmp_path):
     os.close(mother)
     os.close(child)
     assert done.returncode == 2
-    assert "nobody is logged in" in done.stderr
+    assert "you are not logged in" in done.stderr
 
 
 @pytest.mark.parametrize("how", ["variable", "netrc", "offline", "settings"])

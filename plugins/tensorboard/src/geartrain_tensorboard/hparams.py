@@ -1,8 +1,9 @@
-"""Hyperparameters as TensorBoard's table HPARAMS reads them.
+"""Hyperparameters as records for TensorBoard's HPARAMS table.
 
-``SummaryWriter.add_hparams`` writes them into another folder, with the time as its name, which TensorBoard shows as a second run and
-with other metrics. The same records in the run's own folder belong to its scalars. Without the third record, an experiment,
-TensorBoard collects names and values from all runs that it is shown.
+``SummaryWriter.add_hparams`` writes them into another folder, named after the time, which
+TensorBoard shows as a second run with other metrics. Here the same records are written into the
+run's own folder, so they belong to its scalars. The third record (experiment) is left out:
+TensorBoard then collects names and values from all runs it reads.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 
 def session_start(hyperparameters: Mapping[str, Any]) -> Any:
-    """The record that a run with these hyperparameters begins.
+    """Return the record of a run's start, with these hyperparameters.
 
     Args:
-        hyperparameters: numbers and strings stay what they are; other values become text, lists and dicts as JSON.
+        hyperparameters: numbers and strings are kept; other values become text, lists and dicts
+            JSON.
 
     Returns:
         A ``Summary``.
@@ -35,7 +37,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def session_end(succeeded: bool) -> Any:
-    """The record that the run ended.
+    """Return the record of a run's end.
 
     Returns:
         A ``Summary``.
@@ -49,7 +51,7 @@ def session_end(succeeded: bool) -> Any:
     )
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
-    # As torch.utils.tensorboard.summary.hparams makes it, which knows success alone.
+    # Copied from torch.utils.tensorboard.summary.hparams, which can only record success.
     info = SessionEndInfo(status=Status.Value("STATUS_SUCCESS" if succeeded else "STATUS_FAILURE"))
     content = HParamsPluginData(
         session_end_info=info, version=PLUGIN_DATA_VERSION

@@ -20,19 +20,23 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes TensorBoard's event files; rank 0 writes.
+    """Write TensorBoard's event files, on rank 0.
 
-    Each metric is a scalar with its name at the optimizer step at which it was logged. The plan is a text, and its hyperparameters are
-    TensorBoard's, in the same folder as the scalars: the table HPARAMS shows them with the newest value of each metric.
+    Each metric is a scalar with its name, at the optimizer step of its logging. The plan is a text.
+    Its hyperparameters are TensorBoard's, in the same folder as the scalars: the HPARAMS table
+    shows them with the newest value of each metric.
 
     Args:
-        folder: where the files go; default ``tensorboard`` in the run's folder. A fit that finds files there makes ``fit-2``, ``fit-3``
-            and so on in it, and an evaluation adds to the newest of these.
-        graph: also write the module's graph, which takes one forward of its ``example_input_array``.
+        folder: the folder of the files; default ``tensorboard`` in the run's folder. If it already
+            has files, a fit creates ``fit-2``, ``fit-3`` and so on in it, and an evaluation adds to
+            the newest of these.
+        graph: also write the module's graph; this calls ``forward`` once with its
+            ``example_input_array``.
         flush_seconds: seconds between writes to disk.
 
     Raises:
-        UsageError: there is neither ``folder`` nor the run's folder, ``folder`` is a file, or ``flush_seconds`` is not above 0.
+        UsageError: neither ``folder`` nor the run's folder exists, ``folder`` is a file, or
+            ``flush_seconds`` is not above 0.
     """
 
     errors_are_warnings = True
@@ -46,8 +50,8 @@ class TensorBoard:
             or not flush_seconds > 0
         ):
             raise UsageError(
-                f"geartrain-tensorboard[tensorboard]: flush_seconds={flush_seconds!r} is not a number of seconds above 0. "
-                "Fix: leave it out (30.0)"
+                f"geartrain-tensorboard[tensorboard]: flush_seconds={flush_seconds!r} is not a "
+                "number of seconds above 0. Fix: leave it out (30.0)"
             )
         self.folder = (
             None
@@ -64,12 +68,13 @@ class TensorBoard:
         folder = self._base(plan)
         if folder is None:
             raise UsageError(
-                "geartrain-tensorboard[tensorboard] has no place to write. Fix: --tensorboard.folder DIR, or a folder for the run "
-                "(--output DIR)"
+                "geartrain-tensorboard[tensorboard] has no place to write. "
+                "Fix: --tensorboard.folder DIR, or a folder for the run (--output DIR)"
             )
         if folder.exists() and not folder.is_dir():
             raise UsageError(
-                f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. Fix: another --tensorboard.folder"
+                f"geartrain-tensorboard[tensorboard]: {str(folder)!r} is not a folder. "
+                "Fix: another --tensorboard.folder"
             )
 
     @hookimpl
@@ -117,7 +122,8 @@ class TensorBoard:
             trace(run, writer)
         except Exception as error:
             warnings.warn(
-                f"geartrain-tensorboard[tensorboard]: there is no graph of {type(run.module).__name__}: {type(error).__name__}: {error}",
+                "geartrain-tensorboard[tensorboard]: no graph was written of "
+                f"{type(run.module).__name__}: {type(error).__name__}: {error}",
                 stacklevel=2,
             )
 
@@ -135,8 +141,11 @@ class TensorBoard:
 
 
 def place(base: Path, command: str) -> Path:
-    """The folder for one run: a fit has its own, because TensorBoard shows all files of a folder as one curve; an evaluation has that of
-    the newest fit."""
+    """Return the folder for a run.
+
+    Each fit has its own folder, because TensorBoard shows all files of a folder as one curve. An
+    evaluation uses the folder of the newest fit.
+    """
     newest, number = base, 2
     while (following := base / f"fit-{number}").is_dir():
         newest, number = following, number + 1

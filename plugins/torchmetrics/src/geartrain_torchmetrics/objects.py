@@ -1,6 +1,6 @@
-"""What geartrain must know of torchmetrics' objects; ``geartrain.metrics.objects.MetricLibrary`` describes the functions that core calls.
+"""Support of torchmetrics' objects in core, as ``geartrain.metrics.objects.MetricLibrary`` defines.
 
-torchmetrics is never imported here: if the script has not imported it, there is no object.
+torchmetrics is never imported here: if the script has not imported it, no object can exist.
 """
 
 from __future__ import annotations
@@ -25,52 +25,59 @@ if TYPE_CHECKING:
 
 
 def is_metric(thing: Any) -> bool:
-    """Return True if it is a torchmetrics ``Metric``."""
+    """True if it is a torchmetrics ``Metric``."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(thing, library.Metric)
 
 
 def is_collection(thing: Any) -> bool:
-    """Return True if it is a torchmetrics ``MetricCollection``."""
+    """True if it is a torchmetrics ``MetricCollection``."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(thing, library.MetricCollection)
 
 
-# --- called by core -----------------------------------------------------------------------------------------------------
+# --- called by core -------------------------------------------------------------------------------
 
 
 def owns(thing: Any) -> bool:
-    """Return True if it is a metric or a collection of metrics."""
+    """True if it is a metric or a collection of metrics."""
     return is_metric(thing) or is_collection(thing)
 
 
 def items(dictionary: Any) -> Iterable[tuple[str, Any]]:
-    """Return a collection's metrics by name. Not copies, which its groups of metrics with common states would otherwise give: what is
-    logged is reset."""
+    """Return a collection's metrics by name.
+
+    Return the metrics themselves, not the copies that compute groups would give, because logged
+    metrics are reset.
+    """
     named: Iterable[tuple[str, Any]] = dictionary.items(keep_base=False, copy_state=False)
     return named
 
 
 def newest(name: str, thing: Any, options: MetricOptions) -> torch.Tensor | None:
-    """Return the result of the metric's ``forward`` for the batch if it is logged ``on_step``, otherwise ``None``.
+    """Return the value of the metric's ``forward`` for the batch if it is logged ``on_step``.
 
     Raises:
-        TrainingError: it is a collection; is logged on rank 0 alone; or ``forward`` was not called, only ``update`` was.
+        TrainingError: it is a collection, it is logged only on rank 0, or ``update`` was called
+            in place of ``forward``.
     """
     if is_collection(thing):
         raise TrainingError(
-            f"self.log({name!r}): a MetricCollection has several values. Fix: self.log_dict(collection)"
+            f"self.log({name!r}): a MetricCollection has several values. "
+            "Fix: self.log_dict(collection)"
         )
     if options.rank_zero_only:
         raise TrainingError(
-            f"self.log({name!r}): a torchmetrics object is computed by all ranks together. Fix: leave out rank_zero_only"
+            f"self.log({name!r}): a torchmetrics object is computed by all ranks together. "
+            "Fix: leave out rank_zero_only"
         )
     if not options.on_step:
         return None
     value = thing._forward_cache
     if value is None:
         raise TrainingError(
-            f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. Fix: self.metric(preds, target) in place of "
+            f"self.log({name!r}, ..., on_step=True): the metric was not called for this batch. "
+            "Fix: self.metric(preds, target) in place of "
             "update(), or on_step=False, on_epoch=True"
         )
     if not isinstance(value, torch.Tensor):
@@ -86,10 +93,10 @@ def end_epoch(
     """Compute the objects that were logged, over all ranks.
 
     Args:
-        logged: by name, each object and whether its value at the end of the epoch is wanted.
+        logged: name -> the object, and True if its value at the end of the epoch is reported.
 
     Returns:
-        The values, and the objects, also those that only other ranks logged.
+        The values, and the objects, including those that only other ranks logged.
     """
     objects = dict(logged)
     if run.world.size > 1:
@@ -103,7 +110,7 @@ def end_epoch(
 
 
 def states(module: nn.Module) -> dict[str, Any]:
-    """Return the states of a module's metrics since their last reset, by path: tensors, and lists of them."""
+    """Return the states of a module's metrics since their last reset: path -> tensors or lists."""
     metrics = {
         path: part
         for path, part in module.named_modules()
@@ -119,7 +126,7 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Let metrics continue from what :func:`states` returned."""
+    """Restore metrics from the result of :func:`states`."""
     for path, state in states.items():
         metric: Any = module.get_submodule(path)
         metric.reset()
@@ -134,7 +141,7 @@ def set_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def temporary_copies(module: nn.Module) -> Iterator[None]:
-    """Copies in the place of a module's metrics, so that a batch whose outputs are thrown away does not count in them either."""
+    """Replace a module's metrics by copies, so that discarded batches do not count in them."""
     before = find_metrics(module)
     copies = {id(metric): copy.deepcopy(metric) for _, metric in before}
     for path, metric in before:
@@ -146,14 +153,16 @@ def temporary_copies(module: nn.Module) -> Iterator[None]:
             replace_metric(module, path, metric)
 
 
-# --- over several ranks ---------------------------------------------------------------------------------------------------
+# --- across ranks ---------------------------------------------------------------------------------
 
 
 def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tuple[Any, bool]]:
-    """Return the metrics that other ranks logged and this one, without a batch of some loader, did not: it must sync them too.
+    """Return metrics that only other ranks logged; this rank must sync them too.
+
+    A rank without a batch of some loader does not log its metrics.
 
     Raises:
-        TrainingError: ranks with batches logged different ones.
+        TrainingError: ranks with batches logged different metrics.
     """
     mine = {
         name: (_path(run.module, metric), on_epoch)
@@ -165,24 +174,26 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
     )
     if not bool((header != header[0]).any()):
         return {}
-    idle = run.stage != "train" and 0 in run.current_stage.batches  # without a batch of some loader
-    told = [
+    # True without a batch of some loader.
+    idle = run.stage != "train" and 0 in run.current_stage.batches
+    answers = [
         run.hooks.broadcast(run=run, obj=(mine, idle), src=rank) for rank in range(run.world.size)
     ]
-    first, _ = min(
-        (one for one in told if one[0]), key=lambda one: one[1]
-    )  # of the first rank that has batches of every loader
-    for rank, (theirs, idle) in enumerate(told):
+    # The metrics of the first rank that has batches of every loader.
+    first, _ = min((one for one in answers if one[0]), key=lambda one: one[1])
+    for rank, (theirs, idle) in enumerate(answers):
         compared = theirs if idle or not theirs else {**first, **theirs}
         odd = sorted(name for name in compared if first.get(name) != theirs.get(name))
         if odd:
             raise TrainingError(
-                f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. Fix: the same on all"
+                f"rank {rank} logged other torchmetrics objects than other ranks: {odd[0]!r}. "
+                "Fix: the same on all"
             )
     for name, (path, _) in first.items():
         if path is None:
             raise TrainingError(
-                f"self.log({name!r}): a rank without samples cannot find the metric. Fix: an attribute of the module"
+                f"self.log({name!r}): a rank without samples cannot find the metric. "
+                "Fix: an attribute of the module"
             )
     return {
         name: (run.module.get_submodule(path), on_epoch)
@@ -192,15 +203,18 @@ def _adopted(run: Run, logged: Mapping[str, tuple[Any, bool]]) -> dict[str, tupl
 
 
 def _path(module: nn.Module, metric: Any) -> str | None:
-    """Return a metric's path in a module; ``None`` if it is no submodule."""
+    """Return a metric's path in a module; ``None`` if it is not a submodule."""
     return next((path for path, part in module.named_modules() if part is metric), None)
 
 
 def compute(run: Run, name: str, metric: Any) -> float:
-    """A metric's value over all ranks, synced through the strategy's ``all_gather``: its own way knows torch.distributed alone.
+    """Return a metric's value over all ranks.
+
+    It is synced by the strategy's ``all_gather``, because torchmetrics' own sync supports only
+    torch.distributed.
 
     Raises:
-        TrainingError: it is not one number.
+        TrainingError: the value is not one number.
     """
     before = metric.dist_sync_fn, metric.distributed_available_fn
     if metric.dist_sync_fn is None:
@@ -221,15 +235,16 @@ def compute(run: Run, name: str, metric: Any) -> float:
             else f"is {type(value).__name__}"
         )
         raise TrainingError(
-            f"self.log({name!r}): the metric's value {what}, not one number. Fix: log the parts of its compute()"
+            f"self.log({name!r}): the metric's value {what}, not one number. "
+            "Fix: log the parts of its compute()"
         )
     return float(value)
 
 
 def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """What torchmetrics calls for each tensor of a metric's state: one tensor a rank.
+    """Gather a tensor of a metric's state, one tensor per rank; torchmetrics calls this.
 
-    A rank that has seen nothing brings an empty float tensor, whatever the others' type and shape: it takes theirs.
+    A rank without samples has an empty float tensor; it takes the type and shape of the others.
     """
     empty = run.hooks.log_sync(
         run=run, values=torch.tensor([tensor.numel() == 0], dtype=torch.float64)
@@ -243,11 +258,11 @@ def _gather(run: Run, tensor: torch.Tensor, group: Any = None) -> list[torch.Ten
     return list(run.hooks.all_gather(run=run, tensor=tensor))
 
 
-# --- the metrics of a module ----------------------------------------------------------------------------------------------
+# --- the metrics of a module ----------------------------------------------------------------------
 
 
 def find_metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Where a module has metrics and collections, as ``get_submodule`` takes it, and each; not those that are inside another."""
+    """Return (path, metric) for a module's metrics and collections, without nested ones."""
     found: list[tuple[str, nn.Module]] = []
     if "torchmetrics" in sys.modules:
         inside: set[int] = set()
@@ -263,6 +278,6 @@ def find_metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def replace_metric(module: nn.Module, path: str, metric: nn.Module) -> None:
-    """Put a metric where :func:`find_metrics` found one."""
+    """Replace the metric at a path that :func:`find_metrics` returned."""
     parent, _, name = path.rpartition(".")
     module.get_submodule(parent)._modules[name] = metric

@@ -1,9 +1,11 @@
-"""Find a learning rate and a batch size before training; names as in PyTorch Lightning.
+"""Find a learning rate and a batch size before training. Names are as in PyTorch Lightning.
 
-- ``Tuner(trainer).lr_find(model)``: the learning rate at which the loss falls fastest; :class:`LRFinder` is the result.
-- ``Tuner(trainer).scale_batch_size(model)``: the largest batch that runs without running out of memory; :class:`Trial` is one try.
+- ``Tuner(trainer).lr_find(model)``: the learning rate at which the loss falls fastest;
+  :class:`LRFinder` is the result.
+- ``Tuner(trainer).scale_batch_size(model)``: the largest batch that fits in memory;
+  :class:`Trial` is one try.
 
-``geartrain tune lr TARGET`` and ``geartrain tune batch-size TARGET`` do the same from the command line.
+``geartrain tune lr TARGET`` and ``geartrain tune batch-size TARGET`` are the same as commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch-size finder: which is the largest batch whose training step runs without running out of memory."""
+"""The batch-size finder: find the largest batch whose training step fits in memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ import torch
 from geartrain import Run, UsageError, hookimpl
 from geartrain.plugin_api import BatchSizer, length, loader_batch_size
 
-#: What errors of other classes say when memory is short: the CPU's allocator (Linux, Windows), C++, CUDA's libraries, Metal.
+#: Out-of-memory messages of other error classes: the CPU's allocator (Linux, Windows), C++, CUDA's
+#: libraries, Metal.
 _SHORT = re.compile(
-    r"can't allocate memory|not enough memory: you tried to allocate|std::bad_alloc|out of memory|CU\w+_STATUS_(?:\w+_)?ALLOC\w*_FAILED",
+    r"can't allocate memory|not enough memory: you tried to allocate|std::bad_alloc|"
+    r"out of memory|CU\w+_STATUS_(?:\w+_)?ALLOC\w*_FAILED",
     re.IGNORECASE,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One batch size that was tried."""
+    """A batch size that was tried."""
 
     batch_size: int
-    #: Samples a second in the steps, without loading; without the first step if there are several. ``None``: it did not run.
+    #: Samples per second of the steps, without loading, and without the first of several steps.
+    #: ``None`` if the batch did not fit.
     samples_per_second: float | None = None
-    #: The error of the memory that ran out; empty if it ran.
+    #: The out-of-memory error; empty if the batch fitted.
     error: str = ""
 
     @property
@@ -39,7 +42,7 @@ class Trial:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or the error that it was raised from, says that memory ran out."""
+    """True if an error, or the error that it was raised from, reports that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -56,31 +59,27 @@ def search(
     attempt: Callable[[int], bool],
     bound: Callable[[], int | None],
 ) -> tuple[int, str]:
-    """Look for the largest size that ``attempt`` says runs.
+    """Find the largest size for which ``attempt`` returns True.
 
     Args:
-        mode: ``"power"`` doubles until one does not run; ``"binsearch"`` then halves the gap until it is closed. If not even the
-            first runs, both halve it until one does.
+        mode: ``"power"`` doubles until a size does not run; ``"binsearch"`` then bisects the gap.
+            If the first size does not run, both halve it until a size runs.
         first: the size to begin with.
-        trials: how many sizes to try at most.
-        attempt: tries one.
-        bound: samples that there are; asked after an attempt that ran; ``None`` if unknown.
+        trials: the most sizes to try.
+        attempt: tries one size.
+        bound: returns the number of samples, ``None`` if unknown; called after a size that ran.
 
     Returns:
-        The size, 0 if none ran, and why it is not larger.
+        The size (0 if none ran), and the reason why it is not larger.
     """
-    low, high, size, most = (
-        0,
-        0,
-        first,
-        bound(),
-    )  # the largest that ran, the smallest that did not, the next, all that there are
+    # The largest size that ran, the smallest that did not, the next, and the number of samples.
+    low, high, size, most = 0, 0, first, bound()
     for _ in range(trials):
         if attempt(size):
             low = size
             most = bound()
             if most is not None and low >= most:
-                return most, f"{most} samples are all that there are"
+                return most, f"the data has only {most} samples"
         else:
             high = size
         if high == 0:
@@ -91,22 +90,22 @@ def search(
             size = 0
         if size == 0:
             return low, f"{high} does not run"
-    return low, f"{trials} sizes were tried, and no more were asked for"
+    return low, f"{trials} sizes were tried, which is the limit"
 
 
 class StepTimer:
-    """The plugin of one trial: sees that the loader took the batch size, and times steps.
+    """The plugin of one trial: check that the loader uses the batch size, and time the steps.
 
     Args:
         size: the batch size that was set.
         setting: the name of the setting, for errors.
 
     Raises:
-        UsageError: the loader has another.
+        UsageError: the loader uses another batch size.
     """
 
     def __init__(self, size: int, setting: str) -> None:
-        #: Samples that the loader draws in one pass; ``None`` if it has no length.
+        #: Samples that the loader draws in one pass; ``None`` if unknown.
         self.samples: int | None = None
         self._size, self._setting = size, setting
         self._steps: list[tuple[int, float]] = []
@@ -127,7 +126,7 @@ class StepTimer:
         if sizes[0] > self._size:
             self._compare(sizes[0])
         elif not self._steps and self.samples is None and 0 < sizes[0] < self._size:
-            self.samples = sizes[0]  # the first batch is not full: there are no more
+            self.samples = sizes[0]  # the first batch is not full, so the data has no more samples
         began = time.perf_counter()
         yield
         if run.device.type != "cpu":
@@ -136,21 +135,21 @@ class StepTimer:
 
     @property
     def samples_per_second(self) -> float:
-        counted = (
-            self._steps[1:] or self._steps
-        )  # the first one sets memory up and chooses algorithms
+        # The first step allocates memory and selects algorithms, so it is slow.
+        counted = self._steps[1:] or self._steps
         return sum(size for size, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9)
 
     def _compare(self, size: int | None) -> None:
         if size is not None and size != self._size:
+            name = self._setting.rpartition(".")[2]
             raise UsageError(
                 f"{self._setting} is {self._size}, and the training loader has batches of {size}. "
-                f"Fix: let train_dataloader read it, as DataLoader(..., batch_size=self.{self._setting.rpartition('.')[2]})"
+                f"Fix: let train_dataloader read it, as DataLoader(..., batch_size=self.{name})"
             )
 
 
 def free(error: BaseException | None, device: torch.device | None) -> None:
-    """Free the memory of a trial: frames of a traceback keep their tensors alive, and torch keeps freed memory for itself."""
+    """Free a trial's memory: an error's frames keep tensors alive, and torch caches memory."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -166,23 +165,24 @@ def free(error: BaseException | None, device: torch.device | None) -> None:
 
 
 def setting_of(owners: Sequence[Any], name: str) -> Any:
-    """Return the first of the DataModule and the module that has a batch size to set.
+    """Return the DataModule or the module, the first that has a batch size to set.
 
     Raises:
-        UsageError: none of them has.
+        UsageError: neither has one.
     """
     for owner in owners:
         if hasattr(owner, name) or name in getattr(owner, "hparams", {}):
             return owner
     asked = " and ".join(type(owner).__name__ for owner in owners)
     raise UsageError(
-        f"there is no {name!r} to set on {asked}. Fix: self.{name} in __init__, and DataLoader(..., batch_size=self.{name}) in "
+        f"there is no {name!r} to set on {asked}. Fix: self.{name} in __init__, and "
+        f"DataLoader(..., batch_size=self.{name}) in "
         "train_dataloader; or batch_arg_name, if it has another name"
     )
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, or the hyperparameter of that name, or both if both exist.
+    """Set an attribute, or the hyperparameter of that name; both if both exist.
 
     Raises:
         UsageError: it cannot be set.
@@ -192,7 +192,8 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
             setattr(owner, name, value)
         except AttributeError as error:
             raise UsageError(
-                f"{type(owner).__name__}.{name} cannot be set: {error}. Fix: an attribute, not a property"
+                f"{type(owner).__name__}.{name} cannot be set: {error}. "
+                "Fix: an attribute, not a property"
             ) from error
     if name in getattr(owner, "hparams", {}):
         owner.hparams[name] = value

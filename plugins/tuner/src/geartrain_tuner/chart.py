@@ -1,4 +1,4 @@
-"""A curve drawn with characters."""
+"""A curve drawn as text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ def chart(
     width: int,
     height: int,
 ) -> str:
-    """Lines of text, ``height`` of them and two more below. What lies far above all that was before the lowest is on the top line.
+    """Return the curve as ``height`` lines of text, plus two lines for the axis.
+
+    Points far above all points before the minimum are drawn on the top line.
 
     Args:
-        xs: rising; above 0 if the axis is logarithmic.
-        ys: as many.
+        xs: in rising order; above 0 if the axis is logarithmic.
+        ys: one for each x.
         mark: the x of a vertical line, or ``None``.
-        logarithmic: True if the axis of ``xs`` is.
+        logarithmic: draw ``xs`` on a logarithmic axis.
         width: columns, without the labels of the axis.
         height: lines of the curve.
     """
@@ -29,9 +31,8 @@ def chart(
     place = math.log10 if logarithmic else float
     left, right, low = place(xs[0]), place(xs[-1]), min(ys)
     before = max(ys[: ys.index(low) + 1]) - low
-    high = (
-        min(max(ys), low + 2 * before) if before else max(ys)
-    )  # a loss that diverges would flatten all the rest
+    # Cut off the top: a loss that diverges would flatten the rest of the curve.
+    high = min(max(ys), low + 2 * before) if before else max(ys)
 
     def column(x: float) -> int:
         return round((place(x) - left) / ((right - left) or 1) * (width - 1))

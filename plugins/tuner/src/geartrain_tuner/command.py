@@ -29,25 +29,25 @@ _OPTIONS: dict[str, dict[str, tuple[Any, Any, str]]] = {
         "early_stop_threshold": (
             float | None,
             4.0,
-            "end once the averaged loss is above so many times its best; null for never",
+            "end if the averaged loss is above this many times its best; null for never",
         ),
-        "json": (bool, False, "print what was found as JSON"),
+        "json": (bool, False, "print the result as JSON"),
     },
     "batch-size": {
         "mode": (
             Literal["power", "binsearch"],
             "power",
-            "double until a batch does not run; binsearch continues between the last two",
+            "double until a batch does not run; binsearch then bisects between the last two",
         ),
         "init_val": (int, 2, "the batch size to begin with"),
-        "max_trials": (int, 25, "batch sizes to try at most"),
+        "max_trials": (int, 25, "the most batch sizes to try"),
         "steps_per_trial": (int, 3, "optimizer steps of each trial"),
         "batch_arg_name": (
             str,
             "batch_size",
             "the attribute of the data module or the module that train_dataloader reads",
         ),
-        "json": (bool, False, "print what was found as JSON"),
+        "json": (bool, False, "print the result as JSON"),
     },
 }
 
@@ -55,9 +55,10 @@ _USAGE = """\
 usage: geartrain tune lr TARGET [options]
        geartrain tune batch-size TARGET [options]
 
-lr trains a few steps with a growing learning rate and suggests the one at which the loss falls fastest.
-batch-size tries larger and larger batches and says which is the largest that runs without running out of memory.
-Both leave nothing behind; with --output DIR what they found is written there. geartrain tune lr TARGET --help lists the options."""
+lr trains a few steps with a growing learning rate and suggests the one at which the loss falls
+fastest. batch-size tries larger and larger batches and prints the largest that fits in memory.
+Both write nothing, except their result if --output DIR is given.
+geartrain tune lr TARGET --help lists the options."""
 
 
 def command(
@@ -66,7 +67,7 @@ def command(
     target: Target | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """Find a learning rate or a batch size, and say with which option it is used.
+    """Find a learning rate or a batch size, and print the option that uses it.
 
     Raises:
         TrainingError: nothing was found.
@@ -78,7 +79,7 @@ def command(
         given = (
             f"there is no {argv[0]!r} to tune. {nearest(argv[0], _FINDERS)}"
             if argv
-            else "what to tune comes first."
+            else "the first argument must be lr or batch-size."
         )
         raise UsageError(
             f"{given} Fix: geartrain tune lr TARGET, or geartrain tune batch-size TARGET"
@@ -112,7 +113,8 @@ def _lr(request: Request) -> None:
             print(json.dumps(found.as_dict(), indent=2))
         elif suggestion is not None:
             print(
-                f"learning rate: {suggestion:.3g}, where the loss fell fastest in {len(found.lrs)} steps"
+                f"learning rate: {suggestion:.3g}, at which the loss fell fastest "
+                f"in {len(found.lrs)} steps"
             )
             if found.stopped:
                 print(f"ended early: {found.stopped}")
@@ -131,7 +133,10 @@ def _lr_option(model: Any, suggestion: float) -> str:
         name = ""
     if name in model.hparams:
         return f"--model.{name} {suggestion:.3g}"
-    return f"lr={suggestion:.3g} in configure_optimizers; the module's __init__ has no lr or learning_rate"
+    return (
+        f"lr={suggestion:.3g} in configure_optimizers; "
+        "the module's __init__ has no lr or learning_rate"
+    )
 
 
 def _write_lr(files: list[Path], found: LRFinder) -> None:
@@ -188,7 +193,7 @@ def _batch_size(request: Request) -> None:
 
 
 def _files(trainer: Trainer, *names: str) -> list[Path]:
-    """Return the files that ``--output DIR`` will have; none without it.
+    """Return the files that ``--output DIR`` will contain; none without that option.
 
     Raises:
         UsageError: one of them exists.
@@ -199,7 +204,8 @@ def _files(trainer: Trainer, *names: str) -> list[Path]:
     for file in files:
         if trainer.is_global_zero and file.exists():
             raise UsageError(
-                f"{str(file)!r} exists, and nothing is overwritten. Fix: another --output, or remove it"
+                f"{str(file)!r} exists, and nothing is overwritten. "
+                "Fix: another --output, or remove it"
             )
     return files
 

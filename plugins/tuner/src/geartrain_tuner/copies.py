@@ -1,4 +1,4 @@
-"""Copy the user's module for a finder. Global random generators and those of loaders are restored afterwards."""
+"""Copy the user's module for a finder, and restore random generators afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from geartrain import DataModule, Module, UsageError
 from geartrain.plugin_api import HyperParameters, generators
 
-#: The attributes that a finder may change in a DataModule. Everything else is shared with the copy: it may be all the data.
+#: DataModule attributes that a finder may change. The copy shares the rest, which may be large.
 _COPIED = (HyperParameters, torch.Generator, random.Random)
 
 
@@ -24,7 +24,8 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
     """Return a deep copy of the module, and a copy of the DataModule that shares the data.
 
     Raises:
-        UsageError: the module cannot be copied, or a function in an attribute refers to it, which its copy would share.
+        UsageError: the module cannot be copied, or a function in an attribute refers to the
+            module; the copy would share this function.
     """
     data = copy.copy(datamodule)
     if data is not None:
@@ -39,22 +40,23 @@ def copies(model: Module, datamodule: DataModule | None) -> tuple[Module, DataMo
         copied = copy.deepcopy(model, {id(datamodule): data} if data is not None else {})
     except Exception as error:
         raise UsageError(
-            f"a finder trains a copy of the module, and {type(model).__name__} cannot be copied: {type(error).__name__}: {error}. "
+            f"a finder trains a copy of the module, and {type(model).__name__} cannot be copied: "
+            f"{type(error).__name__}: {error}. "
             "Fix: make in setup() what cannot be copied, and keep tensors with .detach()"
         ) from error
-    for name, function in _functions(
-        copied
-    ):  # of the copy: objects of torchmetrics make functions of their own again
+    # Check the copy's functions: torchmetrics objects create theirs again when copied.
+    for name, function in _functions(copied):
         if _refers_to(function, model):
             raise UsageError(
-                f"a finder trains a copy of {type(model).__name__}, and the function in {name} refers to the module itself. "
+                f"a finder trains a copy of {type(model).__name__}, and the function in {name} "
+                "refers to the module itself. "
                 "Fix: a method of the class, in place of a lambda or nested function"
             )
     return copied, data
 
 
 def _functions(model: Module) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the functions in attributes and hooks of a module and its submodules, with their names."""
+    """Yield (name, function) for functions in attributes and hooks of a module and submodules."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             for one in value.values() if isinstance(value, dict) else [value]:
@@ -63,9 +65,9 @@ def _functions(model: Module) -> Iterator[tuple[str, FunctionType]]:
 
 
 def _refers_to(function: FunctionType, model: Module) -> bool:
-    """Return True if a variable of a function is the module, a submodule or a parameter."""
+    """True if a variable of a function is the module, a submodule or a parameter."""
     own = {id(thing) for thing in (*model.modules(), *model.parameters())}
-    with suppress(ValueError):  # a variable that is not set yet
+    with suppress(ValueError):  # a variable that has no value yet
         outside = inspect.getclosurevars(function)
         return any(
             id(value) in own for value in (*outside.nonlocals.values(), *outside.globals.values())
@@ -75,15 +77,14 @@ def _refers_to(function: FunctionType, model: Module) -> bool:
 
 @contextmanager
 def same_randomness(*loaders: Any) -> Iterator[None]:
-    """Restore Python's, NumPy's and torch's global generators, on every device, and those of loaders."""
+    """Restore the global generators of Python, NumPy and torch (all devices), and the loaders'."""
     own = [
         (generator, generator.get_state()) for loader in loaders for generator in generators(loader)
     ]
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None, torch.get_rng_state()
-    initialised = (
-        _cuda_is_initialised()
-    )  # asking for a state would initialise it, here in a process that may fork
+    # Reading the state would initialise CUDA, in a process that may fork.
+    initialised = _cuda_is_initialised()
     cuda = torch.cuda.get_rng_state_all() if initialised else []
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
     try:
@@ -100,10 +101,9 @@ def same_randomness(*loaders: Any) -> Iterator[None]:
         if initialised:
             torch.cuda.set_rng_state_all(cuda)
         elif _cuda_is_initialised():
+            # CUDA was initialised in between, so restore the initial state.
             for generator in torch.cuda.default_generators:
-                generator.manual_seed(
-                    generator.initial_seed()
-                )  # CUDA was initialised in between: back to the first state
+                generator.manual_seed(generator.initial_seed())
 
 
 def _cuda_is_initialised() -> bool:

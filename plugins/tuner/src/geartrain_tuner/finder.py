@@ -1,4 +1,4 @@
-"""The trainer of a finder: the user's accelerator, strategy, precision and data options, without plugins that watch a run."""
+"""A finder's trainer: the user's, without the plugins that watch a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from geartrain.plugin_api import Hooks, LoadedPlugin, PluginInfo, core_parts
 
 
 def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Trainer:
-    """Return a trainer of ``steps`` optimizer steps, without validation, progress bar, folder and plugins that watch.
+    """Return a trainer for ``steps`` optimizer steps.
+
+    It has the user's accelerator, strategy, precision and data options, but no validation, progress
+    bar, folder or plugins that watch a run.
 
     Args:
-        trainer: the user's; it stays as it is.
+        trainer: the user's trainer; unchanged.
         recorder: the finder's own plugin.
         steps: optimizer steps to train.
-        options: more of the trainer's options to change.
+        options: other options of the trainer to change.
     """
     changed: dict[str, Any] = {
         "max_epochs": -1,
@@ -50,8 +53,12 @@ def finder(trainer: Trainer, recorder: Any, steps: int, **options: Any) -> Train
 
 
 def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
-    """Return True if a plugin watches the run: it implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner. Other
-    plugins only wrap or own single hooks, or those of the strategy: they are part of the computation."""
+    """True if a plugin watches the run.
+
+    Such a plugin implements an event, ``log_metrics`` or ``device_stats``, and replaces no owner.
+    Other plugins only wrap or own single hooks, or hooks of the strategy: they are part of the
+    computation.
+    """
     if getattr(part.plugin, "replaces", ()):
         return False
     events = (
@@ -65,12 +72,12 @@ def watches(trainer: Trainer, part: LoadedPlugin) -> bool:
 
 
 def left_out(trainer: Trainer) -> list[str]:
-    """Return the labels of the chosen plugins that a finder leaves out."""
+    """Return the labels of the selected plugins that a finder leaves out."""
     return [part.info.label for part in _plugins(trainer) if watches(trainer, part)]
 
 
 def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
-    """Return the chosen plugins, without the one that shows progress: a finder turns it off."""
+    """Return the selected plugins, except the progress plugin, which a finder turns off."""
     return [
         part
         for part in trainer._parts
@@ -79,19 +86,21 @@ def _plugins(trainer: Trainer) -> list[LoadedPlugin]:
 
 
 def check(trainer: Trainer, loaders: Any) -> None:
-    """Refuse what cannot be tuned.
+    """Refuse a trainer or loader that a finder cannot use.
 
     Raises:
-        UsageError: a trainer that only tries or explains, or a loader that can be iterated once.
+        UsageError: ``fast_dev_run`` is set, or the loader can be iterated only once.
     """
     if trainer.plan.options.fast_dev_run:
         raise UsageError(
-            "fast_dev_run tries a few batches of everything, and finds nothing. Fix: leave one of the two out"
+            "fast_dev_run tries a few batches of everything, and finds nothing. "
+            "Fix: leave one of the two out"
         )
     for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
         if hasattr(loader, "__next__"):
             raise UsageError(
-                f"the training loader is an iterator ({type(loader).__name__}), which a finder would use up. "
+                f"the training loader is an iterator ({type(loader).__name__}), "
+                "which a finder would use up. "
                 "Fix: a DataLoader, or an iterable that starts from the beginning each time"
             )
 

@@ -1,7 +1,7 @@
-"""The learning-rate finder: train a few steps with a growing learning rate and find where the loss falls fastest.
+"""The learning-rate finder: train with a growing learning rate; find where the loss falls fastest.
 
-Leslie N. Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3, https://arxiv.org/abs/1506.01186; smoothing and
-the steepest point as fastai and PyTorch Lightning have them.
+Source: Leslie N. Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3,
+https://arxiv.org/abs/1506.01186; smoothing and steepest point as in fastai and PyTorch Lightning.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ import torch
 from geartrain import Run, TrainingError, UsageError, hookimpl
 from geartrain_tuner.chart import chart
 
-#: How much of the average of losses each step keeps.
+#: The share of the averaged loss that each step keeps.
 BETA = 0.98
-#: Points at the beginning and the end that are not looked at: the average settles there, and diverges.
+#: Points ignored at the start, where the average settles, and at the end, where it diverges.
 SKIP_BEGIN, SKIP_END = 10, 1
 
 
 @dataclass
 class LRFinder:
-    """What :meth:`geartrain.tuning.Tuner.lr_find` found; equal on all ranks."""
+    """The result of :meth:`geartrain.tuning.Tuner.lr_find`; equal on all ranks."""
 
     #: ``"exponential"`` or ``"linear"``.
     mode: str
     #: The learning rate of each step.
     lrs: list[float] = field(default_factory=list)
-    #: The loss of each step, averaged exponentially, over all ranks.
+    #: The exponentially averaged loss of each step, mean over all ranks.
     losses: list[float] = field(default_factory=list)
-    #: The loss of each step as it was, over all ranks.
+    #: The loss of each step, mean over all ranks.
     raw_losses: list[float] = field(default_factory=list)
-    #: Why it ended before the last step; empty if it did not.
+    #: Why the search ended before the last step; empty if it did not.
     stopped: str = ""
 
     @property
     def results(self) -> dict[str, list[float]]:
-        """``{"lr": lrs, "loss": losses}``."""
+        """Return ``{"lr": lrs, "loss": losses}``."""
         return {"lr": self.lrs, "loss": self.losses}
 
     def suggestion(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> float | None:
-        """Return the learning rate at which the averaged loss falls fastest; ``None`` if :meth:`why_not` gives a reason.
+        """Return the learning rate at which the averaged loss falls fastest.
+
+        It is ``None`` if :meth:`why_not` gives a reason.
 
         Args:
-            skip_begin: steps to leave out at the beginning.
-            skip_end: steps to leave out at the end.
+            skip_begin: steps to ignore at the beginning.
+            skip_end: steps to ignore at the end.
         """
         slopes = self._slopes(skip_begin, skip_end)
         if not slopes or not self._falls(slopes):
@@ -56,23 +58,32 @@ class LRFinder:
         return self.lrs[skip_begin + slopes.index(min(slopes))]
 
     def why_not(self, skip_begin: int = SKIP_BEGIN, skip_end: int = SKIP_END) -> str:
-        """Return why there is no suggestion; empty if there is one."""
+        """Return why no learning rate is suggested; empty if one is."""
         slopes = self._slopes(skip_begin, skip_end)
         if not self.lrs and not self.stopped:
-            return "no step had a loss. Fix: return it from training_step, or in manual optimisation give it to self.manual_backward"
+            return (
+                "no step had a loss. Fix: return it from training_step, "
+                "or in manual optimisation give it to self.manual_backward"
+            )
         if not slopes:
             ended = f" ({self.stopped})" if self.stopped else ""
-            return f"only {len(self.lrs)} steps had a loss{ended}, and {skip_begin + skip_end} are not looked at. Fix: a lower min_lr"
+            return (
+                f"only {len(self.lrs)} steps had a loss{ended}, "
+                f"and {skip_begin + skip_end} are not looked at. Fix: a lower min_lr"
+            )
         if not self._falls(slopes):
-            return f"the loss fell nowhere between {self.lrs[0]:.3g} and {self.lrs[-1]:.3g}. Fix: another range, or look at the model"
+            return (
+                f"the loss fell nowhere between {self.lrs[0]:.3g} and {self.lrs[-1]:.3g}. "
+                "Fix: another range, or look at the model"
+            )
         return ""
 
     def doubt(self) -> str:
         """Return why not to trust the suggestion; empty if there is no doubt.
 
-        The losses of single batches are noisy. If they are too noisy, the steepest fall is one of the noise. Then the averaged loss
-        also rises, a third as steeply or more, before it reaches its best; or its best comes first. And what falls beyond the best,
-        where training diverges, is no progress.
+        Losses of single batches are noisy. If the noise is too large, the steepest fall is noise.
+        Then the averaged loss also rises, at least a third as steeply, before its minimum; or its
+        minimum comes first. A fall after the minimum, where training diverges, is not progress.
         """
         slopes = self._slopes(SKIP_BEGIN, SKIP_END)
         best = self.losses.index(min(self.losses)) if slopes else 0
@@ -85,11 +96,17 @@ class LRFinder:
             return ""
         if SKIP_BEGIN <= best < SKIP_BEGIN + slopes.index(min(slopes)):
             lowest = f"{self.lrs[best]:.3g}"
-            return f"the loss was lowest at {lowest}, and only beyond it, where training diverges, fell faster. Fix: max_lr={lowest}"
-        return "the loss is noisy: it rose about as steeply elsewhere. Fix: a larger batch, more steps (num_training), or a higher min_lr"
+            return (
+                f"the loss was lowest at {lowest}, and only beyond it, where training diverges, "
+                f"fell faster. Fix: max_lr={lowest}"
+            )
+        return (
+            "the loss is noisy: it rose about as steeply elsewhere. "
+            "Fix: a larger batch, more steps (num_training), or a higher min_lr"
+        )
 
     def plot(self, suggest: bool = True, width: int = 72, height: int = 14) -> str:
-        """The averaged loss over the learning rate, drawn with characters.
+        """Return a text drawing of the averaged loss over the learning rate.
 
         Args:
             suggest: mark the suggestion.
@@ -115,11 +132,14 @@ class LRFinder:
         }
 
     def _falls(self, slopes: list[float]) -> bool:
-        """Return True if the steepest slope is a fall, by more than rounding."""
+        """True if the steepest slope falls by more than rounding errors."""
         return min(slopes) < -torch.finfo(torch.float32).eps * max(map(abs, self.losses))
 
     def _slopes(self, skip_begin: int, skip_end: int) -> list[float]:
-        """Return the change of the averaged loss a step, from its neighbours: steps are equally far apart on the scale of ``mode``."""
+        """Return the change of the averaged loss per step, from both neighbours of each point.
+
+        Steps are equally far apart on the scale of ``mode``.
+        """
         losses = self.losses[skip_begin : len(self.losses) - skip_end]
         if len(losses) < 2:
             return []
@@ -128,21 +148,23 @@ class LRFinder:
 
 
 def schedule(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
-    """Return the learning rate of each step, from ``min_lr`` to ``max_lr``, both among them.
+    """Return the learning rate of each step, from ``min_lr`` to ``max_lr`` inclusive.
 
     Raises:
-        UsageError: a range, number or mode that cannot be.
+        UsageError: the range, the number of steps or the mode is wrong.
     """
     if mode not in ("exponential", "linear"):
         raise UsageError(f"mode={mode!r}. Fix: 'exponential' or 'linear'")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < SKIP_BEGIN + SKIP_END + 2:
         raise UsageError(
-            f"num_training={steps!r} must be a whole number, at least {SKIP_BEGIN + SKIP_END + 2}: the first {SKIP_BEGIN} steps and the "
+            f"num_training={steps!r} must be a whole number, at least "
+            f"{SKIP_BEGIN + SKIP_END + 2}: the first {SKIP_BEGIN} steps and the "
             "last are not looked at."
         )
     if not 0 < min_lr < max_lr < math.inf:
         raise UsageError(
-            f"min_lr={min_lr!r} and max_lr={max_lr!r} must be above 0, and the first below the second."
+            f"min_lr={min_lr!r} and max_lr={max_lr!r} must be above 0, "
+            "and the first below the second."
         )
     parts = [i / (steps - 1) for i in range(steps)]
     if mode == "linear":
@@ -151,15 +173,15 @@ def schedule(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]
 
 
 class LRSweep:
-    """The plugin: sets the learning rate before each step and keeps the loss after it.
+    """The finder's plugin: set the learning rate before each step and record the loss after it.
 
-    The first parameter group of the first optimizer gets the learning rate; the others keep their ratio to it. Schedulers are not
-    stepped.
+    The first parameter group of the first optimizer gets the learning rate; the other groups keep
+    their ratio to it. Schedulers are not stepped.
 
     Args:
         lrs: the learning rate of each step.
         mode: how they grow.
-        threshold: end once the averaged loss is above so many times its best; ``None``: never.
+        threshold: end if the averaged loss is above this many times its best; ``None``: never.
 
     Raises:
         TrainingError: there is no learning rate to set.
@@ -178,11 +200,12 @@ class LRSweep:
         if not bases or not bases[0]:
             what = "is 0" if bases else "does not exist: configure_optimizers gave no optimizer"
             raise TrainingError(
-                f"the learning rate to vary {what}. Fix: configure_optimizers with a learning rate above 0"
+                f"the learning rate to vary {what}. "
+                "Fix: configure_optimizers with a learning rate above 0"
             )
         self._ratios = [base / bases[0] for base in bases]
         for one in run.schedulers:
-            one.frequency = sys.maxsize  # never their turn
+            one.frequency = sys.maxsize  # never step this scheduler
 
     @hookimpl(wrapper=True)
     def backward(self, loss: torch.Tensor) -> Generator[None, Any, Any]:
@@ -199,14 +222,15 @@ class LRSweep:
                 group["lr"] = lr * ratio
         self._losses.clear()
         yield
-        # An optimizer with a closure computes the loss several times; the first is that of the weights before the step. Each loss is
-        # divided by the window's length, so their sum is the mean. The CPU waits for the device here.
+        # An optimizer with a closure computes the loss several times; the first is the loss of the
+        # weights before the step. Each loss is divided by the window's length, so their sum is the
+        # mean. The CPU waits for the device here.
         losses = [float(loss) for loss in self._losses[: len(micro_batches)]]
         if losses:
             self._record(run, lr, sum(losses))
 
     def _record(self, run: Run, lr: float, loss: float) -> None:
-        """Keep the mean over ranks, which is the same on all: so all end in the same step, at its flush."""
+        """Record the mean over ranks, which is equal on all, so all end in the same step."""
         loss = float(
             run.hooks.log_sync(run=run, values=torch.tensor([loss], dtype=torch.float64)).mean()
         )
@@ -219,11 +243,10 @@ class LRSweep:
         found.lrs.append(lr)
         found.losses.append(smooth)
         found.raw_losses.append(loss)
-        if (
-            len(found.losses) <= SKIP_BEGIN
-        ):  # the average is that of a few batches: one lucky batch would be a best that nothing comes near
+        # The average of a few batches is unreliable: one low loss would stay the best.
+        if len(found.losses) <= SKIP_BEGIN:
             return
-        # threshold * best, in a form that is right for losses below 0 too.
+        # This form of `smooth > threshold * best` is also right for negative losses.
         if self._threshold is not None and smooth - self._best > (self._threshold - 1) * abs(
             self._best
         ):
@@ -233,7 +256,7 @@ class LRSweep:
     def _stop(self, run: Run, why: str) -> None:
         self.found.stopped, run.should_stop = why, True
 
-    # If the strategy trains in other processes, these two return the curve to the caller.
+    # If the strategy trains in other processes, these methods return the curve to the caller.
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.found)
@@ -247,10 +270,11 @@ def _groups(run: Run) -> list[dict[str, Any]]:
 
 
 def _base(group: dict[str, Any]) -> float:
-    """Return the learning rate that a group was made with; a scheduler's warm-up may have changed it already."""
+    """Return a group's initial learning rate; a warm-up may have changed the current one."""
     lr = group.get("initial_lr", group.get("lr"))
     if lr is None:
         raise TrainingError(
-            "an optimizer's parameter group has no learning rate to vary. Fix: give it one, as lr=1e-3"
+            "an optimizer's parameter group has no learning rate to vary. "
+            "Fix: give it one, as lr=1e-3"
         )
     return float(lr)

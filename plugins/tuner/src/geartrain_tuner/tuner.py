@@ -1,4 +1,4 @@
-"""Tuner: ``lr_find`` and ``scale_batch_size``, with the names of PyTorch Lightning's."""
+"""Tuner: ``lr_find`` and ``scale_batch_size``, with PyTorch Lightning's names."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from geartrain_tuner.lr import LRFinder, LRSweep, schedule
 
 
 class Tuner:
-    """Finds a learning rate and a batch size for a trainer.
+    """Find a learning rate and a batch size for a trainer.
 
-    Accelerator, devices, strategy, precision, accumulation, clipping, seed and limits of training batches are the trainer's. A finder
-    ignores its epochs, steps, validation, logging and folder, and leaves out plugins that watch a run (loggers, checkpoints, early
-    stopping, averaged weights, all callbacks), with a line on standard error that names them. It keeps those that only wrap or own
-    hooks of the step: they are part of the computation.
+    A finder uses the trainer's accelerator, devices, strategy, precision, accumulation, clipping,
+    seed and limits of training batches. It ignores its epochs, steps, validation, logging and
+    folder. It leaves out plugins that watch a run (loggers, checkpoints, early stopping, averaged
+    weights, all callbacks) and names them on standard error. It keeps plugins that only wrap or own
+    hooks of the step, because they are part of the computation.
 
-    A finder trains a deep copy of the module, and a copy of the DataModule that shares its data. So the module, its optimizer and the
-    trainer stay as they were, but for the one attribute that the finder sets; random generators are restored. Hooks of the copy are
-    called as in any ``fit``. A module that cannot be copied is refused.
+    A finder trains a deep copy of the module, and a copy of the DataModule that shares its data.
+    The module, its optimizer and the trainer do not change, except for the one attribute that the
+    finder sets; random generators are restored. Hooks of the copy are called as in any ``fit``. A
+    module that cannot be copied is refused.
 
     Args:
         trainer: the trainer that will ``fit``.
@@ -43,11 +45,11 @@ class Tuner:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        #: The trials of the newest ``scale_batch_size``, in order.
+        #: The trials of the last ``scale_batch_size``, in order.
         self.trials: list[Trial] = []
-        #: Why it found nothing larger.
+        #: Why the last ``scale_batch_size`` found nothing larger.
         self.reason = ""
-        self._told = False
+        self._has_listed = False
 
     def lr_find(
         self,
@@ -65,31 +67,34 @@ class Tuner:
         attr_name: str = "",
         checkpoint: str | Path | None = None,
     ) -> LRFinder:
-        """Train a copy of the module for ``num_training`` steps, with a learning rate that grows from ``min_lr`` to ``max_lr``.
+        """Train a copy of the module with a learning rate that grows in each step.
 
-        The first parameter group gets the learning rate and the others keep their ratio to it. Schedulers are not stepped. In manual
-        optimisation the loss is the argument of a batch's first ``manual_backward``.
+        It grows from ``min_lr`` to ``max_lr`` in ``num_training`` steps. The first parameter group
+        gets the learning rate; the other groups keep their ratio to it. Schedulers are not stepped.
+        In manual optimisation the loss is the argument of a batch's first ``manual_backward``.
 
         Args:
             model: as for :meth:`geartrain.Trainer.fit`.
-            train_dataloaders: the same.
-            val_dataloaders: may be given, as in Lightning; a finder does not validate.
-            datamodule: the same.
+            train_dataloaders: as for ``fit``.
+            val_dataloaders: accepted as in Lightning; a finder does not validate.
+            datamodule: as for ``fit``.
             min_lr: the first learning rate.
-            max_lr: the last one.
+            max_lr: the last learning rate.
             num_training: optimizer steps, at least 13.
-            mode: whether the learning rate grows by equal factors, ``"exponential"``, or by equal steps, ``"linear"``.
-            early_stop_threshold: end once the averaged loss is above so many times its best; ``None`` for never. It also ends if the
-                loss is not finite.
+            mode: the learning rate grows by equal factors (``"exponential"``) or by equal steps
+                (``"linear"``).
+            early_stop_threshold: end if the averaged loss is above this many times its best;
+                ``None`` for never. The search also ends if the loss is not finite.
             update_attr: set the module's attribute and hyperparameter to the suggestion.
             attr_name: its name; default ``lr`` or ``learning_rate``.
             checkpoint: weights to start from.
 
         Returns:
-            The result, the same on every rank; ``suggestion()`` is ``None`` if there is none, with a warning if ``update_attr`` is set.
+            The result, the same on every rank. If no learning rate is suggested, ``suggestion()``
+            returns ``None``, with a warning if ``update_attr`` is set.
 
         Raises:
-            UsageError: something that cannot work; nothing was started.
+            UsageError: an argument is wrong; nothing was started.
         """
         lrs = schedule(min_lr, max_lr, num_training, mode)
         if early_stop_threshold is not None and not early_stop_threshold > 1:
@@ -114,7 +119,8 @@ class Tuner:
             set_attribute(model, name, suggestion)
         elif update_attr:
             warnings.warn(
-                f"{type(model).__name__}.{name} stays as it is, for there is no suggestion: {sweep.found.why_not()}",
+                f"{type(model).__name__}.{name} is unchanged, because no learning rate is "
+                f"suggested: {sweep.found.why_not()}",
                 stacklevel=2,
             )
         return sweep.found
@@ -132,27 +138,31 @@ class Tuner:
         batch_arg_name: str = "batch_size",
         checkpoint: str | Path | None = None,
     ) -> int:
-        """Find the largest batch that ``steps_per_trial`` steps run with, and set the attribute to it; :attr:`trials` has all sizes.
+        """Find the largest batch with which ``steps_per_trial`` steps run; set the attribute to it.
 
-        Only running out of memory counts; any other error comes as it is. Validation is not tried.
+        :attr:`trials` has all sizes that were tried. Only out-of-memory errors count; other errors
+        are raised. Validation is not tried.
 
         Args:
             model: a :class:`geartrain.Module`.
-            train_dataloaders: a DataModule; a loader that is made already has its size.
+            train_dataloaders: a DataModule; the batch size of an existing loader cannot change.
             datamodule: has the loader, unless the module has it.
-            mode: ``"power"`` doubles until a batch does not run; ``"binsearch"`` then continues between the last two.
+            mode: ``"power"`` doubles until a batch does not run; ``"binsearch"`` then bisects
+                between the last two.
             steps_per_trial: optimizer steps of each trial.
             init_val: the first size; if it does not run, it is halved.
-            max_trials: sizes to try at most.
-            batch_arg_name: the attribute or hyperparameter, of the DataModule or the module, that ``train_dataloader`` reads.
+            max_trials: the most sizes to try.
+            batch_arg_name: the attribute or hyperparameter, of the DataModule or the module, that
+                ``train_dataloader`` reads.
             checkpoint: weights to start from.
 
         Returns:
-            The batch size, for each device.
+            The batch size per device.
 
         Raises:
-            UsageError: something that cannot work, several processes among it; nothing was started, or the loader has another size.
-            TrainingError: not even one sample runs.
+            UsageError: an argument is wrong, or the strategy has several processes; nothing was
+                started. Or the loader does not use the attribute.
+            TrainingError: not even a batch of one sample runs.
         """
         if mode not in ("power", "binsearch"):
             raise UsageError(f"mode={mode!r}. Fix: 'power' or 'binsearch'")
@@ -167,15 +177,16 @@ class Tuner:
         loaders, datamodule = self._check(model, train_dataloaders, datamodule)
         if loaders is not None:
             raise UsageError(
-                "a loader that is made already has its batch size. Fix: train_dataloader of the module or a DataModule, which reads "
+                "a loader that is made already has its batch size. "
+                "Fix: train_dataloader of the module or a DataModule, which reads "
                 f"self.{batch_arg_name}"
             )
         owner = setting_of([owner for _, owner in owners_of(model, datamodule)], batch_arg_name)
         elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
         if elsewhere:
             raise UsageError(
-                f"{type(model).__name__} is on {min(elsewhere)}, and a finder trains a copy of it: both would take memory there. "
-                "Fix: model.cpu()"
+                f"{type(model).__name__} is on {min(elsewhere)}, and a finder trains a copy of it: "
+                "both would take memory there. Fix: model.cpu()"
             )
         self._tell_left_out()
         self.trials, self.reason = [], ""
@@ -183,13 +194,14 @@ class Tuner:
         found, self.reason = search(mode, init_val, max_trials, trial, lambda: trial.samples)
         if not found:
             raise TrainingError(
-                f"no batch size runs: {self.trials[-1].batch_size} ran out of memory too ({self.trials[-1].error})"
+                f"no batch size runs: {self.trials[-1].batch_size} ran out of memory too "
+                f"({self.trials[-1].error})"
             )
         set_attribute(owner, batch_arg_name, found)
         return found
 
     def _check(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
-        """Refuse arguments that cannot be tuned. Return loaders and DataModule, separated."""
+        """Check arguments. Return loaders and DataModule, separated."""
         if isinstance(loaders, DataModule) and datamodule is None:
             loaders, datamodule = None, loaders
         if isinstance(loaders, DataModule):
@@ -198,7 +210,8 @@ class Tuner:
             check_data(datamodule)
         if not isinstance(model, Module) and isinstance(model, torch.nn.Module):
             raise UsageError(
-                f"{type(model).__name__} is a plain nn.Module. Fix: a geartrain.Module whose learning rate and batch size can be set"
+                f"{type(model).__name__} is a plain nn.Module. "
+                "Fix: a geartrain.Module whose learning rate and batch size can be set"
             )
         check_module(model, "fit")
         check(self._trainer, loaders)
@@ -208,22 +221,24 @@ class Tuner:
         plan = self._trainer.plan
         if plan.processes != 1:
             raise UsageError(
-                f"{plan.strategy.label} trains in {plan.processes or 'several'} processes, where running out of memory in one ends the "
-                "run of all. Fix: find it on one device (--strategy single --devices 1): the batch size is that of one device"
+                f"{plan.strategy.label} trains in {plan.processes or 'several'} processes. If one "
+                "runs out of memory, the whole run ends. "
+                "Fix: find it on one device (--strategy single --devices 1): "
+                "the batch size is that of one device"
             )
 
     def _tell_left_out(self) -> None:
         labels = left_out(self._trainer)
-        if labels and not self._told:
+        if labels and not self._has_listed:
             tell(
                 self._trainer,
-                f"tune: left out while finding, because they watch a run and this is none: {', '.join(labels)}",
+                f"tune: plugins that watch a run are left out: {', '.join(labels)}",
             )
-        self._told = True
+        self._has_listed = True
 
 
 class _Trials:
-    """Tries one batch size after the other, each on another copy of the module."""
+    """Try one batch size after another, each with a new copy of the module."""
 
     def __init__(
         self,
@@ -258,7 +273,8 @@ class _Trials:
                 failed = error
             finally:
                 device = getattr(made._run, "device", None)
-                model = data = made = None  # type: ignore[assignment]  # the run has the optimizers; free() collects all of them
+                # The run has the optimizers; free() collects all of them.
+                model = data = made = None  # type: ignore[assignment]
         said = " ".join(str(failed).split()) or type(failed).__name__ if failed is not None else ""
         free(failed, device)
         self.samples = timer.samples
@@ -274,7 +290,7 @@ class _Trials:
 
 
 def owners_of(model: Module, datamodule: DataModule | None) -> list[tuple[str, Any]]:
-    """Return ``("data", datamodule)`` and ``("model", model)``, which may have the batch size; first the one that makes the loader."""
+    """Return ``("data", datamodule)`` and ``("model", model)``; first the one with the loader."""
     both: list[tuple[str, Any]] = [("model", model)]
     if datamodule is not None:
         both.insert(
@@ -287,16 +303,15 @@ def learning_rate_of(model: Module, given: str) -> str:
     """Return the name of the module's attribute or hyperparameter to set.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the module has neither.
     """
     names = [given] if given else ["lr", "learning_rate"]
-    for has in (
-        partial(hasattr, model),
-        model.hparams.__contains__,
-    ):  # the present setting, before the argument
+    # The attribute is the current setting, so it precedes the hyperparameter.
+    for has in (partial(hasattr, model), model.hparams.__contains__):
         for name in names:
             if has(name):
                 return name
     raise UsageError(
-        f"{type(model).__name__} has no {' or '.join(names)} to set. Fix: update_attr=False, or self.{names[0]} in __init__"
+        f"{type(model).__name__} has no {' or '.join(names)} to set. "
+        f"Fix: update_attr=False, or self.{names[0]} in __init__"
     )

@@ -17,34 +17,37 @@ if TYPE_CHECKING:
 
     from geartrain import Plan, Run
 
-#: The axis of every chart. wandb's own step counts records: two of one optimizer step (training, validation) are both kept.
+#: The axis of every chart. wandb's own step counts records, so training and validation metrics of
+#: the same optimizer step are both kept.
 STEP = "trainer/global_step"
-#: As wandb's own exit hook says it to the server.
+#: The exit codes that wandb's own exit hook sends to the server.
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 _SETTINGS = {"name": "run_name", "group": "run_group", "tags": "run_tags", "notes": "run_notes"}
 _MODES = ("online", "offline", "disabled")
 
 
 class WandB:
-    """Hands metrics, the configuration and, if asked for, checkpoints to Weights & Biases. Rank 0 alone does.
+    """Send metrics, configuration and, if requested, checkpoints to Weights & Biases, on rank 0.
 
-    Each fit, validate, test or predict is one wandb run. If the script has called ``wandb.init()`` itself, its run is used and not
-    ended. Missing options are wandb's: ``WANDB_PROJECT``, ``WANDB_MODE`` and the like, then its settings files.
+    Each fit, validate, test or predict is one wandb run. If the script has called ``wandb.init()``,
+    its run is used and not ended. Options left out have wandb's values: from ``WANDB_PROJECT``,
+    ``WANDB_MODE`` etc., then from its settings files.
 
     Args:
-        project: where the run is filed.
-        name: the run's own name; wandb makes one up.
-        entity: the user or team that it belongs to.
+        project: the project of the run.
+        name: the run's name; by default wandb makes one up.
+        entity: the user or team that owns the run.
         group: the group of runs.
-        tags: words to find it by.
+        tags: tags to find the run by.
         notes: a longer text.
-        mode: ``"online"``; ``"offline"``: keep it on this machine, for ``wandb sync``; ``"disabled"``: do nothing.
-        folder: wandb writes to ``folder/wandb``; the run's folder if it has one, else the working folder. ``WANDB_DIR`` comes
-            before those two.
+        mode: ``"online"``; ``"offline"``: keep the run on this machine, for ``wandb sync``;
+            ``"disabled"``: do nothing.
+        folder: wandb writes to ``folder/wandb``. Default: ``WANDB_DIR``, then the run's folder,
+            then the working folder.
         checkpoints: upload every checkpoint as an artifact of type ``model``.
 
     Raises:
-        UsageError: an option that cannot be.
+        UsageError: an option is wrong.
     """
 
     errors_are_warnings = True
@@ -82,7 +85,7 @@ class WandB:
             "mode": mode,
         }
         self._given = {option: value for option, value in options.items() if value is not None}
-        #: As wandb.Settings calls them.
+        #: The names in wandb.Settings.
         self._settings = {
             _SETTINGS.get(option, option): value for option, value in self._given.items()
         }
@@ -111,7 +114,8 @@ class WandB:
             theirs.config.update(config, allow_val_change=True)  # type: ignore[no-untyped-call]
             unused = f"; not used: {', '.join(sorted(self._given))}" if self._given else ""
             _warn(
-                f"wandb: the script's own run {theirs.name or theirs.id} is used, and stays open{unused}"
+                f"wandb: the script's own run {theirs.name or theirs.id} is used, "
+                f"and stays open{unused}"
             )
         else:
             self._run = session.begin(
@@ -131,7 +135,7 @@ class WandB:
             return
         facts = {"step": run.step, "epoch": run.epoch}
         artifact = session.load().Artifact(f"model-{self._run.id}", type="model", metadata=facts)
-        # wandb takes a copy: the next checkpoint may overwrite the file before this one is uploaded.
+        # wandb copies the file, because the next checkpoint may overwrite it before the upload.
         artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
         self._run.log_artifact(artifact, aliases=["latest"])
         self._uploaded += 1
@@ -150,12 +154,13 @@ class WandB:
     def _where(self, run: Run) -> str | None:
         if self._folder is None and (run.output is None or "WANDB_DIR" in os.environ):
             return None
-        folder = Path(self._folder if self._folder is not None else run.output)  # type: ignore[arg-type]
-        folder.mkdir(parents=True, exist_ok=True)  # wandb would take a temporary folder instead
+        chosen = self._folder if self._folder is not None else run.output
+        folder = Path(chosen)  # type: ignore[arg-type]
+        folder.mkdir(parents=True, exist_ok=True)  # if it is missing, wandb uses a temporary folder
         return str(folder)
 
     def _end(self, outcome: Mapping[str, str]) -> None:
-        """End the run, if it is ours, also when wandb fails; core calls this after an error too."""
+        """End the run, unless it is the script's, even if wandb fails or after an error."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -167,7 +172,7 @@ class WandB:
 
 
 def _config(run: Run) -> dict[str, Any]:
-    """The hyperparameters, as they are compared and sorted by, and under ``geartrain`` the plan."""
+    """Return the hyperparameters, for comparing and sorting, and the plan under ``geartrain``."""
     plan = run.plan.as_dict()
     return {**plan.pop("hyperparameters"), "geartrain": {"command": run.command, **plan}}
 

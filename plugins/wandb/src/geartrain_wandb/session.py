@@ -1,4 +1,4 @@
-"""wandb itself: imported late, checked early, begun online or else offline, and ended so that no process stays."""
+"""Control of wandb: import, check, start (online or else offline), and stop its process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     import wandb
 
 LABEL = "geartrain-wandb[wandb]"
-#: Seconds, unless the environment sets them: wandb's own are 90 and no end. The rest of an upload can be sent by ``wandb sync``.
+#: Seconds, unless the environment sets them. wandb's own limits are 90 s and none. ``wandb sync``
+#: can send the rest of an upload.
 _PATIENCE = {"init_timeout": 30.0, "finish_timeout": 300.0}
 
-#: True if wandb was first imported here: then no other code uses its service process.
+#: True if wandb was first imported here, so that no other code uses its service process.
 _alone = False
-#: A run that could not be ended, because its service process is gone: wandb still calls it the current one.
+#: A run that could not be ended because its service process is dead; for wandb it is still current.
 _dead: Any = None
 
 
 def load() -> ModuleType:
-    """wandb, imported on first use: that takes half a second."""
+    """Return wandb. The first import takes half a second."""
     global _alone
     _alone = _alone or "wandb" not in sys.modules
     import wandb
@@ -36,35 +37,36 @@ def load() -> ModuleType:
 
 
 def existing() -> wandb.Run | None:
-    """The run that the script began itself, if there is one."""
+    """Return the run that the script itself started, if any."""
     run = getattr(sys.modules.get("wandb"), "run", None)
     return None if run is _dead else run
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Check that a run with these settings could begin. Start no process, prompt for nothing and change nothing.
+    """Check that a run with these settings can start. Start no process and change nothing.
 
     Raises:
-        UsageError: wandb is not installed or refuses a setting, or the run would be online and no user is logged in.
+        UsageError: wandb is not installed or refuses a setting, or an online run needs a login.
     """
-    # A folder called wandb, such as wandb itself writes, can be imported too: such a package has no origin.
+    # wandb itself writes a folder named wandb. It can be imported, but has no origin.
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:
         raise UsageError(f"{LABEL}: the package wandb is not installed. Fix: pip install wandb")
     wandb = load()
     try:
         wandb.Settings(**settings)
-    except Exception as error:  # pydantic's ValidationError, or wandb's own UsageError
+    except Exception as error:  # pydantic's ValidationError or wandb's UsageError
         raise UsageError(f"{LABEL}: wandb refuses it: {_said(error)}") from error
     if not _logged_in(settings.get("mode")):
         raise UsageError(
-            f"{LABEL}: nobody is logged in, and wandb would ask for a key. Fix: `wandb login` (or WANDB_API_KEY), "
+            f"{LABEL}: you are not logged in, and wandb would ask for a key. "
+            "Fix: `wandb login` (or WANDB_API_KEY), "
             "or keep the run on this machine: --wandb.mode offline"
         )
 
 
 def _said(error: Exception) -> str:
-    """The error in one line; pydantic's has an address of its manual below each."""
+    """Return the error in one line, without the links of pydantic."""
     errors = error.errors() if hasattr(error, "errors") else []
     return "; ".join(
         f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in errors
@@ -72,7 +74,7 @@ def _said(error: Exception) -> str:
 
 
 def _logged_in(mode: str | None) -> bool:
-    """True if wandb would find a key, or needs none; as ``wandb.init`` looks for it, but without its prompt."""
+    """True if wandb finds a key or needs none. Like ``wandb.init``, but without its prompt."""
     try:
         from wandb.sdk import wandb_setup
         from wandb.sdk.lib import wbauth
@@ -83,16 +85,13 @@ def _logged_in(mode: str | None) -> bool:
         found = wbauth.authenticate_session(
             host=settings.base_url, source=LABEL, prompt=False, update_session=False
         )
-    except (
-        ImportError,
-        AttributeError,
-        TypeError,
-    ):  # another wandb than this was written for: its init will report it
+    except (ImportError, AttributeError, TypeError):
+        # An unknown version of wandb: its init will report the error.
         return True
     except Exception as error:
         raise UsageError(f"{LABEL}: {_said(error)}") from error
     finally:
-        release()  # what wandb read of the environment must not hold for the runs that come
+        release()  # settings that wandb read from the environment must not affect later runs
     return found is not None
 
 
@@ -115,36 +114,35 @@ def begin(settings: Mapping[str, Any], **arguments: Any) -> wandb.Run:
         run = module.init(
             settings=module.Settings(**{**patience, **settings, "mode": "offline"}), **arguments
         )
-        folder, said = (
-            os.path.dirname(run.dir),
-            str(error).partition("\n")[0],
-        )  # below it: wandb's advice on its own timeouts
+        # The lines below the first are wandb's advice on its own timeouts.
+        folder, said = os.path.dirname(run.dir), str(error).partition("\n")[0]
         warnings.warn(
-            f"wandb: its server does not answer, and the run is kept on this machine. Send it later: wandb sync {folder} ({said})",
+            "wandb: its server does not answer, and the run is kept on this machine. "
+            f"Send it later: wandb sync {folder} ({said})",
             stacklevel=2,
         )
     return run
 
 
 def end(run: wandb.Run, exit_code: int) -> None:
-    """``run.finish``, and the end of wandb's service process."""
+    """Call ``run.finish``, and end wandb's service process."""
     global _dead
     try:
         run.finish(exit_code=exit_code)
     except Exception:
         _dead = run
-        _tear_down()  # wandb would answer the next init with this run
+        _tear_down()  # otherwise wandb returns this run from the next init
         raise
     release()
 
 
 def release() -> None:
-    """End wandb's service process, where only this plugin uses it; otherwise it ends with the program."""
+    """End wandb's service process if only this plugin uses it; otherwise the program's end does."""
     if _alone and existing() is None:
         _tear_down()
 
 
 def _tear_down() -> None:
-    # SystemExit: with the service's own exit code, if that is not 0.
+    # SystemExit: the service's exit code, if it is not 0.
     with suppress(Exception, SystemExit):
         load().teardown()
