@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from geartrain_horovod import installed
-from geartrain_horovod.install import InstallError, PickledPlugin
+from geartrain_horovod.install import InstallError, Recipe
 
 from ..sites import ROOT, build, environment
 
@@ -209,7 +209,7 @@ def recipe(tmp_path):
             tool.chmod(0o755)
         (tmp_path / "cmake").write_text(f"#!/bin/sh\necho cmake version {cmake}\n")
         (tmp_path / "cmake").chmod(0o755)
-        return PickledPlugin(mpi, nccl, {"PATH": str(tmp_path), **environ})
+        return Recipe(mpi, nccl, {"PATH": str(tmp_path), **environ})
 
     return make
 

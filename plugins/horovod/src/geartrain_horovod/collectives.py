@@ -1,8 +1,8 @@
-"""Collectives on Horovod, each under a name of its own.
+"""Collectives on Horovod, each with a unique name.
 
-Horovod pairs operations of different ranks by name, and calls one without a name after a counter of its process. It knows neither
-bfloat16 nor bool nor complex numbers, gathers nothing of 0 dimensions, and takes nothing that is not contiguous: objects and gathered
-tensors travel as bytes.
+Horovod matches the operations of different ranks by name; it names an unnamed one after a counter
+of the process. It supports neither bfloat16 nor bool nor complex numbers, cannot gather tensors of
+0 dimensions, and needs contiguous tensors. So objects and gathered tensors are sent as bytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import torch
 from geartrain import TrainingError
 from geartrain_horovod.watchdog import Board, Wait, Watchdog
 
-#: Seconds between two looks at whether an operation is done. Horovod's own wait takes longer to notice, and hears no signal.
+#: Seconds between two polls of an operation. Horovod's own wait is slower and blocks signals.
 _LOOK = 0.0001
-#: Seconds that ranks have to say that they are here, after an operation failed.
+#: Seconds that ranks have to report that they are alive, after an operation failed.
 _ROLL_CALL = 2.0
 
 
 class Collectives:
-    """What ranks do together in one run.
+    """The collective operations of one run.
 
     Args:
         hvd: the module ``horovod.torch``, initialised.
-        run_number: which run of the program this is; the same on every rank.
+        run_number: the number of the run in this program; the same on every rank.
         stall_timeout: seconds that a rank waits for the others in one operation.
-        rendezvous: address and port of Horovod's, through which ranks tell each other what they do; ``None`` where there is none.
-        gone: the error where another rank has gone.
+        rendezvous: address and port of Horovod's server, through which ranks report their state to
+            each other; ``None`` if it does not exist.
+        gone: the error to raise when another rank has gone.
     """
 
     def __init__(
@@ -54,23 +55,23 @@ class Collectives:
         self._watchdog = Watchdog(stall_timeout, self.rank, self.size, self._board)
 
     def name(self, what: str) -> str:
-        """A name that is the same on every rank, for something that is done over and over."""
+        """Return a name that is the same on every rank, for a repeated operation."""
         return f"{self._prefix}.{what}"
 
     def next_name(self, kind: str) -> str:
-        """A fresh name, the same on every rank that has made the same calls."""
+        """Return a new name, the same on every rank that made the same calls."""
         self._counts[kind] += 1
         return self.name(f"{kind}.{self._counts[kind]}")
 
     def wait(self, handle: int, name: str, what: str) -> Any:
-        """Wait for an operation that was started. Its result.
+        """Wait for a started operation and return its result.
 
         Args:
-            name: under which it was started.
-            what: in words, for errors.
+            name: the name under which it was started.
+            what: the operation in words, for errors.
 
         Raises:
-            TrainingError: another rank has gone, or did something else under the same name.
+            TrainingError: another rank has gone, or ran another operation under the same name.
         """
         with self.watched(what, name) as wait:
             while not self.hvd.poll(handle):
@@ -79,10 +80,10 @@ class Collectives:
             return self.hvd.synchronize(handle)
 
     def start(self, operation: str, *given: Any, name: str, **options: Any) -> int:
-        """Start one of Horovod's operations. Its handle.
+        """Start one of Horovod's operations and return its handle.
 
         Raises:
-            TrainingError: another rank has gone already.
+            TrainingError: another rank has already gone.
         """
         with self.watched("start of", name):
             handle: int = getattr(self.hvd, operation)(*given, name=name, **options)
@@ -90,7 +91,7 @@ class Collectives:
 
     @contextmanager
     def watched(self, what: str, name: str) -> Iterator[Wait]:
-        """Around each wait for the others.
+        """Guard a wait for other ranks: watch its time and explain its errors.
 
         Raises:
             TrainingError: as :meth:`wait`.
@@ -100,7 +101,7 @@ class Collectives:
 
     @contextmanager
     def explained(self, what: str, name: str) -> Iterator[None]:
-        """Around what may start operations of Horovod's and waits for none of them.
+        """Guard code that may start Horovod's operations but waits for none of them.
 
         Raises:
             TrainingError: as :meth:`wait`.
@@ -120,24 +121,22 @@ class Collectives:
             raise kind(f"rank {self.rank}: {what} {name}: {gone}{who}{lines[0]}") from error
 
     def say_here(self) -> None:
-        """Tell the others that this rank lives, though its run has failed."""
+        """Report to the other ranks that this rank is alive, although its run has failed."""
         if self._board is not None:
             self._board.put(f"here-{self.rank}", "1")
 
     def _roll_call(self) -> list[int]:
-        """The ranks that do not say that they are here."""
+        """Return the ranks that do not report that they are alive."""
         if self._board is None:
             return []
         self.say_here()
-        silent, deadline = (
-            [rank for rank in range(self.size) if rank != self.rank],
-            time.monotonic() + _ROLL_CALL,
-        )
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + _ROLL_CALL
         try:
             while silent and time.monotonic() < deadline:
                 silent = [rank for rank in silent if self._board.get(f"here-{rank}") is None]
                 time.sleep(0.05)
-        except OSError:  # rank 0, which may serve it, has gone
+        except OSError:  # rank 0, which may run the server, has gone
             return []
         return silent
 
@@ -146,28 +145,28 @@ class Collectives:
 
         Args:
             shutdown: leaves Horovod.
-            failed: whether the run has.
+            failed: whether the run failed.
         """
         self._watchdog.leave(shutdown, failed)
 
-    # --- bytes -----------------------------------------------------------------------------------------------------------
+    # --- bytes -----------------------------------------------------------------------------------
 
     def _gather_rows(self, row: torch.Tensor, name: str, what: str) -> torch.Tensor:
-        """``[n]`` on the CPU, of one length on all ranks -> ``[size, n]``."""
+        """Gather ``[n]`` on the CPU, of the same length on all ranks, to ``[size, n]``."""
         table: torch.Tensor = self.wait(
             self.start("allgather_async", row[None].contiguous(), name=name), name, what
         )
         return table
 
     def gather_values(self, values: torch.Tensor) -> torch.Tensor:
-        """float64 ``[n]`` -> ``[size, n]``, on the CPU."""
+        """Gather float64 ``[n]`` of every rank to ``[size, n]``, on the CPU."""
         return self._gather_rows(values.detach().cpu(), self.next_name("log_sync"), "log_sync")
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        """A tensor of every rank; only the first dimension may differ.
+        """Gather a tensor of every rank; only the first dimension may differ.
 
         Returns:
-            ``[size, *shape]``, or a list with one tensor a rank where first dimensions differ.
+            ``[size, *shape]``, or a list with one tensor per rank if first dimensions differ.
 
         Raises:
             TrainingError: other dimensions or types differ.
@@ -178,7 +177,7 @@ class Collectives:
             self.start("allgather_async", _bytes(tensor), name=name), name, "all_gather"
         )
         sizes = [_numel(shape) * tensor.element_size() for shape in shapes]
-        # Each part gets memory of its own: a view of another type must begin at a multiple of its size.
+        # Copy each part: a view of another dtype must begin at a multiple of the dtype's size.
         parts = [
             part.clone().view(tensor.dtype).reshape(shape)
             for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)
@@ -187,7 +186,7 @@ class Collectives:
         return torch.stack(parts) if all(shape == shapes[0] for shape in shapes) else parts
 
     def _shapes(self, tensor: torch.Tensor, name: str) -> list[list[int]]:
-        """Each rank's shape."""
+        """Return each rank's shape."""
         # 64 numbers, as many as torch has dimensions.
         header = torch.tensor(
             [
@@ -202,16 +201,18 @@ class Collectives:
         for rank, (row, shape) in enumerate(zip(table, shapes, strict=True)):
             if row[-1] != table[0][-1]:
                 raise TrainingError(
-                    f"all_gather: rank 0 and rank {rank} have tensors of different types; this rank's is {tensor.dtype}."
+                    f"all_gather: rank 0 and rank {rank} have tensors of different types; "
+                    f"this rank's is {tensor.dtype}."
                 )
             if len(shape) != len(shapes[0]) or shape[1:] != shapes[0][1:]:
                 raise TrainingError(
-                    f"all_gather: rank 0 has the shape {shapes[0]} and rank {rank} {shape}; only the first dimension may differ."
+                    f"all_gather: rank 0 has the shape {shapes[0]} and rank {rank} {shape}; "
+                    "only the first dimension may differ."
                 )
         return shapes
 
     def broadcast(self, obj: Any, src: int) -> Any:
-        """Rank ``src``'s object, on every rank."""
+        """Return rank ``src``'s object on every rank."""
         name, mine = self.next_name("broadcast"), self.rank == src
         data = (
             torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
@@ -229,7 +230,7 @@ class Collectives:
         return obj if mine else pickle.loads(ctypes.string_at(data.data_ptr(), len(data)))
 
     def broadcast_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Give every rank rank 0's tensors, in place. All are under way at once."""
+        """Copy rank 0's tensors to every rank, in place. All are sent at the same time."""
         sent = []
         for key, tensor in tensors.items():
             name = self.next_name(f"weights.{key}")
@@ -240,12 +241,12 @@ class Collectives:
             tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self._gather_rows(torch.zeros(1), self.next_name("barrier"), "barrier")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers as uint8 ``[n]`` on the CPU."""
+    """Return a tensor's memory as uint8 ``[n]`` on the CPU."""
     return (
         tensor.detach()
         .cpu()

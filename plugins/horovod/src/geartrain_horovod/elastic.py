@@ -1,8 +1,9 @@
-"""horovodrun's elastic mode: workers come and go, and the run goes on from its last commit.
+"""horovodrun's elastic mode: workers come and go, and the run resumes from its last commit.
 
-A commit is a checkpoint in memory, the same on every rank. When a peer has gone, or the hosts have changed, the run's worker ends with
-:class:`WorldChanged`, Horovod is initialised anew, which waits until horovodrun has given every worker its new rank, and the worker is
-called again. A worker that comes new gets the commit from one that has it.
+A commit is a checkpoint in memory, the same on every rank. When a peer has gone, or the hosts have
+changed, the run's worker ends with :class:`WorldChanged`. Horovod is then initialised again, which
+waits until horovodrun has assigned new ranks, and the worker is called again. A new worker gets the
+commit from a rank that has it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from geartrain_horovod.collectives import Collectives
 
 
 class WorldChanged(TrainingError):
-    """A peer has gone, or the hosts have changed: the run goes on in a new world. What ``on_exception`` sees of it."""
+    """A peer has gone, or the hosts have changed. The run resumes after ``on_exception``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a run goes on from."""
+    """A checkpoint in memory from which a run resumes."""
 
-    #: Commits before it.
+    #: The number of commits before this one.
     number: int
     #: A checkpoint as torch.save writes it.
     data: bytes
@@ -39,25 +40,27 @@ class Elastic:
     """The commits of one process, and the loop around its worker.
 
     Args:
-        every: steps from one commit to the next, beside those at the beginning of each epoch; ``None``: only those.
+        every: steps from one commit to the next; ``None``: commit only at the start of each epoch,
+            which happens in any case.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every = every
-        #: Which call of the program this is: the same on every rank, since names of operations begin with it.
+        #: The number of the current fit, validate, test or predict call. The names of operations
+        #: begin with it, so it must be the same on every rank.
         self.call = 0
         self.last: Commit | None = None
         self._changed = threading.Event()
 
     def on_hosts_updated(self, timestamp: int, result: Any) -> None:
-        """Horovod's thread hears from horovodrun, on one rank, that hosts have come or gone."""
+        """Note that hosts have come or gone. Horovod's thread calls this on one rank."""
         self._changed.set()
 
     def keep_going(self, run: Run, worker: Callable[[], Any]) -> Any:
-        """Call the worker until a world stays as it is to the end.
+        """Call the worker until it ends without a change of the world.
 
         Returns:
-            What the worker returned.
+            The worker's return value.
         """
         from horovod.common.elastic import notification_manager
 
@@ -71,7 +74,7 @@ class Elastic:
                     return worker()
                 except WorldChanged as change:
                     print(
-                        f"geartrain: {change}; the run goes on in a new world",
+                        f"geartrain: {change}; the run resumes in a new world",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -81,21 +84,22 @@ class Elastic:
             notification_manager.remove_listener(self)
 
     def agree(self, run: Run, collectives: Collectives) -> None:
-        """Go on from the newest commit that a rank has, on every rank.
+        """Resume every rank from the newest commit that a rank has.
 
         Raises:
             TrainingError: the ranks are not in the same call of the program.
         """
         mine = torch.tensor([[self.call, -1 if self.last is None else self.last.number]])
-        name = "geartrain.elastic"  # not under the call's number, which may differ
+        name = "geartrain.elastic"  # without the call's number, which may differ
         table = collectives.wait(
             collectives.start("allgather_async", mine, name=name), name, "agreement on a commit"
         )
         calls, numbers = table.T.tolist()
         if len(set(calls)) > 1:
             raise TrainingError(
-                f"elastic=True: a worker came new while the others were in call {max(calls)} of a trainer's fit, validate, test or "
-                "predict: it begins the program at the first. Fix: one call in a program that is to grow or shrink"
+                "elastic=True: a new worker started with call 1 of a trainer's fit, validate, test "
+                f"or predict, while the others were in call {max(calls)}. "
+                "Fix: make one call only in a program that grows or shrinks"
             )
         if max(numbers) >= 0:
             self.last = collectives.broadcast(self.last, numbers.index(max(numbers)))
@@ -106,12 +110,12 @@ class Elastic:
             run.plan = replace(run.plan, resumes=True)
 
     def commit_epoch(self, run: Run, collectives: Collectives) -> None:
-        """Commit at the beginning of an epoch, unless it is one that is taken up in its middle."""
+        """Commit at the start of an epoch, unless the run resumes in its middle."""
         if run.resumed is None or not run.resumed.batch_idx:
             self._commit(run, collectives)
 
     def commit_step(self, run: Run, collectives: Collectives) -> None:
-        """Commit where a step makes it due; not after the last, from where there is nothing to go on with."""
+        """Commit after every ``every`` steps, except after the last step."""
         if (
             self.every is not None
             and run.step % self.every == 0
@@ -121,9 +125,7 @@ class Elastic:
 
     def _commit(self, run: Run, collectives: Collectives) -> None:
         state = checkpoint_state(run, run.epoch)
-        if (
-            run.world.size > 1
-        ):  # rank 0, which alone has what is every rank's own, may be the one that goes
+        if run.world.size > 1:  # only rank 0 has every rank's state, and rank 0 may leave
             state["fit"]["ranks"] = collectives.broadcast(state["fit"]["ranks"], 0)
         file = io.BytesIO()
         torch.save(state, file)

@@ -1,7 +1,7 @@
-"""Gradients made the same on all ranks, on their way while backward still computes.
+"""Reduction of gradients over ranks while backward still computes.
 
-A gradient is sent as a copy, from a hook that runs when it is complete, and written back in ``reduce_gradients``: until then
-``parameter.grad`` is this rank's own, whatever reads it or adds to it meanwhile.
+A hook sends a copy of each gradient when it is complete, and ``reduce_gradients`` writes the result
+back. Until then ``parameter.grad`` is this rank's gradient, so code may read it or add to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from geartrain import Run
 from geartrain_horovod.collectives import Collectives
 
-#: What a rank has of a parameter's gradient, so that the largest over ranks says what all must do: nothing, or nothing new since the
-#: last reduction; a gradient that was not sent; one that was sent; one that was sent and has changed since.
+#: States of a parameter's gradient on a rank: no gradient, or none since the last reduction; a
+#: gradient that was not sent; one that was sent; one that was sent and has changed since. All ranks
+#: act on the largest state.
 _NOTHING, _HERE, _SENT, _CHANGED = range(4)
 
 
@@ -30,34 +31,37 @@ class Reduction:
 
     #: ``"average"``, ``"sum"`` or ``"adasum"``.
     op: str = "average"
-    #: Whether they travel in float16.
+    #: True if gradients are sent in float16.
     half: bool = False
-    #: Averages are divided by this before the sum, and multiplied after it.
+    #: Averages are divided by this before the sum, and multiplied by it after the sum.
     predivide: float = 1.0
-    #: In how many groups they travel, each at once; ``None``: each gradient by itself.
+    #: The number of groups; each is sent as a whole. ``None``: each gradient is sent alone.
     groups: int | None = None
 
 
 class Seen:
-    """A gradient as it was: itself and not its address, which another could have later, and torch's count of its in-place changes."""
+    """A gradient and torch's count of its in-place changes.
+
+    A weak reference identifies the gradient; another tensor could get its address later.
+    """
 
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad, self._version = weakref.ref(grad), grad._version
 
     def same(self, grad: torch.Tensor) -> bool:
-        """Whether it is the same one, unchanged."""
+        """True if ``grad`` is the same tensor and unchanged."""
         return self._grad() is grad and self._version == grad._version
 
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are sent together."""
 
     name: str
     parameters: list[nn.Parameter]
-    #: Which of them have a gradient that this backward has completed.
+    #: Parameters whose gradient this backward has completed.
     ready: set[nn.Parameter] = field(default_factory=set)
-    #: What was sent and is under way: handle and name.
+    #: Handle and name of the operation that was started and not waited for.
     under_way: tuple[int, str] | None = None
     #: The gradients that were sent.
     sent: dict[nn.Parameter, Seen] = field(default_factory=dict)
@@ -67,9 +71,9 @@ class Gradients:
     """The gradients of one run, or of one model in a Session.
 
     Args:
-        collectives: of the run.
+        collectives: the run's collectives.
         reduction: how to reduce.
-        process_set: Horovod's, or ``None`` for all ranks.
+        process_set: Horovod's process set, or ``None`` for all ranks.
     """
 
     def __init__(
@@ -82,11 +86,14 @@ class Gradients:
         self._reduced: dict[nn.Parameter, Seen] = {}
         self._early = False
 
-    # --- during backward -------------------------------------------------------------------------------------------------
+    # --- during backward -------------------------------------------------------------------------
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Send what is completed by a backward in here: the last one before the gradients are reduced."""
+        """Send gradients as soon as a backward in this block completes them.
+
+        Use it around the last backward before the gradients are reduced.
+        """
         for unit in self._units:
             unit.ready.clear()
         self._early = True
@@ -105,12 +112,13 @@ class Gradients:
         ):
             self._send(unit)
 
-    # --- after it --------------------------------------------------------------------------------------------------------
+    # --- after backward --------------------------------------------------------------------------
 
     def reduce(self, run: Run) -> None:
-        """Make the gradients that a step is about to use the same on all ranks.
+        """Reduce the gradients that the next step uses, so that all ranks have the same.
 
-        A parameter without a gradient here that has one elsewhere takes part with zeros; one that has none anywhere keeps none.
+        If a parameter has a gradient on another rank only, this rank sends zeros. If it has none on
+        any rank, it keeps none.
         """
         self.watch(run)
         stepped = self._about_to_step(run)
@@ -144,7 +152,7 @@ class Gradients:
     def _agree(
         self, units: Sequence[Unit], stepped: set[nn.Parameter]
     ) -> dict[nn.Parameter, tuple[int, bool]]:
-        """What some rank has of each parameter's gradient, and whether it is sparse there: one small all-reduce."""
+        """Return the largest state of each gradient, and whether one is sparse: one all-reduce."""
         parameters = [parameter for unit in units for parameter in unit.parameters]
         has = [self._has(parameter, stepped) for parameter in parameters]
         sparse = [
@@ -172,7 +180,7 @@ class Gradients:
             return _SENT if grad is None or same else _CHANGED
         return _NOTHING if grad is None or same or parameter not in stepped else _HERE
 
-    # --- one unit --------------------------------------------------------------------------------------------------------
+    # --- one unit --------------------------------------------------------------------------------
 
     def _send(self, unit: Unit, suffix: str = "") -> None:
         hvd, how = self._collectives.hvd, self._how
@@ -196,22 +204,18 @@ class Gradients:
         unit.sent = {p: Seen(p.grad) for p in unit.parameters if p.grad is not None}
 
     def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A parameter's gradient, zeros where it has none, as Horovod can take it: dense, contiguous, of a type that it knows."""
+        """Return a copy of the gradient, or zeros: dense, contiguous, of a dtype of Horovod."""
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         grad = (grad.to_dense() if grad.layout != torch.strided else grad).detach()
         if grad.is_complex():
             grad = torch.view_as_real(grad.resolve_conj())
-        dtype = (
-            torch.float16
-            if self._how.half
-            else torch.float32
-            if grad.dtype == torch.bfloat16
-            else grad.dtype
-        )
+        dtype = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+        if self._how.half:
+            dtype = torch.float16
         return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _arrived(self, unit: Unit) -> list[torch.Tensor]:
-        """Wait for what was sent; the reduced gradients."""
+        """Wait for a unit that was sent and return its reduced gradients."""
         assert unit.under_way is not None
         result = self._collectives.wait(*unit.under_way, "all-reduce")
         unit.under_way = None
@@ -227,7 +231,7 @@ class Gradients:
         for parameter, result in zip(unit.parameters, results, strict=True):
             most, sparse = wanted[parameter]
             if most == _NOTHING:
-                continue  # no rank has used it: it is left as it is, as in one process
+                continue  # no rank has used it: leave it, as one process does
             value = (
                 torch.view_as_complex(result.to(parameter.real.dtype))
                 if parameter.is_complex()
@@ -242,10 +246,14 @@ class Gradients:
             assert parameter.grad is not None
             self._reduced[parameter] = Seen(parameter.grad)
 
-    # --- which parameters ------------------------------------------------------------------------------------------------
+    # --- which parameters ------------------------------------------------------------------------
 
     def _about_to_step(self, run: Run) -> set[nn.Parameter]:
-        """Those whose gradients the step uses: all, and in manual optimisation and in a Session those of the optimizer that steps."""
+        """Return the parameters whose gradients the step uses.
+
+        In automatic mode these are all parameters; in manual optimisation and in a Session, those
+        of the optimizer that steps.
+        """
         own = {
             parameter
             for optimizer in run.optimizers
@@ -255,13 +263,13 @@ class Gradients:
         return own if run.mode != "automatic" else own | set(run.module.parameters())
 
     def watch(self, run: Run) -> None:
-        """Make units of parameters that are new, and hook those that became trainable."""
+        """Make units of new parameters, and add hooks to parameters that became trainable."""
         new = [
             (name, p) for name, p in named_parameters(run, run.optimizers) if p not in self._unit_of
         ]
         taken = {unit.name for unit in self._units}
         for unit in _units(new, self._how.groups):
-            while unit.name in taken:  # several models of a Session have parameters of one name
+            while unit.name in taken:  # models of a Session may share names of parameters
                 unit.name += "'"
             taken.add(unit.name)
             self._units.append(unit)
@@ -272,14 +280,14 @@ class Gradients:
                 self._hooks[parameter] = hook
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
 
 def named_parameters(run: Run, optimizers: Sequence[Optimizer]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the module and of optimizers, each once, by names that are the same on every rank."""
+    """Return each parameter of the module and optimizers once, with a name equal on all ranks."""
     named = {parameter: name for name, parameter in run.module.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
@@ -289,10 +297,10 @@ def named_parameters(run: Run, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
 
 def _units(named: Sequence[tuple[str, nn.Parameter]], groups: int | None) -> list[Unit]:
-    """Parameters in units; those of a group are of one type and device. A frozen one stands alone.
+    """Divide parameters into units of one dtype and device. A frozen parameter is a unit alone.
 
     Args:
-        groups: how many; ``None``: each parameter by itself.
+        groups: the number of groups; ``None``: each parameter is a unit.
     """
     alone = named if groups is None else [(name, p) for name, p in named if not p.requires_grad]
     units = [Unit(name, [parameter]) for name, parameter in alone]

@@ -1,8 +1,9 @@
-"""``python -m geartrain_horovod.install``: build Horovod for the torch that is installed here, keep the wheel, install it.
+"""``python -m geartrain_horovod.install``: build and install Horovod for the installed torch.
 
-A plain ``pip install horovod`` fails after minutes: its CMake files ask for C++14, and torch's headers need C++17. Here the standard is
-appended to every call of the compiler, and nothing of Horovod is changed. The wheel is kept under a name that says all it depends on;
-pip's own cache would hand one out that was built for another torch or with other options.
+``pip install horovod`` fails after minutes: its CMake files ask for C++14, and torch's headers need
+C++17. This module appends the standard to every call of the compiler and changes nothing in
+Horovod. It keeps the wheel under a name that contains everything the wheel depends on: pip's cache
+could return a wheel that was built for another torch or with other options.
 """
 
 from __future__ import annotations
@@ -28,53 +29,54 @@ from geartrain_horovod.installed import missing, torch_cuda, torch_version
 __all__ = ["main", "missing"]
 
 VERSION = "0.28.1"
-#: Lines of a failed build that are shown.
+#: The number of log lines that a failed build prints.
 _SHOWN = 30
-#: Where the CUDA toolkit lies if no variable says so.
+#: The CUDA toolkit's folder if no variable names another.
 _CUDA = "/usr/local/cuda"
 _CPU_TORCH = (
     "pip install --force-reinstall torch=={} --index-url https://download.pytorch.org/whl/cpu"
 )
-#: The first CMake that hears CMAKE_CXX_COMPILER_LAUNCHER, and the first that must be told that old projects are welcome.
+#: The first CMake that reads CMAKE_CXX_COMPILER_LAUNCHER, and the first that refuses old projects
+#: unless CMAKE_POLICY_VERSION_MINIMUM is set.
 _LAUNCHER_SINCE, _POLICY_SINCE = (3, 17), (4, 0)
 
 
 class InstallError(Exception):
-    """What is missing, or what failed, with the fix."""
+    """Something is missing or failed; the message contains the fix."""
 
 
 @dataclass
-class PickledPlugin:
-    """How Horovod is built here.
+class Recipe:
+    """The recipe for a build of Horovod on this machine.
 
     Raises:
-        InstallError: something that the build needs is not here.
+        InstallError: something that the build needs is missing.
     """
 
     mpi: bool = False
     nccl: bool = False
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    #: Variables for the build.
+    #: Environment variables of the build.
     variables: dict[str, str] = field(init=False)
-    #: A script to be used as CXX, where the compiler cannot be told otherwise.
+    #: A script to use as CXX, if no variable can add the compiler's flag.
     wrapper: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         found = torch_version()
         if found is None:
             raise InstallError(
-                "torch is not installed, and Horovod is built for one. Fix: pip install torch first"
+                "torch is not installed, and Horovod is built for one version of torch. "
+                "Fix: pip install torch first"
             )
         self.torch = found
         compiler = self._compiler()
         cmake = self._cmake()
         self._check()
         self.variables = self._variables(cmake)
-        flag = (
-            "-std=c++20" if self.mpi else "-std=c++17"
-        )  # Open MPI's C++ header is fine with either, gloo's MPI part only with 20
+        # gloo's MPI part needs C++20; Open MPI's C++ header works with both.
+        flag = "-std=c++20" if self.mpi else "-std=c++17"
         if shutil.which("ccache", path=self.environ.get("PATH")) or cmake < _LAUNCHER_SINCE:
-            # Horovod's CMake files put ccache, where it finds it, in the launcher's place.
+            # If ccache is installed, Horovod's CMake files use it as the launcher.
             self.wrapper = f'#!/bin/sh\nexec {compiler} "$@" {flag}\n'
         else:
             self.variables["CMAKE_CXX_COMPILER_LAUNCHER"] = f'sh;-c;exec "$0" "$@" {flag}'
@@ -85,7 +87,8 @@ class PickledPlugin:
             if shutil.which(shlex.split(name)[0], path=self.environ.get("PATH")):
                 return name
         raise InstallError(
-            f"there is no C++ compiler ({named or 'c++, g++ or clang++'}). Fix: apt-get install g++, or set CXX"
+            f"no C++ compiler was found ({named or 'c++, g++ or clang++'}). "
+            "Fix: apt-get install g++, or set CXX"
         )
 
     def _cmake(self) -> tuple[int, ...]:
@@ -93,21 +96,22 @@ class PickledPlugin:
         path = shutil.which(name, path=self.environ.get("PATH"))
         if path is None:
             raise InstallError(
-                f"there is no {name}. Fix: pip install cmake, or apt-get install cmake"
+                f"{name} was not found. Fix: pip install cmake, or apt-get install cmake"
             )
-        told = subprocess.run(
+        output = subprocess.run(
             [path, "--version"], capture_output=True, text=True, check=False, env=dict(self.environ)
         ).stdout
-        found = re.search(r"version\s+(\d+)\.(\d+)", told)
+        found = re.search(r"version\s+(\d+)\.(\d+)", output)
         cmake = (int(found[1]), int(found[2])) if found else (0, 0)
         if cmake < (3, 13):
             raise InstallError(
-                f"{path} is older than 3.13. Fix: pip install cmake, or set HOROVOD_CMAKE to a newer one"
+                f"{path} is older than 3.13. "
+                "Fix: pip install cmake, or set HOROVOD_CMAKE to a newer one"
             )
         return cmake
 
     def _check(self) -> None:
-        """What else the build needs."""
+        """Raise if something else that the build needs is missing."""
         path = self.environ.get("PATH")
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             raise InstallError(
@@ -123,17 +127,21 @@ class PickledPlugin:
                 raise InstallError(f"the build needs {name}, which is not installed. Fix: {fix}")
         if self.mpi and shutil.which("mpicxx", path=path) is None:
             raise InstallError(
-                "there is no mpicxx. Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out"
+                "mpicxx was not found. "
+                "Fix: apt-get install openmpi-bin libopenmpi-dev, or leave --mpi out"
             )
         if self.nccl and not self._has_toolkit():
             raise InstallError(
-                "there is no nvcc. Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out"
+                "nvcc was not found. "
+                "Fix: install the CUDA toolkit and set HOROVOD_CUDA_HOME, or leave --nccl out"
             )
         if (cuda := torch_cuda()) is not None and not self._has_toolkit():
+            for_cpu = _CPU_TORCH.format(self.torch.partition("+")[0])
             raise InstallError(
-                f"torch {self.torch} is built for CUDA {cuda}, and Horovod's build for it needs the CUDA toolkit: there is no nvcc. "
-                f"Fix: {_CPU_TORCH.format(self.torch.partition('+')[0])} (torch's build for the CPU), and this command again; "
-                "or install the CUDA toolkit and set HOROVOD_CUDA_HOME"
+                f"torch {self.torch} is built for CUDA {cuda}, and Horovod's build for it needs "
+                f"the CUDA toolkit: nvcc was not found. Fix: {for_cpu} (torch's build for the "
+                "CPU), then run this command again; or install the CUDA toolkit and set "
+                "HOROVOD_CUDA_HOME"
             )
 
     def _has_toolkit(self) -> bool:
@@ -145,9 +153,13 @@ class PickledPlugin:
         )
 
     def _variables(self, cmake: tuple[int, ...]) -> dict[str, str]:
-        """The build's options. What is set in the environment already stands."""
+        """Return the build's variables. A variable that the user has set keeps its value."""
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count() or 1
         given = {
-            "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1}",
+            "MAKEFLAGS": f"-j{cores}",
             "HOROVOD_WITH_PYTORCH": "1",
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
             "HOROVOD_WITHOUT_MXNET": "1",
@@ -166,7 +178,7 @@ class PickledPlugin:
 
     @property
     def key(self) -> str:
-        """What the wheel depends on, as a folder's name."""
+        """Everything that the wheel depends on, as the name of a folder."""
         parts = [
             f"horovod-{VERSION}",
             f"torch-{self.torch}",
@@ -174,7 +186,7 @@ class PickledPlugin:
             platform.machine(),
         ]
         parts += ["mpi"] * self.mpi + ["nccl"] * self.nccl
-        # Horovod's other variables and the compiler's flags, which make other wheels.
+        # Horovod's other variables and the compiler's flags also change the wheel.
         own = {
             name: value
             for name, value in self.environ.items()
@@ -186,7 +198,7 @@ class PickledPlugin:
         return "-".join([*parts, sys.platform])
 
     def script(self) -> str:
-        """The recipe for a shell."""
+        """Return the recipe as shell commands."""
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         if self.wrapper is not None:
             lines += [
@@ -203,9 +215,12 @@ class PickledPlugin:
         )
 
 
-#: What horovodrun sets in the processes that it starts: nothing of the build.
-_OF_A_RUN = r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|CONTROLLER|ELASTIC|TIMELINE|STALL|LOG_|CYCLE|FUSION|CACHE|SECRET)"
-#: A wheel of pip's own cache may be another torch's.
+#: Variables that horovodrun sets in its processes. They do not affect the build.
+_OF_A_RUN = (
+    r"HOROVOD_(RANK|SIZE|LOCAL_|CROSS_|HOSTNAME|GLOO_|CONTROLLER|ELASTIC|TIMELINE|STALL|LOG_|CYCLE"
+    r"|FUSION|CACHE|SECRET)"
+)
+#: Without pip's cache, whose wheel may be built for another torch.
 _PIP = [
     "--no-build-isolation",
     "--no-deps",
@@ -216,8 +231,8 @@ _PIP = [
 ]
 
 
-def build(recipe: PickledPlugin, cache: Path) -> Path:
-    """The wheel, from the cache or made now, which takes minutes.
+def build(recipe: Recipe, cache: Path) -> Path:
+    """Return the wheel from the cache, or build it, which takes minutes.
 
     Raises:
         InstallError: the build failed; its log is kept in the cache.
@@ -229,10 +244,11 @@ def build(recipe: PickledPlugin, cache: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     print(
-        f"building Horovod {VERSION} for torch {recipe.torch}; this takes some minutes (log: {log})",
+        f"building Horovod {VERSION} for torch {recipe.torch}; this takes minutes (log: {log})",
         flush=True,
     )
-    # Beside the place where it will lie, so that it comes there in one step: two builds at once do not meet half a wheel.
+    # Built in the same folder and then renamed in one step, so that two builds at the same time
+    # never see half a wheel.
     with (
         tempfile.TemporaryDirectory(dir=folder) as temporary,
         log.open("w", encoding="utf-8") as out,
@@ -255,8 +271,8 @@ def build(recipe: PickledPlugin, cache: Path) -> Path:
         made = sorted(Path(temporary).glob("horovod-*.whl"))
         if done.returncode != 0 or not made:
             raise InstallError(
-                f"{_tail(log)}\nthe build of Horovod failed (exit code {done.returncode}). Its whole log: {log}. "
-                "Fix: the first error in the log"
+                f"{_tail(log)}\nthe build of Horovod failed (exit code {done.returncode}). "
+                f"The whole log: {log}. Fix: correct the first error in the log"
             )
         return Path(shutil.move(made[0], folder / made[0].name))
 
@@ -266,35 +282,35 @@ def _tail(log: Path) -> str:
 
 
 def install(wheel: Path) -> None:
-    """Install the wheel in place of any other Horovod, and what it needs.
+    """Install the wheel and its dependencies. Any other Horovod is replaced.
 
     Raises:
-        InstallError: pip failed, or what is installed cannot be used.
+        InstallError: pip failed, or the installed Horovod cannot be used.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     for arguments in (["--no-deps", "--force-reinstall", str(wheel)], [str(wheel), "numpy"]):
         done = subprocess.run([*pip, *arguments], check=False, stdin=subprocess.DEVNULL)
         if done.returncode != 0:
             raise InstallError(
-                f"pip could not install {wheel.name} (exit code {done.returncode}). Fix: what pip names above"
+                f"pip could not install {wheel.name} (exit code {done.returncode}). "
+                "Fix: correct the error that pip prints above"
             )
-    # Another process: what this one has imported may be the old one.
+    # In another process, because this one may have imported the old Horovod.
     ask = "from geartrain_horovod.installed import missing; print(missing() or '')"
-    told = subprocess.run(
+    answer = subprocess.run(
         [sys.executable, "-c", ask],
         capture_output=True,
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
     )
-    if told.returncode != 0 or told.stdout.strip():
-        raise InstallError(
-            f"{wheel.name} is installed and cannot be used: {told.stdout.strip() or told.stderr.strip()}"
-        )
+    if answer.returncode != 0 or answer.stdout.strip():
+        reason = answer.stdout.strip() or answer.stderr.strip()
+        raise InstallError(f"{wheel.name} is installed and cannot be used: {reason}")
 
 
 def default_cache() -> Path:
-    """Where wheels are kept: a folder of the user's cache."""
+    """Return the folder for wheels, in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or (
         Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     )
@@ -302,32 +318,32 @@ def default_cache() -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m geartrain_horovod.install", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
-        "--mpi", action="store_true", help="with MPI too, for mpirun and horovodrun --mpi"
+        "--mpi", action="store_true", help="build with MPI too, for mpirun and horovodrun --mpi"
     )
     parser.add_argument(
-        "--nccl", action="store_true", help="with NCCL, for GPUs: needs nvcc and NCCL's headers"
+        "--nccl", action="store_true", help="build with NCCL, for GPUs; needs nvcc and NCCL headers"
     )
     parser.add_argument(
         "--print",
         action="store_true",
         dest="show",
-        help="print the steps for doing it by hand, and do nothing",
+        help="print the steps for a build by hand, and do nothing",
     )
     parser.add_argument(
         "--cache",
         type=Path,
         default=None,
         metavar="DIR",
-        help=f"where wheels are kept; default {default_cache()}",
+        help=f"folder for wheels; default {default_cache()}",
     )
     options = parser.parse_args(argv)
     try:
-        recipe = PickledPlugin(options.mpi, options.nccl)
+        recipe = Recipe(options.mpi, options.nccl)
         if options.show:
             print(recipe.script())
             return 0

@@ -1,7 +1,8 @@
-"""Whether Horovod is installed here so that it can be used, and how it was built.
+"""Checks of the installed Horovod: can it be used, and how was it built?
 
-Horovod's wheel is made for one torch: another one loads it and may crash, or does not find its symbols. Horovod itself prints a line
-where it was built without torch, and warns of another version.
+Horovod's wheel is built for one version of torch. Another version may crash, or may not find the
+wheel's symbols. Horovod only prints a line if it was built without torch, and only warns of another
+version.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _FIX = f"Fix: {INSTALL} (it builds Horovod for this torch; --print shows how to 
 
 
 def missing() -> str | None:
-    """Why Horovod cannot be used here, ending in ``Fix: ...``; ``None`` where it can be.
+    """Return why Horovod cannot be used, ending in ``Fix: ...``; ``None`` if it can be.
 
-    Files and metadata are read first: Horovod, and with it torch, is imported only where they are right.
+    Files and metadata are read first. Horovod and torch are imported only if these are right.
     """
     package = _folder("horovod")
     if package is None:
@@ -29,28 +30,34 @@ def missing() -> str | None:
         return f"Horovod {horovod_version()} is installed without its part for torch. {_FIX}"
     built, here = built_for(), torch_version()
     if here is None:
-        return "torch is not installed. Fix: pip install torch (a build for your hardware: https://pytorch.org)"
+        return (
+            "torch is not installed. "
+            "Fix: pip install torch (a build for your hardware: https://pytorch.org)"
+        )
+    label = f"Horovod {horovod_version()}"
     if built != here:
-        return f"Horovod {horovod_version()} was built for torch {built}, and torch {here} is installed. {_FIX}"
+        return f"{label} was built for torch {built}, and torch {here} is installed. {_FIX}"
     if find_spec("numpy") is None:
-        return "Horovod needs numpy, which it does not ask for, and which is not installed. Fix: pip install numpy"
-    return _unloadable()
+        return (
+            "Horovod needs numpy, which it does not declare, and numpy is not installed. "
+            "Fix: pip install numpy"
+        )
+    return _unloadable(label)
 
 
-def _unloadable() -> str | None:
-    """What importing it tells."""
+def _unloadable(label: str) -> str | None:
+    """Import Horovod and return why it cannot be used."""
     try:
         import horovod.torch as hvd
-    except Exception as error:  # a symbol that another build of torch lacks, or a library of MPI or NCCL that is not here
-        return (
-            f"Horovod {horovod_version()} cannot be loaded: {type(error).__name__}: {error}. {_FIX}"
-        )
+    except Exception as error:  # torch lacks a symbol, or a library of MPI or NCCL is missing
+        return f"{label} cannot be loaded: {type(error).__name__}: {error}. {_FIX}"
     if not hvd.gloo_built() and not hvd.mpi_built():
-        return f"Horovod {horovod_version()} was built with neither Gloo nor MPI: its processes cannot meet. {_FIX}"
+        return f"{label} was built without Gloo and MPI: its processes cannot meet. {_FIX}"
     return None
 
 
 def horovod_version() -> str | None:
+    """Return the version of the installed Horovod, or ``None``."""
     try:
         return version("horovod")
     except PackageNotFoundError:
@@ -58,7 +65,7 @@ def horovod_version() -> str | None:
 
 
 def built_for() -> str | None:
-    """The torch for which the installed Horovod was built, as its build noted."""
+    """Return the version of torch that Horovod was built for, from Horovod's metadata."""
     package = _folder("horovod")
     try:
         noted = (
@@ -72,7 +79,10 @@ def built_for() -> str | None:
 
 
 def torch_version() -> str | None:
-    """``torch.__version__`` without importing torch. The wheel's own metadata may lack the local part: 2.13.0 for 2.13.0+cu130."""
+    """Return ``torch.__version__`` without importing torch.
+
+    The wheel's metadata may lack the local part: 2.13.0 for 2.13.0+cu130.
+    """
     if _folder("torch") is None:
         return None
     try:
@@ -99,13 +109,13 @@ def _of_torch(name: str) -> str | None:
 
 
 def _folder(package: str) -> Path | None:
-    """Where a package lies; it is not imported."""
+    """Return a package's folder without importing it."""
     spec = find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def facts() -> dict[str, Any]:
-    """What ``geartrain doctor`` shows; what Horovod cannot say of itself is ``None``."""
+    """Return the facts that ``geartrain doctor`` shows; an unknown fact is ``None``."""
     found: dict[str, Any] = {
         "horovod": horovod_version(),
         "built_for_torch": built_for(),
@@ -122,20 +132,20 @@ def facts() -> dict[str, Any]:
 
 
 def diagnose() -> dict[str, Any]:
-    """Facts and problems, as ``geartrain doctor`` asks for them."""
+    """Return facts and problems for ``geartrain doctor``."""
     reason = missing()
     found = facts()
     problems = [] if reason is None else [reason]
     if reason is None and found["nccl"] is False and _has_cuda():
         problems.append(
-            f"there is a GPU, and Horovod {found['horovod']} was built without NCCL, which GPUs need: horovod is refused on cuda. "
-            f"Fix: {INSTALL} --nccl, or --accelerator cpu"
+            f"this machine has a GPU, and Horovod {found['horovod']} was built without NCCL, which "
+            f"GPUs need: horovod is refused on cuda. Fix: {INSTALL} --nccl, or --accelerator cpu"
         )
     return {"facts": found, "problems": problems}
 
 
 def _has_cuda() -> bool:
-    """Whether torch is a CUDA build and there is a driver; no device is initialised."""
+    """True if torch is a CUDA build and a driver is installed. No device is initialised."""
     import torch
 
     return torch.version.cuda is not None and Path("/proc/driver/nvidia/version").exists()

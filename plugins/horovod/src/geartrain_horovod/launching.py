@@ -1,8 +1,8 @@
-"""How ranks are started and how Horovod brings them together.
+"""Start of the ranks, and initialisation of Horovod.
 
-Under ``horovodrun``, and under MPI where Horovod was built with it, Horovod meets by itself, and every process that something has
-started joins. Anywhere else geartrain starts or finds the ranks as it does for ddp, and Horovod's own rendezvous, served by rank 0 and
-named in the run's store, brings them together.
+Under ``horovodrun``, and under MPI if Horovod was built with MPI, Horovod connects the launcher's
+processes itself. Otherwise geartrain starts or finds the ranks as it does for ddp. Rank 0 then runs
+Horovod's rendezvous server, and the run's store holds its address.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ if TYPE_CHECKING:
     from geartrain_horovod.elastic import Elastic
 
 _MPI = ("Open MPI", "MPICH", "LSF")
-#: Seconds that ranks have to come, at the least.
+#: The shortest time in seconds to wait for ranks to start.
 _TO_COME = 60.0
-#: What Horovod is initialised with unless the user says otherwise: a timeline can be started, and starts when it is asked for.
+#: Default variable of Horovod, if the user has set no other: a timeline can be started later.
 _DEFAULTS = {"HOROVOD_TIMELINE": "DYNAMIC"}
-#: Where geartrain serves the rendezvous, unless the user says otherwise: seconds for which Horovod's background threads bear that another's
-#: says nothing. A rank that was stopped or cut off stops the others' for so long, whatever they do. Horovod's own default is 30; on a busy
-#: machine less than this would end runs in which nothing is wrong.
+#: Default if geartrain runs the rendezvous: seconds that Horovod's background threads wait for a
+#: silent rank. A stopped or disconnected rank blocks the others for this time. Horovod's default is
+#: 30; less than 20 would end healthy runs on a busy machine.
 _SILENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}
-#: In elastic mode, unless the user says otherwise: a worker that was just started takes longer than Horovod's 30 seconds to come.
+#: Default in elastic mode: a new worker needs more than Horovod's 30 seconds to join.
 _PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
 #: The process sets that Horovod was initialised with, by their ranks.
 _process_sets: dict[tuple[int, ...], Any] = {}
-#: Whether Horovod was shut down here after it had met by MPI.
+#: True after this process has shut Horovod down under MPI.
 _left_mpi = False
 
 
 def horovod() -> Any:
-    """The module ``horovod.torch``; imported where it is needed, because a plan can be made and shown without it."""
+    """Import and return ``horovod.torch``. Late, because a plan can be made without Horovod."""
     import horovod.torch as hvd
 
     return hvd
 
 
 def launcher() -> ClusterEnvironment | None:
-    """This process's place, where something else than geartrain has started it as one of several."""
+    """Return this process's environment if a launcher other than geartrain started it."""
     place = detect()
     return None if place is None or place.launcher == "geartrain" else place
 
 
 def meets_by_itself(place: ClusterEnvironment | None) -> bool:
-    """Whether Horovod knows from the environment where the others are."""
+    """True if Horovod finds the other ranks itself, from its environment."""
     return place is not None and (place.launcher == "horovodrun" or meets_by_mpi(place))
 
 
 def meets_by_mpi(place: ClusterEnvironment | None) -> bool:
-    """Whether ranks meet by MPI: one of its launchers has started them, and Horovod was built with it."""
+    """True if ranks meet by MPI: a launcher of MPI started them and Horovod was built with MPI."""
     return place is not None and place.launcher in _MPI and bool(horovod().mpi_built())
 
 
 def left_mpi() -> bool:
-    """Whether this process has left MPI, for good: a second initialisation would abort it."""
+    """True if this process has left MPI; initialising Horovod again would abort it."""
     return _left_mpi
 
 
 def start(
     run: Run, worker: Callable[[int], Any], timeout: float, elastic: Elastic | None = None
 ) -> Any:
-    """Call ``worker`` in this process as one of the ranks, after starting this node's others where nobody else has.
+    """Call ``worker`` in this process as one rank. Without a launcher, start the other ranks first.
 
     Args:
-        elastic: calls the worker again where the world has changed.
+        elastic: calls the worker again after the world has changed.
 
     Returns:
-        What ``worker`` returned here.
+        The return value of ``worker`` in this process.
     """
     place, timeout = detect(), max(timeout, _TO_COME)
     if place is None or not meets_by_itself(place):
@@ -85,25 +85,25 @@ def start(
     run.cluster = place
     with ExitStack() as around:
         around.enter_context(raise_on_signals())
-        local_rank = place.local_rank  # stays as it is when the world changes
+        local_rank = place.local_rank  # does not change with the world
         result = (
             worker(local_rank)
             if elastic is None
             else elastic.keep_going(run, lambda: worker(local_rank))
         )
-        if hasattr(worker, "keep"):  # a Session goes on in here
+        if hasattr(worker, "keep"):  # a Session continues inside these contexts
             worker.keep(around.pop_all())
         return result
 
 
 class Meeting:
-    """Horovod, initialised, and what must be undone.
+    """An initialised Horovod, and how to leave it.
 
     Args:
-        timeout: seconds to wait for the others.
-        ranks: of a process set that must be there; ``None``: none.
-        timeline: a file to write Horovod's timeline to, or ``None``.
-        elastic: whether the world may be another than the one that this process was started in.
+        timeout: seconds to wait for the other ranks.
+        ranks: the ranks of the process set, or ``None``.
+        timeline: a file for Horovod's timeline, or ``None``.
+        elastic: True if the world may differ from the one in which this process was started.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Meeting:
         self._stays, self._by_mpi = meets_by_itself(place), meets_by_mpi(place)
         self._server: Any = None
         self._timeline = timeline
-        #: Address and port of Horovod's rendezvous; ``None`` where ranks met without one, as under MPI.
+        #: Address and port of Horovod's rendezvous; ``None`` if ranks met without it, as under MPI.
         self.rendezvous = _prepared()
-        #: Horovod's process set of ``ranks``; ``None``: all ranks, which Horovod refuses as a set of its own.
+        #: Horovod's process set of ``ranks``; ``None`` for all ranks: Horovod refuses that set.
         self.process_set = None if ranks is None or len(ranks) == place.size else self._kept(ranks)
         sets = [] if self.process_set is None else [self.process_set]
         try:
@@ -141,51 +141,61 @@ class Meeting:
                 }
                 place = run.cluster = replace(place, rank=hvd.rank(), size=hvd.size(), **numbers)
             self._check_world(place)
-        except BaseException:  # nobody else could undo what was done so far
+        except BaseException:  # no caller has this object yet, so leave Horovod here
             self._timeline = None
             self.end(True, lambda shutdown, failed: shutdown())
             raise
 
     def _check_world(self, place: ClusterEnvironment) -> None:
-        """Begin in a world of all ranks, with its timeline.
+        """Check that Horovod's world has all ranks, and start the timeline.
 
         Raises:
-            TrainingError: Horovod's world is another than the launcher's, or Horovod was initialised so that it writes no timeline.
+            TrainingError: Horovod's world differs from the launcher's, or Horovod was initialised
+                without a timeline.
         """
         if self.hvd.size() != place.size:
             raise TrainingError(
-                f"{place.launcher} started {place.size} processes, and Horovod made a world of {self.hvd.size()}: each would "
-                "train alone. Fix: a Horovod built for this launcher (HOROVOD_WITH_MPI=1), or horovodrun --gloo"
+                f"{place.launcher} started {place.size} processes, and Horovod made a world of "
+                f"{self.hvd.size()}: each would train alone. Fix: build Horovod for this launcher "
+                "(HOROVOD_WITH_MPI=1), or use horovodrun --gloo"
             )
         if self._timeline is not None:
             try:
                 self.hvd.start_timeline(self._timeline)
             except ValueError as error:
                 raise TrainingError(
-                    f"timeline={self._timeline!r}: Horovod was initialised before, so that it writes none ({error}) "
-                    "Fix: leave out hvd.init(), which geartrain calls, or HOROVOD_TIMELINE=DYNAMIC"
+                    f"timeline={self._timeline!r}: Horovod was initialised before the run and "
+                    f"cannot write a timeline now ({error}). "
+                    "Fix: leave out hvd.init(), which geartrain calls, or set "
+                    "HOROVOD_TIMELINE=DYNAMIC"
                 ) from error
 
     def _kept(self, ranks: Sequence[int]) -> Any:
-        """The process set of these ranks: where Horovod stays initialised, the one that it was initialised with."""
+        """Return the process set of these ranks: a new one, or one that Horovod already has.
+
+        Raises:
+            TrainingError: Horovod stays initialised under this launcher and lacks the set.
+        """
         if not (self._stays and self.hvd.is_initialized()):
             _process_sets.clear()
             _process_sets[tuple(ranks)] = self.hvd.ProcessSet(list(ranks))
         elif tuple(ranks) not in _process_sets:
             raise TrainingError(
-                f"process_set={list(ranks)}: Horovod was initialised before, by this program's first run or its hvd.init(), without it, "
-                "and under its launcher stays so. Fix: the same process_set in every run of the program, and no hvd.init()"
+                f"process_set={list(ranks)}: Horovod was initialised before without this set, by "
+                "the program's first run or its hvd.init(), and stays initialised under this "
+                "launcher. Fix: pass the same process_set in every run of the program, and do not "
+                "call hvd.init()"
             )
         return _process_sets[tuple(ranks)]
 
     def _meet(self, run: Run, timeout: float, sets: list[Any]) -> None:
-        """Meet at a rendezvous of the run's own."""
+        """Initialise Horovod with a rendezvous server that rank 0 runs for this run."""
         place, store = run.cluster, run.store
         assert place is not None
         assert store is not None
         with name_absent_ranks(run):
             if place.rank == 0:
-                self._server = _Rendezvous(store.host)  # type: ignore[attr-defined]  # a TCPStore; of it the stubs know less
+                self._server = _Rendezvous(store.host)  # type: ignore[attr-defined]  # TCPStore
                 store.set("horovod", self._server.address)
             address, port = store.get("horovod").decode().rsplit(" ", 1)
             self.rendezvous = (address, int(port))
@@ -212,11 +222,14 @@ class Meeting:
                 ) from error
 
     def end(self, failed: bool, leave: Callable[[Callable[[], Any], bool], None]) -> None:
-        """Leave the others; after an error they hear of it. Where Horovod meets by itself it stays initialised for the program's next
-        run: an MPI build cannot be initialised twice, and horovodrun's rendezvous may mix two meetings up.
+        """Leave Horovod; after an error this ends the other ranks' operations.
+
+        If Horovod found the ranks itself, it stays initialised for the program's next run: an MPI
+        build cannot be initialised twice, and horovodrun's rendezvous may mix up two
+        initialisations.
 
         Args:
-            leave: calls what it is given, and bears that it may hang.
+            leave: calls the function that it gets, which may hang.
         """
         try:
             if self._timeline is not None and not failed:
@@ -231,7 +244,7 @@ class Meeting:
 
 
 class _Rendezvous:
-    """Horovod's rendezvous on one address; its own class would listen on all of them."""
+    """Horovod's rendezvous server on one address; Horovod's class would listen on all addresses."""
 
     def __init__(self, host: str) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -253,16 +266,14 @@ class _Rendezvous:
 
 
 def _prepared() -> tuple[str, int] | None:
-    """The rendezvous of horovodrun."""
-    address, port = (
-        os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"),
-        os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", ""),
-    )
+    """Return address and port of horovodrun's rendezvous, or ``None``."""
+    address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
     return (address, int(port)) if address and port.isdigit() else None
 
 
 def _variables(place: ClusterEnvironment, address: str, port: str) -> dict[str, str]:
-    """What horovodrun sets for a rank that meets by Gloo."""
+    """Return the variables that horovodrun sets for a rank that meets by Gloo."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {
         "HOROVOD_RANK": str(place.rank),
@@ -283,7 +294,10 @@ def _variables(place: ClusterEnvironment, address: str, port: str) -> dict[str, 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for as long as Horovod is initialised: what this rank starts later is no rank, and the next run has others."""
+    """Set variables while Horovod is initialised.
+
+    Processes that this rank starts later are not ranks, and the next run has other values.
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,7 +1,7 @@
-"""Learning rates times the number of workers.
+"""Multiplication of learning rates by the number of workers.
 
-The gradient of N workers is the mean over N times as many samples, and so may take a step N times as long: Goyal et al. 2017,
-https://arxiv.org/abs/1706.02677.
+The gradient of N workers is the mean over N times as many samples, so the step may be N times as
+long: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-#: Where a parameter group keeps learning rates: of every optimizer, of CyclicLR and OneCycleLR, of SWALR.
+#: Keys of learning rates in a parameter group: of every optimizer, CyclicLR, OneCycleLR and SWALR.
 _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr")
-#: Where a scheduler does: all of them; CyclicLR; ReduceLROnPlateau, whose old name for it is the second; the cosine ones.
+#: Attributes of learning rates in a scheduler: every scheduler's, CyclicLR's, ReduceLROnPlateau's
+#: (new and old name), and those of the cosine schedulers.
 _IN_SCHEDULERS = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr", "eta_min")
-#: In the first parameter group: by what its optimizer's rates are multiplied already. It goes with the optimizer's state into checkpoints:
-#: what one of them holds, or what ``configure_optimizers`` hands out again, is not scaled twice, and follows the number of workers. In the
-#: optimizer's ``defaults`` it is, too, which no checkpoint has: a group that comes later takes its rates from there.
+#: Key in the first parameter group: the factor that the optimizer's rates already contain. It is
+#: saved with the optimizer's state. So rates of a checkpoint, or of an optimizer that
+#: ``configure_optimizers`` returns again, are not scaled twice and follow the number of workers.
+#: The optimizer's ``defaults``, which no checkpoint contains, have it too: groups that are added
+#: later use them.
 _MARK = "geartrain_lr_scale"
 
 
 def scale(optimizer: Optimizer, schedulers: Iterable[Any], factor: int) -> int:
-    """Multiply every learning rate of an optimizer, and those of the schedulers that change it, nested ones included.
+    """Multiply every learning rate of an optimizer and of its schedulers, nested ones included.
 
-    The whole schedule keeps its shape: what it comes to at any step is ``factor`` times what it was. A group that is added later without
-    a rate of its own takes the optimizer's default, which is multiplied too.
+    The schedule keeps its shape: at every step the rate is ``factor`` times the configured rate. A
+    group that is added later without a rate gets the optimizer's default, which is multiplied too.
 
     Returns:
-        What the rates were multiplied by before: 1, or the factor of a call with this optimizer or with the one whose state it has.
+        The previous factor of the rates: 1, or the factor of an earlier call with this optimizer or
+        with the optimizer whose state it has loaded.
     """
     groups, defaults = optimizer.param_groups, optimizer.defaults
     before: int = groups[0].get(_MARK, 1)
@@ -66,19 +70,23 @@ def _scale(values: dict[str, Any], names: Iterable[str], factor: float, done: se
 
 
 def _times(value: Any, factor: float, done: set[int]) -> Any:
-    """``done``: ids of tensors that are multiplied already; groups that were given none of their own share the optimizer's."""
+    """Return ``value * factor``. Tensors are changed in place, each once.
+
+    Args:
+        done: ids of multiplied tensors; parameter groups may share the optimizer's tensor.
+    """
     if isinstance(value, list | tuple):
         return type(value)(_times(one, factor, done) for one in value)
     if isinstance(value, torch.Tensor):
         if id(value) not in done:
             done.add(id(value))
-            value.mul_(factor)  # in place: a captured or compiled step reads this very tensor
+            value.mul_(factor)  # in place: a captured or compiled step reads this tensor
         return value
     return value * factor
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it holds, as SequentialLR and ChainedScheduler do, or one of the user's own."""
+    """Yield a scheduler and the schedulers in its attributes, as SequentialLR has them."""
     yield scheduler
     for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
         for inner in value if isinstance(value, list | tuple) else (value,):

@@ -1,7 +1,4 @@
-"""One process a device; gradients averaged by Horovod.
-
-Horovod: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799
-"""
+"""The strategy ``horovod``: one process per device; Horovod averages the gradients."""
 
 from __future__ import annotations
 
@@ -35,37 +32,46 @@ from geartrain_horovod.launching import Meeting, launcher, start
 from geartrain_horovod.wrapped import Wrapped
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-#: Seconds to wait for ranks to come, where ``stall_timeout`` is off.
+#: Seconds to wait for ranks to start, if ``stall_timeout`` is off.
 _TO_MEET = 1800.0
-#: How many runs this process has begun.
+#: The number of runs that this process has started.
 _runs = 0
 
 
 class HorovodStrategy:
-    """Joins the ranks that horovodrun, mpirun, torchrun or SLURM started, or starts one process a device itself, and reduces gradients
-    with Horovod while backward computes.
+    """Reduces gradients with Horovod while backward computes.
+
+    It joins the ranks that horovodrun, mpirun, torchrun or SLURM started. Without a launcher it
+    starts one process per device.
 
     Args:
-        scale_lr: multiply every learning rate, those of schedulers too, by the number of workers; not where ``op`` is ``"sum"`` or
-            ``"adasum"``, whose steps are longer by themselves.
-        compression: ``"none"``, or ``"fp16"``: gradients travel in float16.
-        op: what becomes of the ranks' gradients: ``"average"``, ``"sum"`` or ``"adasum"``.
-        backward_passes_per_step: 1, or as many as ``accumulate_grad_batches``, as Horovod's programs say it; in manual optimisation
-            any, since a step reduces what was added up before it.
-        groups: in how many groups gradients travel, each as one; ``None``: each gradient as soon as it is there.
-        process_set: the ranks whose gradients are reduced, rank 0 among them; those outside train alone, at learning rates as they are
-            configured, and get rank 0's buffers at the end of each epoch as every rank does. ``None``: all.
-        gradient_predivide_factor: averages are divided by this before the sum and multiplied after it, against overflow in float16.
+        scale_lr: multiply every learning rate, also those of schedulers, by the number of workers.
+            Ignored if ``op`` is ``"sum"`` or ``"adasum"``, whose steps are longer anyway.
+        compression: ``"none"``, or ``"fp16"``: gradients are sent in float16.
+        op: how the ranks' gradients are combined: ``"average"``, ``"sum"`` or ``"adasum"``.
+        backward_passes_per_step: 1, or equal to ``accumulate_grad_batches``, for programs written
+            for Horovod. In manual optimisation any number: a step reduces the accumulated gradient.
+        groups: the number of groups of gradients; each group is sent as a whole. ``None``: each
+            gradient is sent when it is complete.
+        process_set: the ranks whose gradients are reduced; rank 0 must be one of them. Ranks
+            outside train alone at the configured learning rates. Like every rank they get rank 0's
+            buffers at the end of each epoch. ``None``: all ranks.
+        gradient_predivide_factor: averages are divided by this before the sum and multiplied by it
+            after the sum, against overflow in float16.
         timeline: a file for Horovod's timeline, which Chrome's tracing shows; rank 0 writes it.
-        elastic: under horovodrun's elastic mode, whose workers come and go: go on from the last commit, a checkpoint in memory, with
-            those that are there. There is a commit at the beginning of each epoch.
-        commit_every_n_steps: with ``elastic``, a commit after every so many steps, too.
-        stall_timeout: seconds that a rank waits for the others in one operation before the run ends with an error that
-            says who did not come; 0: for ever.
-        distributed_optimizer: let ``hvd.DistributedOptimizer`` reduce the gradients; parameters that no rank uses then get zeros.
+        elastic: for horovodrun's elastic mode, in which workers come and go: resume from the last
+            commit, a checkpoint in memory, with the workers that remain. Each epoch starts with a
+            commit.
+        commit_every_n_steps: with ``elastic``, also commit after this number of steps.
+        stall_timeout: seconds that a rank waits for the others in one operation. Then the run ends
+            with an error that names the missing rank. 0: no timeout.
+        distributed_optimizer: let ``hvd.DistributedOptimizer`` reduce the gradients; parameters
+            that no rank uses then get zeros.
 
     Raises:
-        UsageError: an option that cannot be, or two that cannot go together.
+        UsageError: an option is invalid, or two options do not go together.
+
+    Source: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799
     """
 
     def __init__(
@@ -105,23 +111,16 @@ class HorovodStrategy:
         approximate = (
             scale_lr or op != "average" or compression != "none" or process_set is not None
         )
-        #: What the conformance kit may expect.
+        #: Properties that the conformance kit checks.
         self.capabilities = {
             "timeout_option": "stall_timeout",
             "convergence": 0.5 if approximate else None,
             "identical_weights": process_set is None,
         }
-        self.op, self.scale_lr, self.stall_timeout, self.timeline = (
-            op,
-            scale_lr,
-            float(stall_timeout),
-            timeline,
-        )
-        self.passes, self.ranks, self.distributed_optimizer = (
-            backward_passes_per_step,
-            process_set,
-            distributed_optimizer,
-        )
+        self.op, self.scale_lr, self.timeline = op, scale_lr, timeline
+        self.stall_timeout = float(stall_timeout)
+        self.passes, self.ranks = backward_passes_per_step, process_set
+        self.distributed_optimizer = distributed_optimizer
         self.reduction = Reduction(
             op, compression == "fp16", float(gradient_predivide_factor), groups
         )
@@ -131,18 +130,18 @@ class HorovodStrategy:
 
     @staticmethod
     def diagnose() -> dict[str, Any]:
-        """What ``geartrain doctor`` shows of Horovod, and what is missing."""
+        """Return Horovod's facts and problems for ``geartrain doctor``."""
         return installed.diagnose()
 
     def lr_factor(self, size: int, rank: int = 0) -> int:
-        """What this rank's learning rates are multiplied by in a world of ``size``."""
+        """Return the factor of this rank's learning rates in a world of ``size`` ranks."""
         workers = size if self.ranks is None else len(self.ranks) if rank in self.ranks else 1
         return workers if self.scale_lr and self.op == "average" else 1
 
-    # --- before anything starts ------------------------------------------------------------------------------------------
+    # --- before anything starts ------------------------------------------------------------------
 
     def notes(self, plan: Plan) -> dict[str, str]:
-        """What the plan shows of this strategy."""
+        """Return the lines that the plan shows for this strategy."""
         size = checks.size_of(plan)
         why = "scale_lr=False" if not self.scale_lr else f"op={self.op!r}"
         factor = (
@@ -157,22 +156,21 @@ class HorovodStrategy:
             else [rank for rank in range(size) if rank not in self.ranks]
         )
         scales = self.scale_lr and self.op == "average"
-        if self._elastic is not None:  # the same on every rank, whenever it came
+        if self._elastic is not None:  # the same on every rank, also on a rank that joins later
             steps = (
                 ""
                 if self._elastic.every is None
                 else f" and after every {self._elastic.every} steps"
             )
-            told = {"elastic": f"a commit at the beginning of each epoch{steps}"}
-            return told | {
-                "learning rates": "× workers, as many as there are (scale_lr)"
-                if scales
-                else f"as configured ({why})"
+            rates_now = "× current workers (scale_lr)" if scales else f"as configured ({why})"
+            return {
+                "elastic": f"a commit at the start of each epoch{steps}",
+                "learning rates": rates_now,
             }
-        told = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
-        return told | (
-            {"process set": f"ranks {alone} train alone, at rates as configured"} if alone else {}
-        )
+        notes = {"learning rates": f"{factor} ({'scale_lr' if scales else why}{workers})"}
+        if alone:
+            notes["process set"] = f"ranks {alone} train alone, at rates as configured"
+        return notes
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
@@ -181,9 +179,8 @@ class HorovodStrategy:
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         checks.check_combination(plan, module, self.op, self.ranks, self.passes)
-        if (
-            not plan.assumed and self._meeting is None
-        ):  # a Session checks again for each of its models, when all this was seen to
+        # A Session checks the plan again for each model, when Horovod is already initialised.
+        if not plan.assumed and self._meeting is None:
             if self._elastic is not None:
                 checks.check_elastic(plan.strategy.label)
             checks.check_here(plan, self.op, self.timeline)
@@ -192,11 +189,12 @@ class HorovodStrategy:
     def launch(self, run: Run, worker: Callable[[int], Any]) -> Any:
         if self._elastic is not None and run.mode == "session":
             raise UsageError(
-                f"{run.plan.strategy.label}: elastic=True needs a Trainer, which calls the loop again. Fix: elastic=False"
+                f"{run.plan.strategy.label}: elastic=True does not work in a Session, because only "
+                "a Trainer can call the loop again. Fix: use a Trainer, or elastic=False"
             )
         return start(run, worker, self.stall_timeout or _TO_MEET, self._elastic)
 
-    # --- set-up ----------------------------------------------------------------------------------------------------------
+    # --- set-up ----------------------------------------------------------------------------------
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
@@ -212,18 +210,13 @@ class HorovodStrategy:
             hvd, number, self.stall_timeout, self._meeting.rendezvous, gone
         )
         self.gradients = Gradients(self.collectives, self.reduction, ranks)
-        passes = (
-            self.passes
-            if run.plan.options.accumulate_grad_batches == 1
-            else run.plan.options.accumulate_grad_batches
-        )
+        accumulated = run.plan.options.accumulate_grad_batches
+        passes = self.passes if accumulated == 1 else accumulated
         self.wrapped = Wrapped(self.collectives, self.reduction, passes, ranks)
-        #: Whether this rank has others to reduce gradients with.
+        #: True if this rank reduces gradients with other ranks.
         self._reduces = hvd.size() > 1 and (ranks is None or ranks.included())
-        if elastic is not None:
-            elastic.agree(
-                run, self.collectives
-            )  # last: where it fails, teardown_process_group finds all that it ends
+        if elastic is not None:  # last: if it fails, teardown_process_group needs all of the above
+            elastic.agree(run, self.collectives)
         return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
 
     @hookimpl
@@ -238,10 +231,8 @@ class HorovodStrategy:
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
         model = model.to(run.device)
         if run.world.size > 1:
-            state = {
-                **model.state_dict(keep_vars=True),
-                **dict(model.named_buffers()),
-            }  # those that are not persistent, too
+            # named_buffers() adds the buffers that are not persistent.
+            state = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
             self.collectives.broadcast_tensors(
                 {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
             )
@@ -255,11 +246,12 @@ class HorovodStrategy:
             and self._meeting.process_set is not None
         ):
             raise UsageError(
-                f"{run.plan.strategy.label}: {type(optimizer).__name__} evaluates its closure as often as it likes, and ranks outside of "
-                f"process_set={self.ranks} another number of times than those in it. Fix: another optimizer, or no process_set"
+                f"{run.plan.strategy.label}: {type(optimizer).__name__} decides how often it calls "
+                f"its closure, and ranks outside process_set={self.ranks} may call it more or less "
+                "often than ranks inside. Fix: use another optimizer, or no process_set"
             )
         if run.world.size > 1:
-            # As an object: broadcast_optimizer_state would take a step with gradients of zero to have a state to send.
+            # Not by broadcast_optimizer_state: it takes a step with zero gradients to get a state.
             state = self.collectives.broadcast(optimizer.state_dict(), 0)
             if run.world.rank:
                 optimizer.load_state_dict(state)
@@ -276,18 +268,16 @@ class HorovodStrategy:
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        """Of a run that goes on: its checkpoint's learning rates, which may be of another number of workers, become those of this one."""
+        """Scale the learning rates of a resumed run: the number of workers may have changed."""
         if run.resumed is None:
             return
-        schedulers, factor = (
-            [schedule.scheduler for schedule in run.schedulers],
-            self.lr_factor(run.world.size, run.world.rank),
-        )
+        schedulers = [schedule.scheduler for schedule in run.schedulers]
+        factor = self.lr_factor(run.world.size, run.world.rank)
         before = {rates.scale(optimizer, schedulers, factor) for optimizer in run.optimizers}
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
             warnings.warn(
-                f"learning rates of the checkpoint were {was}, and are × {factor} now, as the plan says",
+                f"learning rates of the checkpoint were {was} and are now × {factor} (see the plan)",
                 stacklevel=2,
             )
         if (
@@ -296,7 +286,8 @@ class HorovodStrategy:
             and self._meeting.process_set is not None
         ):
             warnings.warn(
-                f"ranks outside of process_set={self.ranks} go on from rank 0's weights: a checkpoint has no other",
+                f"ranks outside process_set={self.ranks} resume from rank 0's weights: a "
+                "checkpoint has no others",
                 stacklevel=2,
             )
 
@@ -305,12 +296,12 @@ class HorovodStrategy:
         if self._elastic is not None:
             self._elastic.commit_epoch(run, self.collectives)
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------------------
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
-        # Gradients stay on this rank until the window's last micro-batch. In manual optimisation and in a Session nobody can tell which
-        # backward is the last before a step: there they are sent when the step comes.
+        # Gradients are sent during the last micro-batch before a step. In manual optimisation and
+        # in a Session that micro-batch is unknown, so gradients are sent when the step is taken.
         if not self._reduces or run.mode != "automatic":
             return _NOTHING
         if self.distributed_optimizer:
@@ -327,7 +318,7 @@ class HorovodStrategy:
         if self._elastic is not None:
             self._elastic.commit_step(run, self.collectives)
 
-    # --- collectives -----------------------------------------------------------------------------------------------------
+    # --- collectives -----------------------------------------------------------------------------
 
     @hookimpl
     def log_sync(self, values: torch.Tensor) -> torch.Tensor:
@@ -345,7 +336,7 @@ class HorovodStrategy:
     def barrier(self) -> None:
         self.collectives.barrier()
 
-    # --- the end ---------------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------
 
     @hookimpl
     def on_exception(self) -> None:

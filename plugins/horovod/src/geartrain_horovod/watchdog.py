@@ -1,8 +1,9 @@
-"""Ends a run whose ranks wait for each other for ever, and says who did not come.
+"""A watchdog that ends a run whose ranks wait without end, and names the missing rank.
 
-Under Gloo, Horovod's own stall inspector does nothing: where a rank skips a collective, is stopped or loses its network, the others wait
-in C++ without end. Here one thread a run looks every few seconds how long the wait that is under way has lasted, and tells the other
-ranks what this one does, through Horovod's rendezvous server, which keeps any key. What ranks wait for is never asked in a step.
+Under Gloo, Horovod's stall inspector does nothing: if a rank skips a collective, is stopped or
+loses its network, the others wait in C++ without end. Here one thread per run checks every few
+seconds how long the current wait has lasted. It also reports this rank's state to the other ranks,
+through Horovod's rendezvous server, which stores any key. The training step makes no request.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 from geartrain import TrainingError
 from geartrain.parallel import Patience
 
-#: Seconds between two looks of the thread, at the least and at most.
+#: The shortest and the longest time in seconds between two checks of the thread.
 _LOOKS = (0.2, 5.0)
-#: Frames of a stack that are shown.
+#: The number of printed frames of a stack.
 _FRAMES = 16
 
 
 class Wait:
-    """One wait, under way in this block; ``check`` is for a loop that looks again and again whether it is over."""
+    """A wait for other ranks, for the time of a ``with`` block. A polling loop calls ``check``."""
 
     __slots__ = ("_before", "_dog", "began", "name", "what")
 
@@ -53,8 +54,10 @@ class Wait:
         dog.last = self
 
     def check(self) -> None:
-        """Raises:
-        TrainingError: the wait has lasted too long; it says who did not come.
+        """Raise if the wait has lasted too long.
+
+        Raises:
+            TrainingError: names the missing rank.
         """
         if self._dog.verdict is not None:
             raise TrainingError(self._dog.verdict)
@@ -67,10 +70,10 @@ class Watchdog:
     """Watches the waits of one thread in one run.
 
     Args:
-        timeout: seconds that one may take; 0 watches nothing.
-        rank: this process's.
+        timeout: seconds that one wait may take; 0 watches nothing.
+        rank: this process's rank.
         size: the number of ranks.
-        board: where ranks tell each other what they do; ``None`` where they cannot.
+        board: the notes through which ranks report their state; ``None`` if there is no server.
 
     Raises:
         UsageError: ``GEARTRAIN_PATIENCE`` cannot be read.
@@ -81,17 +84,17 @@ class Watchdog:
     ) -> None:
         self.timeout, self.rank, self.size, self._board = timeout, rank, size, board
         self._patience = Patience.from_environment()
-        #: The wait that is under way, and the one that ended last.
+        #: The current wait, and the last wait that ended.
         self.current: Wait | None = None
         self.last: Wait | None = None
-        #: Why the run ends, once it does.
+        #: The reason if the watchdog ends the run.
         self.verdict: str | None = None
         self._watched = threading.get_ident()
         self._interval = min(_LOOKS[1], max(_LOOKS[0], timeout / 10))
-        #: Seconds without a word after which a rank is called silent.
+        #: Seconds without a report after which a rank counts as silent.
         self._silence = 1 + 2.5 * self._interval
         self._beats = 0
-        #: Of other ranks: what they told last, and when that was new.
+        #: The last report of each other rank, and when it arrived.
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -101,17 +104,19 @@ class Watchdog:
             self._thread.start()
 
     def watching(self, what: str, name: str) -> Wait:
-        """Watch the wait in a ``with`` block; it costs two reads of a clock.
+        """Watch the wait in a ``with`` block. This costs two reads of a clock.
 
         Args:
-            what: the operation.
-            name: under which Horovod knows it.
+            what: the operation in words.
+            name: its name in Horovod.
         """
         return Wait(self, what, name)
 
     def leave(self, shutdown: Callable[[], Any], failed: bool) -> None:
-        """Leave Horovod, and watch nothing more. Ranks agree to leave, so that one that hangs keeps the others: after an error they are
-        not waited for, and the process is ended where it does not end by itself.
+        """Leave Horovod and stop the watchdog.
+
+        Ranks leave together, so a rank that hangs blocks the others. After an error this rank does
+        not wait for them, and ends its process if Horovod still hangs.
 
         Raises:
             TrainingError: the others did not leave within the timeout.
@@ -126,14 +131,12 @@ class Watchdog:
                     wait.check()
                 thread.join(0.05)
         self._stop.set()
-        if (
-            thread.is_alive()
-        ):  # Horovod shuts down at the end of the program, too, and would wait there
+        if thread.is_alive():  # Horovod would also wait in its shutdown at the program's end
             self._end_soon(thread)
         elif self.timeout:
             self._thread.join()
 
-    # --- the thread ------------------------------------------------------------------------------------------------------
+    # --- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         self._tell()
@@ -142,7 +145,8 @@ class Watchdog:
             now = time.monotonic()
             wait, slept = self.current, now - began - self._interval
             if wait is not None and slept > 1 + 2 * self._interval:
-                wait.began += slept  # this process itself was stopped, and so perhaps was everything: nobody is late for that
+                # This process was stopped, and maybe all others too: do not count that time.
+                wait.began += slept
             self._tell()
             waited = 0.0 if wait is None else now - wait.began
             if wait is not None and waited > self.timeout / 2:
@@ -155,32 +159,32 @@ class Watchdog:
             began = time.monotonic()
 
     def _tell(self) -> None:
-        """Tell the others what this rank does."""
+        """Report this rank's state to the other ranks."""
         if self._board is None:
             return
         self._beats += 1
         wait, last = self.current, self.last
-        told = {
+        report = {
             "beat": self._beats,
             "in": None if wait is None else str(wait),
             "last": None if last is None else str(last),
         }
-        self._board.put(str(self.rank), json.dumps({**told, "stack": self._stack()}))
+        self._board.put(str(self.rank), json.dumps({**report, "stack": self._stack()}))
 
     def _listen(self) -> None:
-        """Hear what the others do."""
+        """Read the reports of the other ranks."""
         for rank in range(self.size) if self._board is not None else ():
             assert self._board is not None
             try:
-                told = json.loads(self._board.get(str(rank)) or "{}")
+                report = json.loads(self._board.get(str(rank)) or "{}")
             except OSError:
-                return  # whoever serves it hangs or has gone; so says the report
-            if rank not in self._heard or self._heard[rank][0].get("beat") != told.get("beat"):
-                self._heard[rank] = (told, time.monotonic())
+                return  # the server hangs or has gone; the verdict says that
+            if rank not in self._heard or self._heard[rank][0].get("beat") != report.get("beat"):
+                self._heard[rank] = (report, time.monotonic())
 
     def _make_sure(self) -> None:
-        """Listen until every rank has said something new, or nothing for so long that it is called silent."""
-        before = {rank: told.get("beat") for rank, (told, _) in self._heard.items()}
+        """Listen until each rank has sent a new report or counts as silent."""
+        before = {rank: report.get("beat") for rank, (report, _) in self._heard.items()}
         deadline = time.monotonic() + 2 * self._silence
         while time.monotonic() < deadline and any(
             self._heard[rank][0].get("beat") == beat
@@ -196,26 +200,28 @@ class Watchdog:
         frame = sys._current_frames().get(self._watched)
         return [] if frame is None else traceback.format_stack(frame)[-_FRAMES:]
 
-    # --- the end of a run ------------------------------------------------------------------------------------------------
+    # --- the end of a run ------------------------------------------------------------------------
 
     def _judge(self, wait: Wait, waited: float) -> None:
         late, known = {}, ""
         if self._board is not None and self._board.problem:
-            known = f"it hears nothing of the others: {self._board.problem}"
+            known = f"it has no reports of the others: {self._board.problem}"
         elif self._board is not None:
             late = {
-                rank: told
+                rank: reason
                 for rank in range(self.size)
-                if rank != self.rank and (told := self._late(rank, wait)) is not None
+                if rank != self.rank and (reason := self._late(rank, wait)) is not None
             }
         else:
-            known = "which rank did not come cannot be told under this launcher"
+            known = "the missing rank is unknown, because ranks cannot report under this launcher"
         if self.size > 1 and not late and not known:
             known = "every rank waits in it: the network between them, or a rank's device, hangs"
-        verdict = f"rank {self.rank} has waited {waited:.0f} s for the others in {wait} (stall_timeout={self.timeout:g})"
-        verdict += "".join(f"; rank {rank} {told}" for rank, told in late.items()) + (
-            f"; {known}" if known else ""
+        verdict = (
+            f"rank {self.rank} has waited {waited:.0f} s for the others in {wait} "
+            f"(stall_timeout={self.timeout:g})"
         )
+        verdict += "".join(f"; rank {rank} {reason}" for rank, reason in late.items())
+        verdict += f"; {known}" if known else ""
         stacks = {
             self.rank: self._stack(),
             **{rank: self._heard[rank][0].get("stack", []) for rank in late if rank in self._heard},
@@ -229,35 +235,37 @@ class Watchdog:
         while self.current is wait and time.monotonic() < deadline:
             time.sleep(0.05)
         if self.current is wait:
-            _print(f"geartrain: rank {self.rank} does not come out of {wait}: its process is ended")
+            _print(f"geartrain: rank {self.rank} still hangs in {wait}: its process is ended")
             os._exit(1)
 
     def _late(self, rank: int, wait: Wait) -> str | None:
-        """Why a rank did not come; ``None`` where it waits as this one does, or nothing is known."""
+        """Return why a rank is missing; ``None`` if it waits too, or if nothing is known."""
         if rank not in self._heard:
             return None
-        told, when = self._heard[rank]
-        if not told:
-            return "has not joined it, and has never said anything"
-        doing = f"in {told['in']}" if told.get("in") else "in no operation of Horovod"
-        if not told.get("in") and told.get("last"):
-            doing += f"; its last was {told['last']}"
+        report, when = self._heard[rank]
+        if not report:
+            return "has not joined it, and has never sent a report"
+        doing = f"in {report['in']}" if report.get("in") else "in no operation of Horovod"
+        if not report.get("in") and report.get("last"):
+            doing += f"; its last was {report['last']}"
         silent = time.monotonic() - when
         if silent > self._silence:
             why = "it is stopped, or its machine or network has gone"
             return (
-                f"has not joined it and has said nothing for {silent:.0f} s ({why}); it was {doing}"
+                f"has not joined it and has sent no report for {silent:.0f} s ({why}); "
+                f"it was {doing}"
             )
-        return None if told.get("in") == str(wait) else f"has not joined it: it is {doing}"
+        return None if report.get("in") == str(wait) else f"has not joined it: it is {doing}"
 
     def _end_soon(self, leaving: threading.Thread) -> None:
-        """End the process by force where Horovod still hangs after time to report the error and to end others."""
+        """End the process by force if Horovod still hangs after the error was reported."""
 
         def end() -> None:
             leaving.join(2 * self._patience.grace)
             if leaving.is_alive():
                 _print(
-                    f"geartrain: rank {self.rank} cannot leave Horovod, whose other ranks hang: its process is ended"
+                    f"geartrain: rank {self.rank} cannot leave Horovod, because other ranks hang: "
+                    "its process is ended"
                 )
                 os._exit(1)
 
@@ -265,29 +273,29 @@ class Watchdog:
 
 
 class Board:
-    """Horovod's rendezvous server as a place for notes: by name, the last one put.
+    """Notes on Horovod's rendezvous server. Each name keeps its last note.
 
     Args:
-        address: the server's, a number or name.
-        port: the server's.
-        topic: what keeps the notes of one run apart from others'.
+        address: the server's IP address or host name.
+        port: the server's port.
+        topic: a prefix that separates the notes of different runs.
     """
 
-    #: Seconds that the server may take.
+    #: Seconds that a request may take.
     _PATIENCE = 2.0
 
     def __init__(self, address: str, port: int, topic: str) -> None:
         self._address, self._port, self._topic = address, port, topic
-        #: Why the last call failed.
+        #: The error of the last request, if it failed.
         self.problem: str | None = None
 
     def put(self, name: str, text: str) -> None:
-        """Put a note; where that fails, the others hear nothing of this rank, which is what they report."""
+        """Store a note. If it fails, the others get no report of this rank and print that."""
         with contextlib.suppress(OSError):
             self._call("PUT", name, text)
 
     def get(self, name: str) -> str | None:
-        """A note.
+        """Return a note, or ``None``.
 
         Raises:
             OSError: the server cannot be reached, or does not answer.

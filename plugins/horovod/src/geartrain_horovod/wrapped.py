@@ -1,7 +1,8 @@
-"""``hvd.DistributedOptimizer`` in the place of our own hooks.
+"""``hvd.DistributedOptimizer`` instead of geartrain's hooks.
 
-Only its gradients are used: it is synchronised in ``reduce_gradients``, and the user's own optimizer steps. Stepping Horovod's would drop
-the optimizer's state, part it from its schedulers, and with a closure let ranks drift apart.
+Only its reduction of gradients is used: ``reduce_gradients`` synchronises it, and the user's
+optimizer steps. A step of Horovod's optimizer would drop the optimizer's state and detach it from
+its schedulers. With a closure, ranks would get different weights.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from geartrain import Run, TrainingError, UsageError
 from geartrain_horovod.collectives import Collectives
 from geartrain_horovod.gradients import Reduction, named_parameters
 
-#: Backward passes that no step has: gradients are sent when the step comes, and those of one optimizer at a time, since several models of a
-#: Session may have parameters of one name.
+#: More backward passes than a step has: gradients are sent only when the step is taken. Each
+#: optimizer's are sent separately, because models of a Session may share names of parameters.
 _LATE = 2**31
 _NAME = "of hvd.DistributedOptimizer"
 
@@ -29,27 +30,25 @@ class Wrapped:
     """The distributed optimizers of one run.
 
     Args:
-        passes: backward passes in one step of the loop. In manual optimisation and in a Session nobody knows how many come before a step.
-        process_set: Horovod's, or ``None`` for all ranks.
+        passes: backward passes per step of the loop. In manual optimisation and in a Session the
+            number is unknown, and this one is not used.
+        process_set: Horovod's process set, or ``None`` for all ranks.
     """
 
     def __init__(
         self, collectives: Collectives, reduction: Reduction, passes: int, process_set: Any = None
     ) -> None:
-        self._collectives, self._how, self._passes, self._process_set = (
-            collectives,
-            reduction,
-            passes,
-            process_set,
-        )
-        #: By an optimizer's first parameter: a Session hands out another object than it wraps.
+        self._collectives, self._how = collectives, reduction
+        self._passes, self._process_set = passes, process_set
+        #: By an optimizer's first parameter: a Session returns another object than it wraps.
         self._made: dict[nn.Parameter, Any] = {}
 
     def add(self, run: Run, optimizer: Optimizer) -> None:
         """Let Horovod reduce this optimizer's gradients.
 
         Raises:
-            UsageError: its parameters are of a type or layout that Horovod does not take, or it cannot be made anew.
+            UsageError: Horovod does not support the type or layout of a parameter, or cannot create
+                a second optimizer of this class.
         """
         hvd, how = self._collectives.hvd, self._how
         own = _parameters(optimizer)
@@ -66,7 +65,8 @@ class Wrapped:
             ):
                 what = str(parameter.dtype) if parameter.is_contiguous() else "not contiguous"
                 raise UsageError(
-                    f"distributed_optimizer=True: {name} is {what}, which Horovod refuses. Fix: distributed_optimizer=False"
+                    f"distributed_optimizer=True: {name} is {what}, which Horovod refuses. "
+                    "Fix: distributed_optimizer=False"
                 )
         options = {} if self._process_set is None else {"process_set": self._process_set}
         try:
@@ -86,17 +86,19 @@ class Wrapped:
             )
         except TypeError as error:
             raise UsageError(
-                f"distributed_optimizer=True: Horovod makes {type(optimizer).__name__} anew from its parameter groups, and it takes more "
-                f"({error}). Fix: distributed_optimizer=False"
+                f"distributed_optimizer=True: Horovod creates a second {type(optimizer).__name__} "
+                f"from its parameter groups only, and it needs more arguments ({error}). "
+                "Fix: distributed_optimizer=False"
             ) from error
         self._made[next(iter(own))] = made
 
     @contextmanager
     def early(self) -> Iterator[None]:
-        """Around a micro-batch, in whose backward Horovod's hooks send gradients.
+        """Guard a micro-batch, in whose backward Horovod's hooks send gradients.
 
         Raises:
-            TrainingError: another rank has gone, or one backward computed a gradient twice, which the hooks do not bear.
+            TrainingError: another rank has gone, or one backward computed a gradient twice, which
+                the hooks do not support.
         """
         try:
             with self._collectives.explained("start of all-reduce", _NAME):
@@ -107,15 +109,17 @@ class Wrapped:
             ):
                 raise
             raise TrainingError(
-                "distributed_optimizer=True: one backward has computed a gradient several times, as reentrant checkpoints do, and Horovod "
-                "had sent it. Fix: distributed_optimizer=False"
+                "distributed_optimizer=True: one backward computed a gradient several times, as "
+                "reentrant checkpoints do, after Horovod had sent it. "
+                "Fix: distributed_optimizer=False"
             ) from error
 
     def reduce(self, run: Run) -> None:
         """Finish the gradients of the optimizers that are about to step.
 
         Raises:
-            TrainingError: a parameter was unfrozen after Horovod had looked, a gradient is sparse, or another rank has gone.
+            TrainingError: a parameter was unfrozen after Horovod's optimizer was created, a
+                gradient is sparse, or another rank has gone.
         """
         for optimizer in run.optimizers:
             own = _parameters(optimizer)
@@ -128,9 +132,10 @@ class Wrapped:
                 made.synchronize()
 
     def close(self) -> None:
-        """Let Horovod hear of no gradient any more: the parameters may be trained again, by another run.
+        """Remove Horovod's hooks: another run may train the same parameters.
 
-        Its hooks are on the nodes that accumulate gradients, which live as long as something holds them.
+        The hooks are on the autograd nodes that accumulate gradients. A node lives as long as
+        something refers to it.
         """
         for made in self._made.values():
             made._grad_accs.clear()
@@ -138,16 +143,15 @@ class Wrapped:
 
 
 def _check(name: str, parameter: nn.Parameter, made: Any) -> None:
-    """Refuse what Horovod would let drift apart.
+    """Refuse a parameter whose values would differ between ranks.
 
     Raises:
-        TrainingError: a parameter that was unfrozen after Horovod had looked, or a sparse gradient.
+        TrainingError: a parameter was unfrozen after Horovod's optimizer was created, or its
+            gradient is sparse.
     """
     why = None
     if parameter.requires_grad and parameter not in made._requires_update:
-        why = (
-            "was frozen when training began and is not now; Horovod would let the ranks drift apart"
-        )
+        why = "was frozen when training began and is not now; its values would differ between ranks"
     elif parameter.grad is not None and parameter.grad.layout != torch.strided:
         why = "has a sparse gradient, which a rank that does not use it could not reduce"
     if why is not None:
@@ -157,8 +161,11 @@ def _check(name: str, parameter: nn.Parameter, made: Any) -> None:
 
 
 def _complete_groups(made: Any) -> None:
-    """Send the groups that are not under way, with zeros where no loss of this rank has used a parameter: synchronize() would send what is
-    left one by one, and the ranks whose group is complete would wait for a group for ever."""
+    """Send the groups that are not sent yet, with zeros for parameters that this rank did not use.
+
+    synchronize() would send the remaining gradients one by one, and the ranks whose group is
+    complete would wait for the group without end.
+    """
     for group in made._group_counts:
         if group in made._handles:
             continue
