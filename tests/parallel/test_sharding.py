@@ -44,7 +44,7 @@ def numbers(batches):
     return [n for batch in batches for n in (batch if isinstance(batch, list) else [batch])]
 
 
-# --- how much each gets --------------------------------------------------------------------------------------------------
+# --- how much each gets ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -94,7 +94,7 @@ def test_ranks_predict_whole_batches_in_turn():
     assert sorted(numbers(shuffled[0]) + numbers(shuffled[1])) == list(range(11))
 
 
-# --- its order -----------------------------------------------------------------------------------------------------------
+# --- its order ------------------------------------------------------------------------------------
 
 
 class AnyOrder(Sampler):
@@ -163,7 +163,7 @@ def test_without_a_seed_rank_0_draws_one_for_all():
     assert len(drawn) == 1
 
 
-# --- samplers of the user's own ------------------------------------------------------------------------------------------
+# --- samplers of the user's own -------------------------------------------------------------------
 
 
 def test_custom_sampler_is_wrapped():
@@ -249,7 +249,7 @@ def test_nothing_is_sharded_where_it_is_turned_off_or_for_one_process():
         assert shard(run_of(0, 1), alone, "train") is alone
 
 
-# --- what a loader keeps -------------------------------------------------------------------------------------------------
+# --- what a loader keeps --------------------------------------------------------------------------
 
 
 class Tagged(DataLoader):

@@ -118,7 +118,7 @@ def wait():
     until(lambda: False, 20, "the end of this wait")
 
 
-# --- another rank fails first --------------------------------------------------------------------------------------------
+# --- another rank fails first ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_next_run_of_the_program_is_refused_and_says_why(node):
         node.work(wait)
 
 
-# --- rank 0 fails --------------------------------------------------------------------------------------------------------
+# --- rank 0 fails ---------------------------------------------------------------------------------
 
 
 def test_a_stopped_rank_is_killed_at_once_if_rank_0_fails(node, monkeypatch):
@@ -302,7 +302,7 @@ def test_what_a_rank_has_started_ends_with_it(node):
     until(lambda: not is_running(child), 5, "what rank 1 has started has ended")
 
 
-# --- rank 0 does not come to an end --------------------------------------------------------------------------------------
+# --- rank 0 does not come to an end ---------------------------------------------------------------
 
 
 def until_interrupted(teardown):
@@ -359,7 +359,7 @@ def test_to_leave_the_program_in_the_middle_of_a_run_is_a_failure(node, forced, 
     assert node.have_ended()
 
 
-# --- after the run -------------------------------------------------------------------------------------------------------
+# --- after the run --------------------------------------------------------------------------------
 
 
 def test_at_the_end_of_the_program_the_others_are_waited_for(node):
@@ -405,7 +405,7 @@ def test_a_program_that_failed_after_the_run_does_not_wait_for_the_others(node):
     assert node.have_ended()
 
 
-# --- how ranks are started -----------------------------------------------------------------------------------------------
+# --- how ranks are started ------------------------------------------------------------------------
 
 
 def test_under_nohup_the_others_ignore_a_hangup_too(node):

@@ -49,7 +49,7 @@ def test_a_class_of_two_entry_points_is_listed_once():
     assert len(dir(gt.strategies)) == len(set(dir(gt.strategies)))
 
 
-# --- a trainer, a session ------------------------------------------------------------------------------------------------
+# --- a trainer, a session -------------------------------------------------------------------------
 
 
 def test_a_trainers_attribute_says_what_to_write():
@@ -93,7 +93,7 @@ def test_what_a_session_has_instead_can_be_evaluated():
     assert not [name for name in OF_FABRIC if hasattr(gt.Fabric, name)]
 
 
-# --- fit -----------------------------------------------------------------------------------------------------------------
+# --- fit ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def comments(source):
     )
 
 
-# --- whole scripts -------------------------------------------------------------------------------------------------------
+# --- whole scripts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -120,7 +120,7 @@ def test_what_cannot_be_ported_is_named_with_its_line(folder, command):
     assert "devices=args.gpus" in after
 
 
-# --- single lines --------------------------------------------------------------------------------------------------------
+# --- single lines ---------------------------------------------------------------------------------
 
 TRAINERS = [
     ("gpus=2", 'devices=2, accelerator="gpu"'),
@@ -320,7 +320,7 @@ def test_what_is_left_says_what_to_write(before):
     assert LEFT[before] in done.left[0].instead
 
 
-# --- what means something else -------------------------------------------------------------------------------------------
+# --- what means something else --------------------------------------------------------------------
 
 CHANGED = {
     "Trainer()": [
@@ -440,7 +440,7 @@ def test_a_model_checkpoint_without_a_folder_gets_one(more, folder_of, folder, m
         assert len(list((folder / folder_of).glob("*.ckpt"))) == 2
 
 
-# --- LightningCLI --------------------------------------------------------------------------------------------------------
+# --- LightningCLI ---------------------------------------------------------------------------------
 
 CLI = "from lightning.pytorch.cli import LightningCLI\n"
 CLIS = {
@@ -564,7 +564,7 @@ def test_baguas_module_is_named_and_its_optimizer_ported():
     assert [left.what for left in done.left] == ["bagua.torch_api.algorithms.q_adam"]
 
 
-# --- the command ---------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 SHORT = "import lightning as L\n\ntrainer = L.Trainer()\n"
 

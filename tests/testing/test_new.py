@@ -40,7 +40,7 @@ def files(folder):
     }
 
 
-# --- what cannot be meant ------------------------------------------------------------------------------------------------
+# --- what cannot be meant -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_file_in_the_way_is_refused(refused, folder):
     assert "cannot be written" in refused("new plugin tandem --output there/below")
 
 
-# --- what is written -----------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +220,7 @@ def test_compiled_templates_and_caches_are_not_written(new, folder, tmp_path, mo
     assert not [path for path in files(folder / "geartrain-tandem") if "cache" in path]
 
 
-# --- without torch -------------------------------------------------------------------------------------------------------
+# --- without torch --------------------------------------------------------------------------------
 
 
 def test_neither_torch_nor_a_plugin_is_imported(python, folder):

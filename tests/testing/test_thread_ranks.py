@@ -20,7 +20,7 @@ from geartrain_testing.kit import BATCH, Report, Reports
 from geartrain_testing.program import Job, Request
 from geartrain_testing.scenarios import SCENARIOS
 
-# --- the kit's cases -----------------------------------------------------------------------------------------------------
+# --- the kit's cases ------------------------------------------------------------------------------
 
 
 class ThreadJob(Job):
@@ -85,7 +85,7 @@ class TestConformance(TrainingCases, Cases):
                 del sys.modules[name]
 
 
-# --- what it is used for -------------------------------------------------------------------------------------------------
+# --- what it is used for --------------------------------------------------------------------------
 
 
 def test_two_ranks_take_under_100_ms():
@@ -198,7 +198,7 @@ def test_a_session_runs_its_function_on_each_rank():
     assert torch.equal(first, second)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_copied_is_named_before_a_rank_starts():
@@ -253,7 +253,7 @@ def test_what_cannot_work_is_refused(make, message):
         make()
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class Notes:

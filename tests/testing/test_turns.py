@@ -34,7 +34,7 @@ def refused(*functions):
     return caught.value
 
 
-# --- turns ---------------------------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -107,7 +107,7 @@ def test_each_rank_has_its_own_default_type_and_determinism(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# --- ranks that do not meet ----------------------------------------------------------------------------------------------
+# --- ranks that do not meet -----------------------------------------------------------------------
 
 
 def test_different_collectives_are_an_error_that_names_both_ranks_and_both_places():
@@ -141,7 +141,7 @@ def test_a_rank_that_ends_without_a_collective_is_named_by_the_others(early):
     assert f"and rank {early} has come to its end without it" in str(error)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -183,7 +183,7 @@ def test_a_rank_does_not_begin_after_another_has_failed():
     assert "rank 0 failed before rank 1 began" in str(turns.errors[1])
 
 
-# --- Ctrl-C --------------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 def interrupt():

@@ -55,7 +55,7 @@ class ProcessGroupStrategy:
         """Average gradients over ranks; see :func:`geartrain.parallel.average_gradients`. geartrain-manual calls it after each backward."""
         return collectives.average_gradients(run, parameters, changed)
 
-    # --- collectives -----------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     @hookimpl
     def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:

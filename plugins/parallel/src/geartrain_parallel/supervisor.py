@@ -76,7 +76,7 @@ class Supervisor:
         #: True once this supervisor ends the ranks. Later failures are its own doing and are not noted.
         self.is_ending = False
 
-    # --- watching --------------------------------------------------------------------------------------------------------
+    # --- watching ---------------------------------------------------------------------------------
 
     def watch(self, *wake: int) -> bool:
         """Wait until a rank fails, or a descriptor of ``wake`` can be read; without one, until all ranks have ended.
@@ -148,7 +148,7 @@ class Supervisor:
         ]
         self.failures += [Failure(rank.number, now - limit, message) for rank in late]
 
-    # --- ending ----------------------------------------------------------------------------------------------------------
+    # --- ending -----------------------------------------------------------------------------------
 
     def unwind(self) -> None:
         """Give ranks a moment to end by themselves after a failure, which closes their connections; then end those that have not."""
@@ -203,7 +203,7 @@ class Supervisor:
             self.wait(min(left, _AGAIN))
             self.look()
 
-    # --- afterwards ------------------------------------------------------------------------------------------------------
+    # --- afterwards -------------------------------------------------------------------------------
 
     def judge(
         self, own: Sequence[Failure] = (), silent: Sequence[int] = (), left: Sequence[int] = ()

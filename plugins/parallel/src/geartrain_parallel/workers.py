@@ -116,7 +116,7 @@ class Workers:
             self.supervisor.end()
             raise
 
-    # --- supervision -----------------------------------------------------------------------------------------------------
+    # --- supervision ------------------------------------------------------------------------------
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Workers:
         self.show_logs()
         _fail(f"{cause}. This rank did not come to an end within {took:.0f} s and is stopped.")
 
-    # --- afterwards ------------------------------------------------------------------------------------------------------
+    # --- afterwards -------------------------------------------------------------------------------
 
     def _raise_first_failure(self, error: BaseException) -> None:
         """This rank failed. If another rank is to blame, raise that instead: this rank's error is only the connection that was closed."""

@@ -76,7 +76,7 @@ class _Rewrite(cst.CSTTransformer):
                     new[node.value] = name
         return new
 
-    # --- references ------------------------------------------------------------------------------------------------------
+    # --- references -------------------------------------------------------------------------------
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         if original_node in self._survey.references and original_node.value in self._renamed:
@@ -143,7 +143,7 @@ class _Rewrite(cst.CSTTransformer):
             return self._reference(start, path)
         return self._renamed.get(word, word)
 
-    # --- imports ---------------------------------------------------------------------------------------------------------
+    # --- imports ----------------------------------------------------------------------------------
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -286,7 +286,7 @@ class _Rewrite(cst.CSTTransformer):
             isinstance(node, cst.Name) and node.value == name for node in self._survey.references
         )
 
-    # --- calls -----------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: cst.Assign) -> None:
         name = (

@@ -72,7 +72,7 @@ class Survey(cst.CSTVisitor):
             }
             self.has_folder |= bool(given & {"default_root_dir", "weights_save_path", "output"})
 
-    # --- names -----------------------------------------------------------------------------------------------------------
+    # --- names ------------------------------------------------------------------------------------
 
     def path(self, node: cst.CSTNode) -> str | None:
         """The path behind Lightning's package of what a name or an attribute refers to."""
@@ -171,7 +171,7 @@ class Survey(cst.CSTVisitor):
     def _ours(self, node: cst.CSTNode) -> bool:
         return any(origin.startswith("geartrain") for origin in self._origin(node))
 
-    # --- classes ---------------------------------------------------------------------------------------------------------
+    # --- classes ----------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         bases = [names.target(self.path(base.value) or "") for base in node.bases]

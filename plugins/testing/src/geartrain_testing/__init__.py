@@ -1,6 +1,6 @@
-"""What authors of plugins test with: ``pip install geartrain-testing``.
+"""Test kit for authors of plugins: ``pip install geartrain-testing``.
 
-A plugin's test runs it in the test's own process, on two ranks that are threads::
+A plugin's test runs the plugin in the test's process, on two ranks that are threads::
 
     from geartrain.testing import run_plugin
 
@@ -8,7 +8,7 @@ A plugin's test runs it in the test's own process, on two ranks that are threads
         first, second = run_plugin(GradientNorm(every=2))
         assert first.metrics["grad_norm"] > 0
 
-A strategy's tests are a file of five lines, run by pytest (or no file at all: ``geartrain conformance NAME``)::
+A strategy's tests are a file of five lines that pytest runs::
 
     from geartrain.testing import Capabilities, StrategyConformance
 
@@ -17,7 +17,8 @@ A strategy's tests are a file of five lines, run by pytest (or no file at all: `
         devices = 2
         capabilities = Capabilities(multi_node=False)
 
-There is no ``pytest11`` entry point: one would be loaded by every pytest on the machine, whatever it tests.
+``geartrain conformance NAME`` runs the same tests without a file. The package has no ``pytest11``
+entry point, because every pytest of the environment would load it, whatever it tests.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ __all__ = [
     "run_plugin",
 ]
 
-#: What is imported when it is asked for -> its module: the programs that the kit starts import this package too, and must not pay for it.
+#: Name -> module, imported on first use: the programs that the kit starts import this package too,
+#: and need none of these.
 _LAZY = {
     "RankResult": "plugins",
     "StrategyConformance": "conformance",
     "ThreadRanks": "thread_ranks",
     "run_plugin": "plugins",
 }
-#: The modules with the kit's asserts: pytest explains failed ones only where it was told to before they are imported.
+#: The modules with the kit's asserts: pytest explains a failed assert only if its module was
+#: registered before the import.
 _ASSERTING = (
     "cases",
     "cases_failures",

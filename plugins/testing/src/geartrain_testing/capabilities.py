@@ -1,4 +1,4 @@
-"""What a strategy says it can and cannot do."""
+"""Declarations of what a strategy supports."""
 
 from __future__ import annotations
 
@@ -15,56 +15,60 @@ MOST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a strategy supports. Everything is supported unless it is declared otherwise.
+    """Declare what a strategy supports. By default everything is supported.
 
-    A feature that is declared unsupported and works all the same is a failure, as in SQLAlchemy's suite: a declaration that is
-    out of date keeps users from a feature. Give them to the test class, or to the strategy as an attribute ``capabilities``,
-    a plain mapping, so that a plugin need not import this package: ``capabilities = {"multi_node": False}``. An attribute that is
-    set in ``__init__`` may depend on the strategy's options.
+    A feature that is declared unsupported and works is a failure, as in SQLAlchemy's suite, because
+    an outdated declaration keeps users from the feature. Pass capabilities to the test class, or set
+    the strategy's attribute ``capabilities``. The attribute is a plain mapping, so that a plugin need
+    not import this package: ``capabilities = {"multi_node": False}``. If ``__init__`` sets it, it may
+    depend on the strategy's options.
 
     Raises:
-        UsageError: ``convergence`` is no number above 0 and at most 0.5.
+        UsageError: ``convergence`` is not a number above 0 and at most 0.5.
     """
 
-    #: Gradients stay on their rank until the last micro-batch of a window: one reduction a step.
+    #: Gradients stay on their rank until the last micro-batch of a window: one reduction per step.
     no_sync: bool = True
-    #: Parameters that a step does not use, on all ranks or on some. Where it is declared off, a step that uses other parameters
-    #: than the one before must end in an error.
+    #: A step may leave parameters unused, on all ranks or on some. If declared off, a step that uses
+    #: other parameters than the one before must be an error.
     unused_parameters: bool = True
-    #: Ranks with unequal numbers of batches: collectives in ``validation_step``, and training on loaders without a length.
+    #: Ranks may have unequal numbers of batches, with collectives in ``validation_step``, and in
+    #: training on loaders without a length.
     uneven_inputs: bool = True
-    #: Each rank sees its own part of the data. Where it is declared off, every rank must see all of it.
+    #: Each rank sees a part of the data. If declared off, every rank must see all of it.
     sharded_loader: bool = True
-    #: Several machines, started by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT. Where it is declared off, ``num_nodes=2``
-    #: must be refused with a ``UsageError`` before anything starts.
+    #: Several machines, started by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT. If declared off,
+    #: ``num_nodes=2`` must be a ``UsageError`` before anything starts.
     multi_node: bool = True
-    #: All ranks have the same weights, bit by bit, after training.
+    #: All ranks have the same weights, bit for bit, after training.
     identical_weights: bool = True
     #: On one machine nothing listens on any address but loopback.
     loopback_only: bool = True
-    #: The strategy's option with the seconds after which a rank that hangs ends the run; ``None`` where it has none.
+    #: The strategy's option with the seconds after which a hanging rank ends the run; ``None``: none.
     timeout_option: str | None = "timeout"
-    #: ``None``: N ranks must equal one process. A number c, for strategies that are approximate by design (compression,
-    #: asynchronous updates): instead, the last logged loss may exceed the last one of one process by at most c × the first one of
-    #: one process; weights are not compared with one process's. At most ``MOST``: what trains on nothing comes near a larger one.
+    #: ``None``: N ranks must equal one process. A number c is for strategies that are approximate by
+    #: design (compression, asynchronous updates): the last logged loss may exceed the last loss of
+    #: one process by at most c × the first loss of one process. Weights are then not compared with
+    #: one process's. c is at most ``MOST``, because an untrained model comes near a larger bound.
     convergence: float | None = None
 
     def __post_init__(self) -> None:
         if self.convergence is not None and not 0 < self.convergence <= MOST:
             raise UsageError(
-                f"convergence={self.convergence!r} must be a number above 0 and at most {MOST}, or None for equality."
+                f"convergence={self.convergence!r} must be a number above 0 and at most {MOST}, "
+                "or None for equality."
             )
 
     @classmethod
     def of(cls, declared: Capabilities | Mapping[str, Any] | None, whose: str) -> Capabilities:
-        """Capabilities from what was declared.
+        """Return an object of this class from a declaration.
 
         Args:
-            declared: a plain mapping, an object of this class, or nothing.
-            whose: who declared it, for the error.
+            declared: a plain mapping, an object of this class, or ``None``.
+            whose: the plugin that declares it, for the error.
 
         Raises:
-            UsageError: an unknown name.
+            UsageError: a name is unknown.
         """
         if isinstance(declared, Capabilities):
             return declared

@@ -1,4 +1,4 @@
-"""Data, metrics, collectives, and what the caller sees."""
+"""Conformance cases about data, metrics, collectives and the caller's view."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from geartrain_testing.checks import numbers
 from geartrain_testing.kit import Kit, Report, fits, need
 from geartrain_testing.scenarios import EVALUATED, EVALUATION_BATCH
 
-#: Where the metrics' exact values are whole numbers or their means, in float64.
+#: Relative tolerance of metrics that are whole numbers or their means, in float64.
 _EXACT = 1e-12
 #: The mean of the evaluation samples' squared numbers.
 MEAN = sum(number * number for number in range(EVALUATED)) / EVALUATED
 
 
 def _once(kit: Kit, report: Report, command: str, total: int) -> None:
-    """Every sample was seen exactly once over all ranks; on every rank, where the loader is declared not to be sharded."""
+    """Check that the ranks together saw each sample once; without sharding, that each rank did."""
     records = report.ranks(command)
     assert len(records) == kit.ranks, (
-        f"{len(records)} ranks recorded {command}, and there are {kit.ranks}"
+        f"{len(records)} ranks recorded {command}, expected {kit.ranks}"
     )
     seen = [numbers(record, command) for record in records]
     if not kit.can.sharded_loader:
@@ -31,23 +31,23 @@ def _once(kit: Kit, report: Report, command: str, total: int) -> None:
             )
         return
     counts = Counter(number for mine in seen for number in mine)
-    lost, twice = (
-        sorted(set(range(total)) - set(counts)),
-        sorted(number for number, times in counts.items() if times > 1),
-    )
+    lost = sorted(set(range(total)) - set(counts))
+    twice = sorted(number for number, times in counts.items() if times > 1)
     assert not lost, f"{command}: no rank saw the samples {lost}"
     assert not twice, f"{command}: the samples {twice} were seen more than once"
 
 
 class Cases:
-    """What is seen, logged, gathered and handed back."""
+    """Cases about samples, metrics, collectives and returned values."""
 
-    # --- data ------------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     @uses("training_coverage")
     def test_training_coverage(self, kit: Kit) -> None:
-        """Each epoch every sample is seen, at most world size - 1 of them twice, by equally many batches on each rank, and with
-        shuffle=True in another order than in the epoch before."""
+        """Each epoch sees every sample, at most world size - 1 of them twice.
+
+        Each rank gets equally many samples. With shuffle=True each epoch has a new order.
+        """
         total = 5 * kit.request.global_batch + 1
         records = kit.report("training_coverage").ranks()
         for epoch in range(2):
@@ -58,7 +58,7 @@ class Cases:
             if kit.can.sharded_loader:
                 counts = Counter(number for mine in seen for number in mine)
                 assert set(counts) == set(range(total)), (
-                    f"epoch {epoch}: never seen: {sorted(set(range(total)) - set(counts))}"
+                    f"epoch {epoch}: no rank saw {sorted(set(range(total)) - set(counts))}"
                 )
                 extra = sum(counts.values()) - total
                 assert extra < kit.ranks, (
@@ -66,16 +66,16 @@ class Cases:
                 )
             else:
                 assert all(sorted(mine) == list(range(total)) for mine in seen), (
-                    "sharded_loader is declared off: every rank sees all"
+                    "sharded_loader is declared off, and not every rank saw all samples once"
                 )
         for record in records:
             assert numbers(record, "train", 0) != numbers(record, "train", 1), (
-                f"rank {record['rank']} had one order in both epochs"
+                f"rank {record['rank']} had the same order in both epochs"
             )
 
     @uses("training_coverage")
     def test_sharded_loader(self, kit: Kit) -> None:
-        """Each rank sees its own part of the data, or all of it, as declared."""
+        """Each rank sees a part of the data, or all of it, as declared."""
         need(kit.ranks > 1, ONE_RANK)
         first, second, *_ = (
             set(numbers(record, "train")) for record in kit.report("training_coverage").ranks()
@@ -88,13 +88,17 @@ class Cases:
             )
         else:
             assert first == second, (
-                "sharded_loader is declared unsupported and works: ranks 0 and 1 saw other samples"
+                "sharded_loader is declared unsupported and works: "
+                "ranks 0 and 1 saw different samples"
             )
 
     @uses("evaluation_coverage")
     def test_evaluation_coverage(self, kit: Kit) -> None:
-        """Validation, test and prediction use every sample exactly once over all ranks, tails included, and give the metric that one
-        process gives; ``predict`` returns the outputs of all batches, in the loader's order."""
+        """Validation, test and prediction use every sample exactly once over all ranks.
+
+        This includes the last, smaller batch. Metrics equal those of one process. ``predict`` returns
+        the outputs of all batches, in the loader's order.
+        """
         report = kit.report("evaluation_coverage")
         for command in ("validate", "test", "predict"):
             _once(kit, report, command, EVALUATED)
@@ -110,26 +114,25 @@ class Cases:
         ]
         expected = once if kit.can.sharded_loader else once * kit.ranks
         assert outputs == expected, (
-            f"predict returned the outputs of samples {outputs}, batch by batch; expected {expected}"
+            f"predict returned outputs of the samples {outputs}, by batch; expected {expected}"
         )
 
     @uses("rank_without_samples")
     def test_rank_without_samples(self, kit: Kit) -> None:
-        """One sample for all ranks: those that have none change nothing."""
+        """With one sample in all, ranks without a sample do not change the metrics."""
         report = kit.report("rank_without_samples")
         _once(kit, report, "validate", 1)
         (found,) = report.caller[0]["result"]
-        assert {name: found[name] for name in ("mean", "min", "max", "one")} == {
-            "mean": 0.0,
-            "min": 0.0,
-            "max": 0.0,
-            "one": 1.0,
-        }
+        expected = {"mean": 0.0, "min": 0.0, "max": 0.0, "one": 1.0}
+        assert {name: found[name] for name in expected} == expected
 
     @uses("uneven_inputs", "uneven_training")
     def test_uneven_inputs(self, kit: Kit) -> None:
-        """Ranks with unequal numbers of batches come to the end: with a collective in each ``validation_step``, and in training where
-        no loader can tell its length, which ends with the rank that has the fewest."""
+        """Ranks with unequal numbers of batches end.
+
+        Validation has a collective in each ``validation_step``. Training has loaders without a length,
+        and ends with the rank that has the fewest batches.
+        """
         if not kit.can.uneven_inputs:
             errors = [
                 kit.reports.by_name[name].error for name in ("uneven_inputs", "uneven_training")
@@ -140,11 +143,11 @@ class Cases:
         steps = [record["step"] for record in kit.report("uneven_training").ranks()]
         assert steps == [3] * kit.ranks, f"the ranks made {steps} steps, and one had 3 batches"
 
-    # --- metrics ---------------------------------------------------------------------------------------------------------
+    # --- metrics ----------------------------------------------------------------------------------
 
     @uses("metrics")
     def test_metrics(self, kit: Kit) -> None:
-        """``self.log(sync_dist=True)``: mean, sum, smallest and largest over the samples of all ranks, on every rank."""
+        """``self.log(sync_dist=True)`` gives mean, sum, min and max over all ranks, on every rank."""
         copies = 1 if kit.can.sharded_loader else kit.ranks
         expected = {
             "mean": MEAN,
@@ -162,7 +165,7 @@ class Cases:
 
     @uses("metrics")
     def test_weighted_means(self, kit: Kit) -> None:
-        """Means are weighted by the batch's size, also where the ranks' last batches are unequal."""
+        """Means are weighted by batch size, also if the ranks' last batches are unequal."""
         expected = sum(rank * (rank + 1) for rank in range(kit.ranks)) / sum(
             rank + 1 for rank in range(kit.ranks)
         )
@@ -173,21 +176,21 @@ class Cases:
             assert abs(record["metrics"]["weighted"] - expected) < _EXACT
 
     def test_key_on_one_rank(self, kit: Kit) -> None:
-        """A metric that only one rank logs with ``sync_dist`` ends the run with an error that names the key and the rank."""
+        """A ``sync_dist`` metric on one rank only is an error that names the key and the rank."""
         need(kit.ranks > 1, ONE_RANK)
         with kit.program("key_on_one_rank", "key-on-one-rank", {}) as run:
             code = run.finish()
             assert code != 0, (
-                f"the last rank alone logged 'of_one_rank_only', and no error came\n{run.shown()}"
+                f"only the last rank logged 'of_one_rank_only', and no error came\n{run.shown()}"
             )
             for part in ("of_one_rank_only", str(kit.ranks - 1)):
                 assert part in run.program.err, f"the error does not say {part!r}\n{run.shown()}"
 
-    # --- collectives -----------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     @uses("collectives")
     def test_all_gather(self, kit: Kit) -> None:
-        """Equal tensors come stacked in the order of ranks, unequal ones as they were, nested ones nested."""
+        """Equal tensors are stacked in the order of ranks; unequal and nested ones keep their form."""
         size = kit.ranks
         mine = [torch.arange(3) + 10 * rank for rank in range(size)]
         for record in kit.report("collectives").ranks("validate"):
@@ -212,31 +215,31 @@ class Cases:
 
     @uses("collectives")
     def test_broadcast(self, kit: Kit) -> None:
-        """Objects come from each rank in turn to all of them."""
+        """Each rank in turn sends an object to all ranks."""
         expected = [{"from": src, "text": "é" * (src + 1)} for src in range(kit.ranks)]
         for record in kit.report("collectives").ranks("validate"):
             found = record["notes"]["broadcast"]
             assert found == expected, (
-                f"rank {record['rank']} was given {found} from ranks 0 to {kit.ranks - 1}"
+                f"rank {record['rank']} received {found} from ranks 0 to {kit.ranks - 1}"
             )
 
     @uses("barrier")
     def test_barrier(self, kit: Kit) -> None:
-        """No rank gets through a barrier before the last has come."""
+        """No rank passes a barrier before the last rank has arrived."""
         for record in kit.report("barrier").ranks("validate"):
             early = [late for late, waited in enumerate(record["notes"]["waited"]) if not waited]
             assert not early, (
-                f"rank {record['rank']} got through the barrier before rank {early} had come"
+                f"rank {record['rank']} passed the barrier before rank {early} arrived"
             )
 
-    # --- what the caller sees --------------------------------------------------------------------------------------------
+    # --- the caller's view ------------------------------------------------------------------------
 
     @uses("fit_validate_test")
     def test_fit_validate_test(self, kit: Kit) -> None:
         """After ``fit``, validation and test in the same program use the trained weights."""
         need(
             kit.ranks == 1 or kit.can.identical_weights,
-            "validation in fit is of each rank's own weights, and later of rank 0's",
+            "validation in fit uses each rank's weights, and later validation uses rank 0's",
         )
         fitted, validated, tested = kit.report("fit_validate_test").caller
         expected = fitted["metrics"]["val_loss"]
@@ -250,23 +253,23 @@ class Cases:
 
     @uses("fit_validate_test")
     def test_caller(self, kit: Kit) -> None:
-        """What the caller has after ``fit`` is rank 0's: weights, metrics, counters."""
+        """After ``fit`` the caller has rank 0's weights, metrics and counters."""
         report = kit.report("fit_validate_test")
         first, seen = report.ranks()[0], report.caller[0]
         assert (seen["step"], seen["epoch"]) == (first["step"], first["epoch"]), (
             "global_step and current_epoch are not rank 0's"
         )
         assert seen["metrics"] == first["metrics"], (
-            f"callback_metrics are {seen['metrics']}, rank 0's {first['metrics']}"
+            f"callback_metrics are {seen['metrics']}, and rank 0's are {first['metrics']}"
         )
         for name, tensor in first["weights"].items():
             assert torch.equal(tensor, seen["weights"][name]), (
-                f"{name} of the caller's model is not what rank 0 trained"
+                f"{name} of the caller's model differs from the one that rank 0 trained"
             )
 
     @uses("plugins")
     def test_plugins(self, kit: Kit) -> None:
-        """Plugins chosen in the program are there on every rank, with their options: a file's and an object."""
+        """Every rank has the program's plugins with their options: one from a file, one an object."""
         for record in kit.report("plugins").ranks("validate"):
             found = {name: record["notes"].get(name) for name in ("file plugin", "object plugin")}
             assert found == {"file plugin": "as chosen", "object plugin": [1, 2]}, (

@@ -1,4 +1,4 @@
-"""Failures: whatever happens to a rank, the run ends in time, says the cause, and leaves nothing."""
+"""Conformance cases about failures: the run ends in time, names the cause, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIGNALS = ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP")
 
 
 def _ends(run: Run, seconds: float) -> None:
-    """The program ends within ``seconds`` of its fault, with an error, and no rank's call returns."""
+    """Check that the program fails within ``seconds`` of its fault, and that no rank's call returns."""
     until(
         lambda: (run.folder / "fault").exists() or run.program.process.poll() is not None,
         run.deadline,
@@ -38,10 +38,10 @@ def _ends(run: Run, seconds: float) -> None:
 
 
 def _named(run: Run, kit: Kit, *words: str) -> None:
-    """The program said the cause, and the rank where there are several."""
+    """Check that the program printed the cause, and the rank if there are several."""
     ranks = (f"rank {kit.ranks - 1}",) if kit.ranks > 1 else ()
     for word in (*words, *ranks):
-        assert word in run.program.err, f"what was printed does not say {word!r}\n{run.shown()}"
+        assert word in run.program.err, f"the output does not name {word!r}\n{run.shown()}"
 
 
 def _nothing_left(run: Run) -> None:
@@ -50,11 +50,11 @@ def _nothing_left(run: Run) -> None:
 
 
 class FailureCases:
-    """What happens when a rank fails."""
+    """Cases in which a rank fails."""
 
     @pytest.mark.parametrize("phase", PHASES)
     def test_error_in(self, kit: Kit, phase: str) -> None:
-        """An exception on the last rank: the run ends and names it, every rank is torn down, nothing is left."""
+        """After an exception on the last rank the run ends, names it, and tears every rank down."""
         need(HAS_PROC, NO_PROC)
         with kit.program(
             "fault", f"error-in-{phase}", {"fault": {"kind": "exception", "where": phase}}
@@ -72,9 +72,11 @@ class FailureCases:
 
     @pytest.mark.parametrize("kind", SIGNALS)
     def test_signal(self, kit: Kit, kind: str) -> None:
-        """A signal to the last rank while it trains: the run ends and names rank and signal, nothing is left. A rank that is stopped
-        ends the run at the strategy's timeout, or sooner."""
-        need(kit.ranks > 1, "one process that is killed can say nothing")
+        """After a signal to the last rank the run ends, names rank and signal, and leaves nothing.
+
+        If the signal stops the rank, the run ends at the strategy's timeout or sooner.
+        """
+        need(kit.ranks > 1, "one process that is killed cannot report it")
         need(HAS_PROC, NO_PROC)
         option, seconds = kit.can.timeout_option, kit.deadline
         changes: dict[str, Any] = {"fault": {"kind": kind, "where": "training_step"}}

@@ -1,4 +1,4 @@
-"""How a strategy is found, started on several nodes, and left."""
+"""Conformance cases about metadata, several nodes, and leftovers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 
 
 class LaunchCases:
-    """What surrounds a run."""
+    """Cases about the start and the end of a run."""
 
     def test_metadata(self, kit: Kit) -> None:
-        """The strategy is found by the entry point of an installed wheel; ``geartrain plugins`` lists it without importing it; its
-        options are typed."""
+        """The strategy is an entry point of an installed wheel, and its options have types.
+
+        ``geartrain plugins`` lists it without importing it.
+        """
         entry, label = kit.candidate.entry_point, kit.candidate.label
         assert entry.dist is not None, f"{label}: no installed distribution has this entry point"
         assert entry.dist.read_text("WHEEL"), (
@@ -66,13 +68,13 @@ class LaunchCases:
 
     @uses("sgd")
     def test_nothing_is_left(self, kit: Kit) -> None:
-        """After programs that succeeded: no process, no shared memory, no temporary file."""
+        """Successful programs leave no process, no shared memory and no temporary file."""
         need(HAS_PROC, NO_PROC)
         assert kit.reports.left_behind == [], "left behind by programs that succeeded"
 
     @uses("sgd")
     def test_process_group_is_left(self, kit: Kit) -> None:
-        """``teardown_process_group`` was called on every rank and destroyed torch.distributed's group, if there was one."""
+        """``teardown_process_group`` ran on every rank and destroyed torch.distributed's group."""
         for report in kit.reports.by_name.values():
             if report.error is not None:  # another test's failure
                 continue
@@ -83,15 +85,16 @@ class LaunchCases:
             )
             stays = sorted(mark for mark in marks if mark.startswith("group-stays"))
             assert not stays, (
-                f"{report.name}: torch.distributed is still initialized after teardown_process_group: {stays}"
+                f"{report.name}: torch.distributed is still initialized after "
+                f"teardown_process_group: {stays}"
             )
             assert not any(seen["group stays"] for seen in report.caller), (
-                f"{report.name}: ... and in the caller after the run"
+                f"{report.name}: torch.distributed is still initialized in the caller after the run"
             )
 
     @uses("sgd", start=ONE_DEVICE)
     def test_one_device(self, kit: Kit) -> None:
-        """On one device it trains what one process trains."""
+        """On one device the weights equal those of one process."""
         need(kit.request.devices > 1, "the other cases run on one device")
         (record,) = kit.report("sgd", ONE_DEVICE).ranks()
         one = kit.reference("sgd", ONE_DEVICE).ranks()[0]
@@ -100,16 +103,20 @@ class LaunchCases:
 
     @uses("sgd", start=TWO_NODES)
     def test_multi_node(self, kit: Kit) -> None:
-        """Two starters with NODE_RANK, MASTER_ADDR and MASTER_PORT, one device each, train what one process trains; where several
-        nodes are declared unsupported they are refused before anything starts."""
+        """Two programs with NODE_RANK, MASTER_ADDR and MASTER_PORT train what one process trains.
+
+        Each has one device. If several nodes are declared unsupported, they are refused before
+        anything starts.
+        """
         if not kit.can.multi_node:
             node = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             with kit.program("sgd", "multi-node", {"devices": 1, "num_nodes": 2}, node) as run:
                 code = run.finish()
                 assert code == 2, (
-                    f"multi_node is declared unsupported: num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
+                    "multi_node is declared unsupported: "
+                    f"num_nodes=2 must be a UsageError (exit code 2)\n{run.shown()}"
                 )
-                assert not list(run.folder.glob("fit-*")), "something was started all the same"
+                assert not list(run.folder.glob("fit-*")), "a run started before the error"
             return
         records = kit.report("sgd", TWO_NODES).ranks()
         assert [record["rank"] for record in records] == [0, 1], (
@@ -127,13 +134,13 @@ class LaunchCases:
 
     @uses("listens")
     def test_loopback_only(self, kit: Kit) -> None:
-        """On one machine nothing listens outside loopback while it trains."""
-        need(kit.ranks > 1, "one process has nobody to listen to")
+        """On one machine nothing listens outside loopback during training."""
+        need(kit.ranks > 1, "one process has no peer")
         need(HAS_PROC, NO_PROC)
         addresses = kit.report("listens").ranks()[0]["notes"]["listening"]
         found = sorted(set(addresses) - set(LOOPBACK))
         if kit.can.loopback_only:
-            where = f"listens on the addresses {found}, in /proc/net's hexadecimal, which are not loopback"
+            where = f"listens on addresses outside loopback (as in /proc/net): {found}"
             assert not found, where + fits("loopback_only=False")
         else:
-            assert found, "loopback_only is declared off, and nothing listens elsewhere"
+            assert found, "loopback_only is declared off, and nothing listens outside loopback"

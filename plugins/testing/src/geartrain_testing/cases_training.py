@@ -1,4 +1,4 @@
-"""Training: N ranks have the result of one process, and agree with each other."""
+"""Conformance cases about training: N ranks equal one process, and agree with each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from geartrain_testing.program import COMPARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 ONE_RANK = "one rank has nothing to compare with"
-#: An entry of ``nets.OwnEntries`` that is larger was moved, and not only rounded; its own rank's ends near 1.
+#: An entry of ``nets.OwnEntries`` above this was trained, not rounded; its own rank's ends near 1.
 MOVED = 1e-3
 
 
 def uses(*scenarios: str, start: str = RANKS) -> Callable[[_F], _F]:
-    """Mark which shared scenarios a test is about, and how their programs are started."""
+    """Mark the shared scenarios of a test, and how their programs start."""
 
     def mark(function: _F) -> _F:
         function.scenarios, function.start = scenarios, start  # type: ignore[attr-defined]
@@ -29,13 +29,16 @@ def uses(*scenarios: str, start: str = RANKS) -> Callable[[_F], _F]:
 
 
 class TrainingCases:
-    """What is trained."""
+    """Cases about weights, gradients and losses."""
 
     @pytest.mark.parametrize("scenario", COMPARED)
     def test_equals_one_process(self, kit: Kit, scenario: str) -> None:
-        """Loss curve, epoch metric, counters and weights, in: SGD, Adam, several buckets, accumulation with a short last window,
-        clipping, two optimizers, frozen parameters, parameters that only some steps and some ranks use, a scheduler, a loss made in
-        ``training_step_end``, two fits in a row."""
+        """Loss curve, epoch metric, counters and weights equal those of one process.
+
+        The scenarios: SGD, Adam, several buckets, accumulation with a short last window, clipping,
+        two optimizers, frozen parameters, parameters that only some steps and some ranks use, a
+        scheduler, a loss from ``training_step_end``, and two fits in a row.
+        """
         if scenario == "unused_parameters":
             need(kit.can.unused_parameters, "unused_parameters is declared unsupported")
             need(
@@ -53,18 +56,17 @@ class TrainingCases:
 
     @uses("sgd", "adam", "many_buckets", "accumulation")
     def test_identical_weights(self, kit: Kit) -> None:
-        """Weights are the same, bit by bit, on all ranks after every scenario."""
+        """Weights are the same, bit for bit, on all ranks after every scenario."""
         need(kit.ranks > 1, ONE_RANK)
         need(kit.can.identical_weights, "identical_weights is declared off")
         for report in kit.reports.by_name.values():
-            if (
-                report.error is None and report.name in COMPARED
-            ):  # one that failed is another test's failure
+            # A scenario with an error fails another test.
+            if report.error is None and report.name in COMPARED:
                 identical_on_ranks(report)
 
     @uses("communication")
     def test_communication(self, kit: Kit) -> None:
-        """Each rank's weights show gradients that only another rank has, whatever the strategy declares."""
+        """Gradients of one rank reach the weights of every other rank, in every strategy."""
         need(kit.ranks > 1, ONE_RANK)
         for record in kit.report("communication").ranks():
             entries, rank = record["weights"]["entries"].tolist(), record["rank"]
@@ -72,19 +74,20 @@ class TrainingCases:
                 other for other, entry in enumerate(entries) if other != rank and entry > MOVED
             ]
             assert others, (
-                f"rank {rank}'s weights show no gradient of another rank, so it trains alone. By rank: {entries}"
+                f"rank {rank} trains alone: no gradient of another rank reached its weights. "
+                f"By rank: {entries}"
             )
 
     @uses("start_apart")
     def test_ranks_that_start_apart(self, kit: Kit) -> None:
-        """Ranks whose modules were made with other weights end with the same."""
+        """Ranks that start with different weights end with equal ones."""
         need(kit.ranks > 1, ONE_RANK)
         need(kit.can.identical_weights, "identical_weights is declared off")
         identical_on_ranks(kit.report("start_apart"))
 
     @uses("buffers")
     def test_buffers(self, kit: Kit) -> None:
-        """BatchNorm's statistics, which each rank takes from its own batches, end the same on all ranks."""
+        """BatchNorm's statistics end equal on all ranks, although each rank has other batches."""
         need(kit.ranks > 1, ONE_RANK)
         report = kit.report("buffers")
         first, *others = report.ranks()
@@ -109,20 +112,23 @@ class TrainingCases:
         )
         if kit.can.no_sync:
             assert local, (
-                "gradients are the same on all ranks after the first micro-batch of two: every micro-batch is reduced"
-                + fits("no_sync=False")
+                "gradients are the same on all ranks after the first micro-batch of two: "
+                "every micro-batch is reduced" + fits("no_sync=False")
             )
         else:
             assert not local, (
-                "no_sync is declared unsupported and works: gradients are local after the first micro-batch of two"
+                "no_sync is declared unsupported and works: "
+                "gradients are local after the first micro-batch of two"
             )
 
     def test_unused_parameters_unsupported(self, kit: Kit) -> None:
-        """Where they are declared unsupported, steps that use other parameters than the one before end in an error: no hang, and no
-        training that goes silently on."""
+        """If they are declared unsupported, a step with other parameters than before is an error.
+
+        The run must neither hang nor continue silently.
+        """
         need(
             not kit.can.unused_parameters,
-            "unused_parameters is supported; test_equals_one_process is about it",
+            "unused_parameters is supported; test_equals_one_process tests it",
         )
         with kit.program("alternating_parameters", "alternating-parameters", {}) as run:
             code = run.finish()

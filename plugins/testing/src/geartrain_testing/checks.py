@@ -1,4 +1,4 @@
-"""Comparisons of what ranks and one process came to."""
+"""Comparisons of the results of ranks and of one process."""
 
 from __future__ import annotations
 
@@ -10,50 +10,54 @@ import torch
 from geartrain_testing.capabilities import MOST
 from geartrain_testing.kit import Kit, Report, fits
 
-#: Float64 sums in another order differ in the last of 16 digits; a few dozen steps, and Adam's division by small numbers, make that
-#: a thousand times more. Anything computed wrongly differs in the first digits.
+#: Float64 sums in another order differ in the last of 16 digits. A few dozen steps, and Adam's
+#: division by small numbers, multiply this by a thousand. A wrong result differs in the first digits.
 RTOL, ATOL = 1e-8, 1e-10
 
 
 def equals_one_process(kit: Kit, scenario: str, number: int = 0) -> None:
-    """Loss curve, metrics, counters and weights of the ``number``-th fit are those of one process; approximate strategies come close.
+    """Check that loss curve, metrics, counters and weights of a fit equal those of one process.
+
+    Approximate strategies must come close.
+
+    Args:
+        number: the number of the fit in the scenario, from 0.
 
     Raises:
-        AssertionError: what differs, and by how much, and the capability that would fit.
+        AssertionError: they differ; the message has the differences and the capability to declare.
     """
-    ours, one = (
-        kit.report(scenario).ranks("fit", number),
-        kit.reference(scenario).ranks("fit", number)[0],
-    )
+    ours = kit.report(scenario).ranks("fit", number)
+    one = kit.reference(scenario).ranks("fit", number)[0]
     curve, expected = ours[0]["curve"], one["curve"]
     assert len(expected) > 1
     assert len(curve) == len(expected), (
-        f"{len(curve)} steps were logged on rank 0, and {len(expected)} in one process"
+        f"rank 0 logged {len(curve)} steps, and one process {len(expected)}"
     )
     bound = kit.can.convergence
     for record in ours:
         found, wanted = (record["step"], record["epoch"]), (one["step"], one["epoch"])
         assert found == wanted, (
-            f"rank {record['rank']} counts {found} steps and epochs, one process {wanted}"
+            f"rank {record['rank']} counts {found} steps and epochs, and one process {wanted}"
         )
     if bound is not None:
         most, fit = expected[-1] + bound * expected[0], _convergence(curve, expected)
         assert curve[-1] <= most, (
             f"the loss ends at {curve[-1]}; with convergence={bound} it may end at {most}{fit}"
         )
-        means, most = (
-            [record["metrics"]["loss_epoch"] for record in ours],
-            one["metrics"]["loss_epoch"] + bound * expected[0],
-        )
+        means = [record["metrics"]["loss_epoch"] for record in ours]
+        most = one["metrics"]["loss_epoch"] + bound * expected[0]
         assert max(means) - min(means) <= ATOL, (
-            f"loss_epoch is a mean over all ranks, and by rank it is {means}"
+            f"loss_epoch is not the same on all ranks; by rank: {means}"
         )
         assert means[0] <= most, (
             f"loss_epoch is {means[0]}; with convergence={bound} it may be {most}"
         )
         return
     off = differing(ours[0]["weights"], one["weights"])
-    say = f"{_say(curve, expected)}\nweights that differ on rank 0, and by how much: {off}{_convergence(curve, expected)}"
+    say = (
+        f"{_say(curve, expected)}\nweights on rank 0 that differ, with the difference: {off}"
+        f"{_convergence(curve, expected)}"
+    )
     torch.testing.assert_close(
         torch.tensor(curve), torch.tensor(expected), rtol=RTOL, atol=ATOL, msg=say
     )
@@ -68,16 +72,11 @@ def equals_one_process(kit: Kit, scenario: str, number: int = 0) -> None:
 
 
 def _say(curve: list[float], expected: list[float]) -> str:
-    step = next(
-        (
-            i
-            for i, (a, b) in enumerate(zip(curve, expected, strict=True))
-            if abs(a - b) > ATOL + RTOL * abs(b)
-        ),
-        0,
-    )
+    pairs = enumerate(zip(curve, expected, strict=True))
+    step = next((i for i, (a, b) in pairs if abs(a - b) > ATOL + RTOL * abs(b)), 0)
     return (
-        f"the loss differs from one process's from step {step} on: {curve[step]!r}, expected {expected[step]!r}\n"
+        f"the loss differs from one process's from step {step}: "
+        f"{curve[step]!r}, expected {expected[step]!r}\n"
         f"rank 0:      {curve}\none process: {expected}"
     )
 
@@ -85,14 +84,14 @@ def _say(curve: list[float], expected: list[float]) -> str:
 def assert_same_weights(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], whose: str, than: str
 ) -> None:
-    """Two state_dicts are equal but for the order of additions.
+    """Check that two state_dicts are equal, up to the order of additions.
 
     Raises:
-        AssertionError: the parameter that differs most.
+        AssertionError: they differ; the message has the largest difference of each tensor.
     """
     assert mine.keys() == theirs.keys()
     wrong = differing(mine, theirs)
-    assert not wrong, f"{whose} has other weights than {than}; largest difference by name: {wrong}"
+    assert not wrong, f"{whose} has other weights than {than}; largest differences: {wrong}"
 
 
 def differing(
@@ -107,31 +106,30 @@ def differing(
 
 
 def _convergence(curve: list[float], expected: list[float]) -> str:
-    """Say which ``convergence`` would fit a loss curve, if one may be declared."""
+    """Return the message that names the ``convergence`` to declare for a loss curve, if any."""
     least = max((curve[-1] - expected[-1]) / expected[0], 0.0)
     rounded = float(f"{max(1.1 * least, 1e-3):.1g}")
     bound = rounded if rounded >= least else 2 * rounded
-    return (
-        fits(f"convergence={bound:g}")
-        if bound <= MOST
-        else f"\nNo convergence that may be declared would fit: {bound:g} is above {MOST}"
-    )
+    if bound <= MOST:
+        return fits(f"convergence={bound:g}")
+    return f"\nNo convergence is possible: it would be {bound:g}, and the largest is {MOST}"
 
 
 def identical_on_ranks(report: Report, command: str = "fit", number: int = 0) -> None:
-    """Weights and buffers are the same, bit by bit, on all ranks.
+    """Check that weights and buffers are the same, bit for bit, on all ranks.
 
     Raises:
-        AssertionError: the tensor and the rank that differ.
+        AssertionError: they differ; the message has the tensor and the rank.
     """
     first, *others = report.ranks(command, number)
     for record in others:
         off = differing(first["weights"], record["weights"], 0.0, 0.0)
         assert not off, (
-            f"weights on rank {record['rank']} differ from rank 0's, and by how much: {off}{fits('identical_weights=False')}"
+            f"weights on rank {record['rank']} differ from rank 0's, with the difference: {off}"
+            f"{fits('identical_weights=False')}"
         )
 
 
 def numbers(record: Mapping[str, Any], stage: str, epoch: int = 0) -> list[int]:
-    """The samples that a rank saw in a stage, in its order."""
+    """Return the samples that a rank saw in a stage, in order."""
     return [number for batch in record["seen"].get(f"{stage}-{epoch}", []) for number in batch]

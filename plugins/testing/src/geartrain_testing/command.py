@@ -1,4 +1,4 @@
-"""``geartrain conformance NAME``: run the conformance kit on an installed strategy, with no file to write."""
+"""``geartrain conformance NAME``: run the conformance kit on an installed strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from geartrain import TrainingError, UsageError
 from geartrain.plugin_api import InstalledPlugin, Registry, nearest
 
 _SUITE = '''\
-"""What `geartrain conformance` runs; the same can stand among a plugin's tests."""
+"""The tests that `geartrain conformance` runs. You can copy them to your plugin's tests."""
 
 from geartrain_testing import Capabilities, StrategyConformance
 
@@ -27,16 +27,19 @@ class Test{title}(StrategyConformance):
     capabilities = {capabilities}
     deadline = {deadline}
 '''
-#: What --quick chooses: at least one case about gradients, data, metrics, collectives and what is left; about ten seconds.
-_QUICK = "(equals_one_process and (sgd or accumulation)) or communication or coverage or test_metrics or barrier or metadata or is_left"
+#: The cases of --quick: some about gradients, data, metrics, collectives and leftovers; about 10 s.
+_QUICK = (
+    "(equals_one_process and (sgd or accumulation)) or communication or coverage"
+    " or test_metrics or barrier or metadata or is_left"
+)
 
 
 def command(name: str, argv: list[str]) -> None:
     """Write the test class into a temporary folder and run pytest on it.
 
     Raises:
-        UsageError: no such strategy, option or capability; no pytest; no test that ``-k`` chooses.
-        TrainingError: a test failed; what the runs left is kept.
+        UsageError: the strategy, an option or a capability is unknown, or ``-k`` matches no test.
+        TrainingError: a test failed; the folder with the evidence is kept.
     """
     parser = argparse.ArgumentParser(
         prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
@@ -74,7 +77,7 @@ def command(name: str, argv: list[str]) -> None:
         help="seconds that one scenario may take; default 60",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="the cases that find most, in about ten seconds"
+        "--quick", action="store_true", help="the most useful cases, in about ten seconds"
     )
     parser.add_argument("-k", metavar="EXPR", help="pytest's: run the tests whose names match")
     try:
@@ -83,10 +86,11 @@ def command(name: str, argv: list[str]) -> None:
         raise UsageError(str(error)) from error
     if given.strategy is None:
         raise UsageError(
-            "which strategy? Fix: geartrain conformance NAME; geartrain plugins lists what is installed"
+            "the strategy's name is missing. "
+            "Fix: geartrain conformance NAME; geartrain plugins lists installed strategies"
         )
     if not 0 < given.deadline < float("inf"):
-        raise UsageError(f"--deadline {given.deadline:g} is no number of seconds above 0")
+        raise UsageError(f"--deadline {given.deadline:g} must be a number of seconds above 0")
     registry = Registry()
     candidate = registry.find("strategy", given.strategy)
     options = _options(registry.load(candidate), candidate, unknown)
@@ -111,7 +115,7 @@ def command(name: str, argv: list[str]) -> None:
 
 
 def _options(cls: Any, candidate: InstalledPlugin, argv: list[str]) -> dict[str, Any]:
-    """The strategy's options that were given, typed as its ``__init__`` says."""
+    """Return the strategy's options from the command line, with the types of its ``__init__``."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     tokens = []
@@ -119,7 +123,10 @@ def _options(cls: Any, candidate: InstalledPlugin, argv: list[str]) -> dict[str,
         key, equals, value = token.partition("=")
         if token.startswith("--"):
             if not key.startswith("--strategy."):
-                known = "--devices, --strategy.OPTION, --without, --convergence, --deadline, --quick, -k"
+                known = (
+                    "--devices, --strategy.OPTION, --without, --convergence, "
+                    "--deadline, --quick, -k"
+                )
                 raise UsageError(f"there is no option {key}. Known: {known}")
             token = key.replace("-", "_").replace("__", "--", 1) + equals + value
         tokens.append(token)
@@ -138,10 +145,10 @@ def _options(cls: Any, candidate: InstalledPlugin, argv: list[str]) -> dict[str,
 
 
 def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
-    """The number of devices: as given, else 2, or 1 if the strategy refuses 2.
+    """Return the number of devices: the given one, otherwise 2, or 1 if the strategy refuses 2.
 
     Raises:
-        UsageError: the strategy refuses to plan; otherwise each case of the suite would.
+        UsageError: the strategy refuses to plan, so each case would fail.
     """
     from geartrain import Trainer
     from geartrain_testing import StrategyConformance
@@ -158,7 +165,7 @@ def _devices(name: str, options: dict[str, Any], given: int | None) -> int:
         if given is not None:
             raise
         return _devices(name, options, 1)
-    except Exception:  # a strategy that is wrong: its cases say how
+    except Exception:  # the strategy has a bug, which its cases report
         pass
     return devices
 
@@ -170,7 +177,7 @@ def _capabilities(
     without: list[str],
     convergence: float | None,
 ) -> str:
-    """Return the source text of the capabilities that the suite expects: the declared ones without those of ``--without``."""
+    """Return the source text of the expected capabilities: the declared ones less ``--without``."""
     from geartrain_testing.capabilities import SWITCHES, Capabilities
 
     for name in without:
@@ -191,26 +198,18 @@ def _capabilities(
 def _run(name: str, suite: str, arguments: list[str]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="geartrain-conformance-"))
     (folder / "test_conformance.py").write_text(suite)
-    # A configuration of its own, so that the one of the project in which the command was typed is not found.
+    # With its own configuration, pytest does not use that of the project in the current folder.
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra -p no:cacheprovider\n")
-    # A process of its own: it must not find this one's imports, and a strategy may end it.
-    code = subprocess.call(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--basetemp",
-            str(folder / "runs"),
-            *arguments,
-            str(folder),
-        ]
-    )
+    # In a new process, because this one has imported modules, and a strategy may end its process.
+    pytest = [sys.executable, "-m", "pytest", "--basetemp", str(folder / "runs")]
+    code = subprocess.call([*pytest, *arguments, str(folder)])
     if code == 0:
         shutil.rmtree(folder, ignore_errors=True)
         return
     if code == 5:
         shutil.rmtree(folder, ignore_errors=True)
-        raise UsageError("-k chooses no test. Fix: docs/conformance.md lists them")
+        raise UsageError("-k matches no test. Fix: docs/conformance.md lists the tests")
     raise TrainingError(
-        f"the strategy {name!r} does not conform, as pytest says above. The test and what it ran: {folder}"
+        f"the strategy {name!r} does not conform; pytest printed the failures above. "
+        f"The tests and their files: {folder}"
     )

@@ -1,4 +1,4 @@
-"""``StrategyConformance``: what every strategy must do, as a class of tests to subclass."""
+"""``StrategyConformance``: the tests that every strategy must pass, as a class to subclass."""
 
 from __future__ import annotations
 
@@ -17,49 +17,47 @@ from geartrain_testing.kit import RANKS, Kit, Programs
 
 
 class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
-    """The tests of one strategy. Subclass it, say which, and run pytest::
+    """The tests of one strategy. Subclass it, name the strategy, and run pytest::
 
         class TestMine(StrategyConformance):
             strategy = "mine"
 
-    Each test is about a scenario that a real program ran, with the strategy chosen by its entry point's name. The scenarios of a
-    class's chosen tests run one after another in one program; those in which something must fail have programs of their own.
+    Each test is about a scenario that a real program ran, with the strategy chosen by its entry
+    point's name. One program runs the scenarios of all chosen tests, one after another. A scenario
+    that must fail has its own program.
     """
 
     #: The entry point's name.
     strategy: str
     #: Options of the strategy.
     options: Mapping[str, Any] = {}
-    #: How many devices to run on.
+    #: The number of devices to run on.
     devices: int = 2
-    #: What the strategy supports; where it is ``None``, the strategy's own attribute ``capabilities`` says so.
+    #: What the strategy supports; ``None``: its attribute ``capabilities``.
     capabilities: Capabilities | None = None
     accelerator: str = "cpu"
-    #: For a strategy that needs an optimizer of its own: ``{"class": "package:Name", "lr": 0.1, ...}``, used in every case but
-    #: ``scheduler``. One process, which ranks are compared with, keeps torch's own: declare ``convergence``.
+    #: An optimizer that the strategy needs: ``{"class": "package:Name", "lr": 0.1, ...}``. Every case
+    #: but ``scheduler`` trains with it. One process keeps torch's, so declare ``convergence``.
     optimizer: Mapping[str, Any] = {}
-    #: Seconds that one scenario may take, and that a failed program has until it must have ended.
+    #: Seconds that one scenario may take, and seconds in which a failed program must end.
     deadline: float = 60.0
-    #: Seconds given as the strategy's timeout where a rank is stopped; long enough for ranks to start in.
+    #: The strategy's timeout, in seconds, in the case of a stopped rank. Ranks must start within it.
     timeout: float = 20.0
 
-    #: Classes that give the same name run their shared scenarios in one program, one class after another. Their ranks must be started
-    #: alike; what such a program leaves behind is a failure of each class.
+    #: Classes with the same name run their shared scenarios in one program, one class after another.
+    #: Their ranks must start in the same way. Leftovers of the program are a failure of each class.
     program: str = ""
 
     @pytest.fixture(scope="class")
     @classmethod
     def kit(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kit:
-        """The strategy's kit, which knows the scenarios of the tests that were chosen."""
+        """The strategy's kit, with the scenarios of the chosen tests."""
         suite = request.cls
         kits = request.config.stash.setdefault(_KITS, {})
         if suite not in kits:
-            wanted = _wanted(request.session.items)
-            together = (
-                [other for other in wanted if other.program == suite.program]
-                if suite.program
-                else [suite]
-            )
+            wanted, together = _wanted(request.session.items), [suite]
+            if suite.program:
+                together = [other for other in wanted if other.program == suite.program]
             programs = Programs(
                 tmp_path_factory.mktemp(f"conformance-{suite.program or suite.strategy}")
             )
@@ -71,7 +69,7 @@ class StrategyConformance(TrainingCases, Cases, LaunchCases, FailureCases):
                 )
                 try:
                     kits[each] = Kit(each, folder, wanted[each], programs)
-                except UsageError:  # another class's failure
+                except UsageError:  # another class's error fails in that class
                     if each is suite:
                         raise
         return kits[suite]
@@ -81,7 +79,7 @@ _KITS = pytest.StashKey[dict[type[StrategyConformance], Kit]]()
 
 
 def _wanted(items: Iterable[Any]) -> dict[Any, dict[str, list[str]]]:
-    """Return the shared scenarios that each class's chosen tests are about, in order, by how their programs are started."""
+    """Return each class's shared scenarios for the chosen tests: how they start -> names in order."""
     wanted: dict[Any, dict[str, list[str]]] = {}
     for item in items:
         suite = getattr(item, "cls", None)

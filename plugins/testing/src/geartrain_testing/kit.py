@@ -1,4 +1,4 @@
-"""Starts conformance programs for one strategy and reads what they left."""
+"""Start conformance programs for one strategy and read their reports."""
 
 from __future__ import annotations
 
@@ -24,76 +24,78 @@ from geartrain_testing.recorder import PROGRESS
 
 #: Samples in one process's batch.
 BATCH = 4
-#: Seconds that a program has at least for its first scenario, which waits for each rank's imports too.
+#: The least number of seconds for a program's first scenario, which includes each rank's imports.
 START = 60.0
-#: What one process comes to, by batch and ranks: the same for every strategy of as many ranks, so it is run once a session.
+#: Reports of one process, by number of ranks and global batch. They are the same for all strategies
+#: with equally many ranks, so one process runs once a session.
 _references: dict[tuple[int, int], Reports] = {}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one scenario left."""
+    """The report of one scenario."""
 
     name: str
     folder: Path
-    #: What went wrong with the program, and its output; ``None`` where the scenario came to its end.
+    #: The program's failure and its output; ``None`` if the scenario ended.
     error: str | None = None
 
     def check(self, capability: str = "") -> Report:
-        """Return this report, of a scenario that came to its end.
+        """Return this report if its scenario ended.
 
         Args:
-            capability: that a strategy may declare off, and then need not come to this scenario's end.
+            capability: a strategy that declares it off need not end this scenario.
 
         Raises:
-            AssertionError: it did not; with the program's output.
+            AssertionError: the scenario did not end; the message has the program's output.
         """
         assert self.error is None, self.error + (fits(f"{capability}=False") if capability else "")
         return self
 
     def ranks(self, command: str = "fit", number: int = 0) -> list[dict[str, Any]]:
-        """Each rank's record of the ``number``-th run of a command, by rank."""
+        """Return each rank's record of the ``number``-th run of a command, by rank."""
         paths = sorted(
             self.folder.glob(f"{command}-{number}-rank-*.pt"),
             key=lambda path: int(path.stem.rpartition("-")[2]),
         )
         records = [torch.load(path, weights_only=True) for path in paths]
         assert records, (
-            f"no rank recorded {command!r} in {self.folder}: the strategy did not call the hooks of Trainer(plugins=[...])"
+            f"no rank recorded {command!r} in {self.folder}: "
+            "the strategy did not call the hooks of Trainer(plugins=[...])"
         )
         return records
 
     @cached_property
     def caller(self) -> list[dict[str, Any]]:
-        """What the caller of fit, validate, … saw after each run."""
+        """The caller's view after each run of fit, validate, …"""
         return list(torch.load(self.folder / "caller.pt", weights_only=True))
 
 
 @dataclass
 class Reports:
-    """What one or several programs left of one request."""
+    """The reports of one request, from one or several programs."""
 
     by_name: dict[str, Report] = field(default_factory=dict)
-    #: What was there when a program had ended that should not be.
+    #: Processes, shared memory and temporary files that still existed after a program had ended.
     left_behind: list[str] = field(default_factory=list)
 
 
-#: The scenarios that strategies need not come to the end of -> the capability that says so.
+#: Scenario -> the capability that a strategy may declare off if the scenario fails.
 _CAPABILITY_OF = {
     "uneven_inputs": "uneven_inputs",
     "uneven_training": "uneven_inputs",
     "unused_parameters": "unused_parameters",
 }
 
-#: How the programs of a shared scenario are started: on the class's devices, on one device, or as two nodes of one device each.
+#: How a shared scenario starts: on the class's devices, on one device, or on two nodes of one device.
 RANKS, ONE_DEVICE, TWO_NODES = "ranks", "one-device", "two-nodes"
 
 
 class Programs:
-    """The programs that run the shared scenarios of one kit, or of several whose classes name the same ``program``.
+    """Run the shared scenarios of one kit, or of several kits whose classes name the same ``program``.
 
     Args:
-        folder: for everything that is written.
+        folder: the folder for all files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,9 +104,10 @@ class Programs:
         self._reports: dict[str, dict[Kit, Reports]] = {}
 
     def reports(self, start: str) -> dict[Kit, Reports]:
-        """Return what the programs that are started in this way left, by kit. They run when the first kit asks.
+        """Return the reports of the programs that start in this way, by kit.
 
-        The program on one device first runs what the kits are compared with, unless another one has.
+        The programs run at the first call. The program on one device first runs the references with
+        which kits are compared, unless another one has run them.
         """
         if start not in self._reports:
             kits = [kit for kit in self.kits if kit.wanted.get(start)]
@@ -131,12 +134,12 @@ class Kit:
 
     Args:
         suite: the subclass of ``StrategyConformance``.
-        folder: for everything that is written.
-        wanted: the shared scenarios that the chosen tests need, in order, by how their programs are started.
-        programs: that run them; made for this kit alone if there are none yet.
+        folder: the folder for all files.
+        wanted: how programs start -> the shared scenarios that the chosen tests need, in order.
+        programs: run these scenarios; default: programs of this kit alone.
 
     Raises:
-        UsageError: the strategy, its options or a capability are unknown.
+        UsageError: the strategy, an option or a capability is unknown.
     """
 
     def __init__(
@@ -184,9 +187,8 @@ class Kit:
             strategy=self.name,
             strategy_options=options,
         )
-        ranks = (
-            trainer.plan.processes or devices
-        )  # where a launcher decides, as many as there are devices
+        # The plan has no number of processes if a launcher decides it: then one per device.
+        ranks = trainer.plan.processes or devices
         return Request(
             strategy=self.name,
             options=dict(options),
@@ -196,11 +198,11 @@ class Kit:
             scenarios=[],
             ranks=ranks,
             batch=BATCH,
-            # Ranks that all see all of the data see together what one of them sees.
+            # Without sharding, every rank sees all data: the global batch is one rank's batch.
             global_batch=BATCH * ranks if self.can.sharded_loader else BATCH,
         )
 
-    # --- scenarios of the shared programs --------------------------------------------------------------------------------
+    # --- scenarios of shared programs -------------------------------------------------------------
 
     def shared_request(self, start: str) -> Request:
         """Return the request for the wanted shared scenarios."""
@@ -223,7 +225,7 @@ class Kit:
         return self.programs.reports(RANKS)[self]
 
     def report(self, scenario: str, start: str = RANKS) -> Report:
-        """Return the strategy's report of a scenario that came to its end."""
+        """Return the strategy's report of a scenario; fail the test if the scenario did not end."""
         capability = "multi_node" if start == TWO_NODES else _CAPABILITY_OF.get(scenario, "")
         return self.programs.reports(start)[self].by_name[scenario].check(capability)
 
@@ -234,7 +236,7 @@ class Kit:
         return _references[request.ranks, request.global_batch].by_name[scenario].check()
 
     def references(self) -> Iterator[tuple[tuple[int, int], Request]]:
-        """Yield what one process must run for this kit: key of the reports, request."""
+        """Yield the requests that one process runs for this kit, each with its reports' key."""
         for start, names in self.wanted.items():
             if set(names) & set(COMPARED):
                 request = self.shared_request(start)
@@ -252,7 +254,7 @@ class Kit:
                     replace(one, scenarios=list(COMPARED), batch=request.global_batch),
                 )
 
-    # --- programs of their own -------------------------------------------------------------------------------------------
+    # --- programs with one scenario ---------------------------------------------------------------
 
     @contextmanager
     def program(
@@ -265,8 +267,8 @@ class Kit:
         """Start a program of one scenario.
 
         Args:
-            name: of its folder.
-            changes: of the request.
+            name: the name of its folder.
+            changes: fields of the request that differ from the kit's.
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
@@ -292,13 +294,13 @@ class Run:
 
     program: Launched
     report: Report
-    #: Seconds until its ranks must have begun, and those that it then has to end.
+    #: Seconds within which its ranks must start, and then seconds within which it must end.
     deadline: float
     ending: float
 
     @property
     def folder(self) -> Path:
-        """Where the scenario's marks are."""
+        """The folder with the scenario's marks."""
         return self.report.folder
 
     def finish(self, seconds: float | None = None) -> int:
@@ -308,7 +310,8 @@ class Run:
             Its exit code.
 
         Raises:
-            AssertionError: it still runs ``seconds`` (default: ``ending``) after a rank's run began.
+            AssertionError: the program still runs ``seconds`` (default: ``ending``) after a rank's
+                run started.
         """
         until = time.monotonic() + self.deadline
         while (
@@ -320,12 +323,12 @@ class Run:
         return self.program.wait(self.ending if seconds is None else seconds)
 
     def shown(self) -> str:
-        """What the program printed, and where everything is, for messages."""
+        """Return the end of the program's output and the path of its folder, for messages."""
         return shown([self.program], self.folder)
 
 
 def shown(programs: Sequence[Launched], folder: Path, lines: int = 60) -> str:
-    """The end of what programs printed, and where the rest is."""
+    """Return the end of the programs' output and the folder with the rest."""
     texts = [f"{program.out}{program.err}".splitlines() for program in programs]
     return "\n".join(
         [
@@ -342,15 +345,18 @@ def run_all(
     deadlines: Sequence[float],
     environments: Sequence[Mapping[str, str]] = ({},),
 ) -> list[Reports]:
-    """Run all scenarios of the requests in one program, or in one for each environment; after a scenario in which it fails or hangs, the
-    rest in another, so that one fault is one failure.
+    """Run all scenarios of the requests in one program, or in one program per environment.
+
+    After a scenario in which a program fails or hangs, new programs run the remaining scenarios, so
+    that one fault is one failure.
 
     Args:
         deadlines: seconds that a scenario may take, for each request.
-        environments: variables of the programs that are started together. Several are nodes, and get a common MASTER_PORT.
+        environments: variables of the programs that start together. Several environments are
+            several nodes, and get the same MASTER_PORT.
 
     Returns:
-        What each request left.
+        The reports of each request.
     """
     reports = [Reports() for _ in requests]
     left = [(i, name) for i, request in enumerate(requests) for name in request.scenarios]
@@ -358,7 +364,7 @@ def run_all(
         if not left:
             return reports
         home = folder / str(number)
-        # A folder for each request only if there are several.
+        # Several requests get one folder each.
         homes = [
             home / f"{i}-{request.strategy}" if len(requests) > 1 else home
             for i, request in enumerate(requests)
@@ -401,7 +407,7 @@ def run_all(
                 for i in {i for i, _ in done}:
                     reports[i].left_behind += behind
             else:
-                # A failure after the last scenario is the program's end's; it is the last one's, which nothing else would show.
+                # A program may also fail at its end: then the last scenario reports the failure.
                 i, name = left.pop(0) if left else done[-1]
                 reports[i].by_name[name] = Report(
                     name, homes[i] / name, f"{problem}\n{shown(programs, homes[i] / name)}"
@@ -413,13 +419,13 @@ def run_all(
 
 
 def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]) -> str | None:
-    """Wait for programs as long as they get on.
+    """Wait for programs while they make progress.
 
     Args:
-        todo: the scenarios in order: folder, name, seconds that it may take.
+        todo: the scenarios in order: folder, name, and seconds that one may take.
 
     Returns:
-        What went wrong, if something did.
+        The failure, if any.
     """
     done, since = -1, time.monotonic()
     while None in (codes := [program.process.poll() for program in programs]):
@@ -429,26 +435,27 @@ def _watch(programs: Sequence[Launched], todo: Sequence[tuple[Path, str, float]]
             done, since = now, time.monotonic()
         elif time.monotonic() - since > (deadline if now else max(deadline, START)):
             what = f"the scenario {name!r}" if done < len(todo) else "the end of the program"
-            return f"{_slow_or_hung(todo[min(now, len(todo) - 1)][0], deadline)}: {what} was not done within {deadline:.0f} s"
+            state = _slow_or_hung(todo[min(now, len(todo) - 1)][0], deadline)
+            return f"{state}: {what} was not done within {deadline:.0f} s"
         time.sleep(0.02)
     return next((f"the program ended with exit code {code}" for code in codes if code), None)
 
 
 def _slow_or_hung(folder: Path, deadline: float) -> str:
-    """Say of a scenario that took too long whether its ranks still make steps."""
+    """Return "slow" if the ranks of a late scenario still make steps, otherwise "hung"."""
     ages = {
         path.name.removeprefix(PROGRESS): time.time() - path.stat().st_mtime
         for path in folder.glob(f"{PROGRESS}*")
     }
     last = ", ".join(f"rank {rank} {age:.1f} s ago" for rank, age in sorted(ages.items())) or "none"
     if min(ages.values(), default=deadline) < max(1.0, deadline / 10):
-        return f"slow, and not hung (last steps: {last}; a longer deadline, or --deadline {2 * deadline:.0f}, would show whether it ends)"
+        return f"slow, not hung (last steps: {last}; Fix: a longer deadline: --deadline {2 * deadline:.0f})"
     return f"hung (last steps: {last})"
 
 
 def fits(capability: str) -> str:
-    """Return the end of a failure that a strategy may declare to be its design."""
-    return f"\nIf that is the strategy's design, this capability fits: {capability}"
+    """Return the end of a message: the capability to declare if the failure is by design."""
+    return f"\nIf this is the strategy's design, declare the capability {capability}"
 
 
 def _command(requests: Path) -> list[str]:

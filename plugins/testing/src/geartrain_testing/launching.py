@@ -1,6 +1,6 @@
-"""Programs of several processes, found again by a token in their environment, always cleaned up, and what they leave behind.
+"""Start programs of several processes, end all of them, and find leftovers.
 
-Linux's /proc is what knows processes and sockets; see :data:`HAS_PROC`.
+A token in their environment identifies the processes. This needs Linux's /proc: see :data:`HAS_PROC`.
 """
 
 from __future__ import annotations
@@ -22,35 +22,34 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "GEARTRAIN_TEST_TOKEN"
-#: Whether processes can be found by their environment here.
+#: True if /proc exists, so that processes can be found by their environment.
 HAS_PROC = Path("/proc/self/environ").exists()
 _SHARED_MEMORY = Path("/dev/shm")
 #: Addresses of loopback as /proc/net writes them, IPv4 and IPv6.
 LOOPBACK = ("0100007F", "0" * 24 + "01000000")
-#: Ports that no kernel gives to a program that asks for any port (Linux starts at 32768, others at 49152).
+#: Ports below those that kernels assign themselves (Linux from 32768, others from 49152).
 PORTS = range(20000, 32000)
-#: Processes of neighbouring numbers try ports 100 apart.
+#: Processes with neighbouring ids try ports 100 apart.
 _numbers = itertools.count(os.getpid() * 100)
-#: What would make a test's program one of several already, or change what it does.
+#: Variables that would make a test's program a rank, or change its behaviour.
 _CLEARED = (
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-    *(
-        "GEARTRAIN_STARTED_BY",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCHELASTIC_ERROR_FILE",
-        "PYTEST_CURRENT_TEST",
-    ),
-    *("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GEARTRAIN_STARTED_BY",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "PYTEST_CURRENT_TEST",
+    "GLOO_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
 )
 
 
@@ -58,10 +57,10 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """Poll until ``condition`` holds.
 
     Returns:
-        Its value.
+        The value of ``condition()``.
 
     Raises:
-        AssertionError: not within ``seconds``.
+        AssertionError: the condition does not hold within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -72,13 +71,14 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 class Launched:
-    """A command and whatever it starts.
+    """A running command and all processes that it starts.
 
     Args:
         command: the program and its arguments.
-        folder: where it runs and where its output goes, to ``NAME.out`` and ``NAME.err``.
-        environment: variables on top of this process's, less those that would make the program a rank.
-        name: of the output files, and of the folder for temporary files.
+        folder: the working directory; output goes to the files ``NAME.out`` and ``NAME.err`` in it.
+        environment: variables to add to this process's environment. Variables that would make the
+            program a rank are removed first.
+        name: the name of the output files and of the folder for temporary files.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class Launched:
         self.token = uuid.uuid4().hex
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         environ = {key: value for key, value in os.environ.items() if key not in _CLEARED}
-        # A folder of its own for temporary files: what a run leaves there is seen.
+        # A separate folder for temporary files, so that leftovers can be found.
         self.temporary = folder / f"{name}.tmp"
         self.temporary.mkdir(exist_ok=True)
-        # By a short name: sockets of AF_UNIX, which multiprocessing makes there, have paths of 107 characters at most.
+        # multiprocessing makes AF_UNIX sockets there, whose paths have at most 107 characters:
+        # a link gives the folder a short name.
         self._short = Path(tempfile.gettempdir(), f"gt-{self.token[:8]}")
         self._short.symlink_to(self.temporary.absolute(), target_is_directory=True)
         self._shared_before = _shared_memory()
         environ |= {TOKEN: self.token, "TMPDIR": str(self._short), "PYTHONUNBUFFERED": "1"}
-        environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-            folder / f"{name}.inductor"
-        )  # torch's own, which it makes when it is imported
+        # torch makes its cache folder on import, otherwise among the temporary files.
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{name}.inductor")
         environ |= environment or {}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
@@ -121,7 +121,7 @@ class Launched:
             threading.Thread(target=self._look, name="launched-look", daemon=True).start()
 
     def _look(self) -> None:
-        """Note which processes are this run's and which shared memory they have: afterwards nobody could tell."""
+        """Record this run's processes and their shared memory while they are alive."""
         while not self._ended.wait(0.3):
             for pid in self.processes():
                 self._pids.add(pid)
@@ -136,7 +136,7 @@ class Launched:
         return self._err.read_text(errors="replace")
 
     def wait(self, seconds: float = 60) -> int:
-        """The exit code; shows the output where it does not end."""
+        """Wait for the end and return the exit code; fail with the output if the program runs on."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -145,19 +145,20 @@ class Launched:
             ) from None
 
     def succeed(self, seconds: float = 60) -> Launched:
-        """Wait for exit code 0; shows the output where it is another."""
+        """Wait for exit code 0; fail with the output if it is another."""
         assert self.wait(seconds) == 0, self.out + self.err
         return self
 
     def processes(self) -> list[int]:
-        """Living processes of this run, its first one included."""
+        """Return the living processes of this run, including its first one."""
         return processes(self.token)
 
     def left_behind(self, seconds: float = 5) -> list[str]:
-        """What is still there after the program ended, given some seconds to go away: processes, shared memory, temporary files.
+        """Return leftovers of the ended program: processes, shared memory, temporary files.
 
-        Files in /dev/shm count where they are new, no living process has them, and one of this run's had, or its id is in their name:
-        other programs leave some there too.
+        They have some seconds to disappear. Other programs leave files in /dev/shm, too. A file counts
+        if it is new, no living process has it open, and a process of this run had it open or has its
+        id in the file's name.
         """
         deadline = time.monotonic() + seconds
         while (left := self._left()) and time.monotonic() < deadline:
@@ -173,17 +174,10 @@ class Launched:
             if path in self._mapped
             or self._pids & {int(digits) for digits in re.findall(r"\d+", path)}
         }
-        living = (
-            set().union(
-                *(
-                    _mapped(int(entry.name))
-                    for entry in Path("/proc").iterdir()
-                    if entry.name.isdigit()
-                )
-            )
-            if mine
-            else set()
-        )
+        living: set[str] = set()
+        if mine:
+            ids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+            living = living.union(*map(_mapped, ids))
         shared = [f"shared memory {path}" for path in sorted(mine - living)]
         files = [
             f"temporary file {path.relative_to(self.temporary)}"
@@ -225,7 +219,15 @@ def processes(token: str) -> list[int]:
 def launched(
     *arguments: str, folder: Path, name: str = "run", before: Sequence[str] = (), **environment: str
 ) -> Iterator[Launched]:
-    """``python ARGUMENTS``, killed at the end with all that it started; ``before`` goes before it (``ip netns exec NAME``)."""
+    """Run ``python ARGUMENTS``, and kill it and all its processes at the end.
+
+    Args:
+        arguments: of the Python interpreter.
+        folder: the working directory, which also gets the output.
+        name: the name of the output files.
+        before: a command to put before ``python``: ``ip netns exec NAME``.
+        environment: variables to add.
+    """
     run = Launched([*before, sys.executable, *arguments], folder, environment, name)
     try:
         yield run
@@ -234,7 +236,7 @@ def launched(
 
 
 def listening(pids: Sequence[int]) -> list[str]:
-    """Addresses, in /proc/net's hexadecimal, on which these processes listen."""
+    """Return the addresses, in /proc/net's hexadecimal, on which these processes listen."""
     inodes = set()
     for pid in pids:
         try:
@@ -258,13 +260,10 @@ def _shared_memory() -> set[str]:
 
 
 def _mapped(pid: int) -> set[str]:
-    """Shared memory that a process has mapped or open."""
+    """Return the shared memory that a process has mapped or open."""
     try:
-        maps, folder = (
-            Path(f"/proc/{pid}/maps").read_text(errors="replace"),
-            Path(f"/proc/{pid}/fd"),
-        )
-        handles = [os.readlink(handle) for handle in folder.iterdir()]
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        handles = [os.readlink(handle) for handle in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return set()
     return {
@@ -275,22 +274,17 @@ def _mapped(pid: int) -> set[str]:
 
 def _command_line(pid: int) -> str:
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return line.decode(errors="replace").strip()
     except OSError:
         return "(gone)"
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback on which nothing listens, another one each time.
+    """Return a TCP port of loopback on which nothing listens, a different one each time.
 
-    The kernel gives it to no program that asks for any port. Otherwise another test could receive
-    it before the launcher under test listens on it.
+    Kernels do not assign these ports themselves. Otherwise another test could get the port before
+    the launcher under test listens on it.
     """
     for _ in PORTS:
         port = PORTS[next(_numbers) % len(PORTS)]

@@ -1,4 +1,4 @@
-"""Modules and data that the conformance programs train: small, in float64, the same in every process."""
+"""Small modules and data of the conformance programs, in float64, the same in every process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import geartrain as gt
 
-#: Environment variable with the optimizer of every module and its arguments, as JSON; empty: torch's own.
+#: Environment variable with every module's optimizer and its arguments, as JSON; empty: torch's.
 OPTIMIZER = "GEARTRAIN_CONFORMANCE_OPTIMIZER"
 
 
 def samples(count: int) -> TensorDataset:
-    """``count`` samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, and which one it is (int64, 0-d)."""
+    """Return ``count`` samples ``(x, y, number)``: float64 ``[3]``, float64 ``[1]``, int64 ``[]``."""
     numbers = torch.arange(count)
     x = torch.stack(
         [torch.sin(numbers * 0.7), torch.cos(numbers * 1.3), torch.sin(numbers * 0.31 + 1)], dim=1
@@ -31,27 +31,27 @@ def samples(count: int) -> TensorDataset:
 
 
 class Net(gt.Module):
-    """A regression of one hidden layer. Float64, so that ranks which add in another order differ in the last digits only.
+    """A regression with two hidden layers.
+
+    It is in float64, so that another order of additions changes the last digits only.
 
     Args:
-        width: of the hidden layers.
+        width: the width of the hidden layers.
         optimizer: ``"sgd"``, ``"adam"``, or ``"two"``: SGD for the first layer, Adam for the others.
-        norm: whether a BatchNorm stands in between.
+        norm: ``True`` puts a BatchNorm after the first layer.
     """
 
     def __init__(self, width: int = 6, optimizer: str = "sgd", norm: bool = False) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.first, self.second, self.last = (
-                nn.Linear(3, width),
-                nn.Linear(width, width),
-                nn.Linear(width, 1),
-            )
+            self.first = nn.Linear(3, width)
+            self.second = nn.Linear(width, width)
+            self.last = nn.Linear(width, 1)
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
         self.double()
         self.optimizer = optimizer
-        #: What this rank saw; kept in the rank's record.
+        #: Values that this rank records.
         self.notes: dict[str, Any] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,23 +78,21 @@ class Net(gt.Module):
             return resolve_name(chosen.pop("class"))(trained, **chosen)
         if self.optimizer == "two":
             return [torch.optim.SGD(trained[:2], lr=0.1), torch.optim.Adam(trained[2:], lr=0.01)]
-        # Wide layers need smaller steps: where training diverges, an approximate strategy ends anywhere.
+        if self.optimizer == "adam":
+            return torch.optim.Adam(trained, lr=0.01)
+        # Wide layers need smaller steps: otherwise training diverges, and results say nothing.
         lr = min(0.1, 1 / self.second.in_features)
-        return (
-            torch.optim.Adam(trained, lr=0.01)
-            if self.optimizer == "adam"
-            else torch.optim.SGD(trained, lr=lr, momentum=0.5)
-        )
+        return torch.optim.SGD(trained, lr=lr, momentum=0.5)
 
 
 def notes_of(run: gt.Run) -> dict[str, Any]:
-    """The notes of a run's module."""
+    """Return the notes of a run's module."""
     assert isinstance(run.module, Net)
     return run.module.notes
 
 
 class Frozen(Net):
-    """Its first layer is not trained."""
+    """A net whose first layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +100,12 @@ class Frozen(Net):
 
 
 class Unused(Net):
-    """Every other step leaves the layer ``second`` out on all ranks; the layer ``extra`` is only for samples of the first of
-    ``ranks``, so that with a loader that gives rank r samples r, r + ranks, … the others never use it."""
+    """Leaves layers out: in every other step on all ranks, and in all steps on all ranks but rank 0.
+
+    Every other step leaves out the layer ``second``. The layer ``extra`` is only for samples whose
+    number is a multiple of ``ranks``. If a loader gives rank r the samples r, r + ranks, …, only rank
+    0 uses it.
+    """
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Unused(Net):
 
 
 class Alternating(Net):
-    """Every other step leaves the layer ``second`` out, on all ranks."""
+    """A net that leaves out the layer ``second`` in every other step, on all ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = torch.tanh(self.first(batch[0]))
@@ -135,7 +137,7 @@ class Alternating(Net):
 
 
 class Scheduled(Net):
-    """The learning rate halves with each optimizer step."""
+    """A net whose learning rate halves with each optimizer step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -152,7 +154,7 @@ class Scheduled(Net):
 
 
 class Apart(Net):
-    """Each rank starts from weights of its own."""
+    """A net that starts with different weights on each rank."""
 
     def setup(self, stage: str) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -162,7 +164,7 @@ class Apart(Net):
 
 
 class OwnEntries(Net):
-    """Each rank's loss raises one of ``entries``, the rank's own: those of other ranks move only if ranks communicate."""
+    """Each rank's loss raises its own entry of ``entries``; others change only if ranks communicate."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class OwnEntries(Net):
 
 
 class Gradients(Net):
-    """Notes its gradients after the first micro-batch of the first window."""
+    """Records its gradients after the first micro-batch of the first window."""
 
     def on_after_backward(self) -> None:
         if "gradients" not in self.notes:
@@ -205,8 +207,11 @@ class Parts(Net):
 
 
 class Metrics(Net):
-    """Logs the samples' numbers, of which sum, smallest, largest and the mean of their squares are known. Squares, because every other
-    number has the same mean as all of them: a rank's own would pass."""
+    """Logs sum, min and max of the samples' numbers, and the mean of their squares.
+
+    The mean is of squares, because every other number has the same mean as all numbers: without
+    squares, one rank's mean would pass.
+    """
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         number = batch[2].double()
@@ -224,14 +229,14 @@ class Metrics(Net):
 
 
 class GathersInValidation(Net):
-    """A collective in each ``validation_step``."""
+    """A net with a collective in each ``validation_step``."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.all_gather(batch[2].double().sum())
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a length."""
+    """A dataset without a length."""
 
     def __init__(self, count: int) -> None:
         self._samples = samples(count)
@@ -241,7 +246,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Streams(Net):
-    """Training data without a length: 3 batches on the last rank, 5 on the others."""
+    """Has training data without a length: 3 batches on the last rank, 5 on the others."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         last = self.trainer.global_rank == self.trainer.world_size - 1
@@ -249,7 +254,7 @@ class Streams(Net):
 
 
 class LogsOnOneRank(Net):
-    """Logs a metric on the last rank alone."""
+    """Logs a metric on the last rank only."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_rank == self.trainer.world_size - 1:
@@ -257,7 +262,7 @@ class LogsOnOneRank(Net):
         return super().training_step(batch, batch_idx)
 
 
-#: The error that a rank raises on purpose, before the phase in which it does.
+#: The start of the message of the error that a rank raises on purpose; the phase follows.
 MEANT = "the conformance kit's own error, raised on purpose in"
 
 
@@ -267,7 +272,7 @@ class Faulty(Net):
     Args:
         kind: ``"exception"``, or the name of a signal that the rank sends to itself.
         where: the phase.
-        marks: folder for the files that say who did what.
+        marks: folder for empty files that mark what happened.
     """
 
     def __init__(self, kind: str, where: str, marks: str) -> None:
@@ -275,7 +280,7 @@ class Faulty(Net):
         self.kind, self.where, self.marks = kind, where, marks
 
     def fault(self, where: str) -> None:
-        """Fail, if this is the phase and the rank."""
+        """Fail if this is the phase and the rank to fail."""
         trainer = self.trainer
         if where != self.where or trainer.global_rank != trainer.world_size - 1:
             return

@@ -1,4 +1,4 @@
-"""``geartrain new strategy|accelerator|plugin|command NAME``: write a package that pip installs and that works; it is the author's."""
+"""``geartrain new strategy|accelerator|plugin|command NAME``: write a working plugin package."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from geartrain import UsageError
 from geartrain.plugin_api import KNOWN, Registry, nearest, user_path
 
-#: One folder a kind: a whole package called ``mine``, which is written with another name in place of that.
+#: One folder per kind: a package called ``mine``; the new package has its own name instead.
 _TEMPLATES = Path(__file__).with_name("templates")
 
-#: What mean something else where a name is typed: ``--accelerator auto``, ``--model.lr``.
+#: Names with another meaning on the command line: ``--accelerator auto``, ``--model.lr``.
 _RESERVED = (
     "accelerator",
     "auto",
@@ -25,10 +25,10 @@ _RESERVED = (
     "strategy",
     "trainer",
 )
-#: Lines of code with a longer one would not be what ruff makes of them.
+#: With a longer name, ruff would format some lines of the templates differently.
 _LONGEST = 24
 
-#: kind -> what its user types to try it.
+#: Kind -> the command to try the package.
 _TRY = {
     "strategy": "geartrain fit train.py --strategy {name} --devices 2",
     "accelerator": "{variable}_DEVICES=1 geartrain fit train.py --accelerator {name}",
@@ -38,10 +38,10 @@ _TRY = {
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Write the package and print what was written and what to type next.
+    """Write the package, and print its files and the next commands.
 
     Raises:
-        UsageError: no such kind, a name that cannot be used, or a folder in which something is.
+        UsageError: the kind is unknown, the name cannot be used, or the folder is not empty.
     """
     parser = argparse.ArgumentParser(
         prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
@@ -63,12 +63,12 @@ def command(name: str, argv: list[str]) -> None:
     if unknown:
         raise UsageError(f"there is no option {unknown[0]}. Known: --output DIR")
     if given.kind is None:
-        raise UsageError(f"a package of which kind? Fix: geartrain {name} {'|'.join(_TRY)} NAME")
+        raise UsageError(f"the kind is missing. Fix: geartrain {name} {'|'.join(_TRY)} NAME")
     if given.kind not in _TRY:
         raise UsageError(f"there is no kind {given.kind!r}. {nearest(given.kind, _TRY)}")
     if given.name is None:
         raise UsageError(
-            f"what is the {given.kind} called? Fix: geartrain {name} {given.kind} NAME"
+            f"the {given.kind}'s name is missing. Fix: geartrain {name} {given.kind} NAME"
         )
     _check_name(given.kind, given.name)
     folder = user_path(given.output or f"geartrain-{given.name.replace('_', '-')}", "--output")
@@ -77,60 +77,67 @@ def command(name: str, argv: list[str]) -> None:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Refuse a name that people could not type, or that belongs to something else."""
+    """Refuse a name that cannot be typed, or that is already used."""
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name):
         better = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_0123456789") or "mine"
         raise UsageError(
-            f"{name!r} cannot be a plugin's name: lower-case letters and digits, a letter first, one - or _ between words. Fix: {better}"
+            f"{name!r} cannot be a plugin's name: use lower-case letters and digits, a letter first, "
+            f"and one - or _ between words. Fix: {better}"
         )
     if len(name) > _LONGEST:
         raise UsageError(
-            f"{name!r} has {len(name)} characters. Fix: a name of at most {_LONGEST}, because people will type it"
+            f"{name!r} has {len(name)} characters. "
+            f"Fix: use a name of at most {_LONGEST}, because people will type it"
         )
-    fix = "Fix: another name"
+    fix = "Fix: use another name"
     if name in _RESERVED:
         raise UsageError(
-            f"{name!r} has a meaning of its own on geartrain's command line. {fix}, {name}_2 or my_{name} for one"
+            f"{name!r} already has a meaning on geartrain's command line. "
+            f"{fix}, for example {name}_2 or my_{name}"
         )
     same = _same(name)
     if kind == "plugin":
         try:
-            from geartrain_cli.arguments import (
-                option_names,
-            )  # not above: strategies and accelerators need no parser
-        except ModuleNotFoundError as error:  # the Trainer needs torch; without it, a taken name is refused when the plugin is chosen
+            # Here, because strategies and accelerators do not need the parser.
+            from geartrain_cli.arguments import option_names
+        except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
+            # The options include the Trainer's, which needs torch. Without torch, a name in use is
+            # refused later: when a user chooses the plugin.
             taken: frozenset[str] = frozenset()
         else:
             taken = option_names()
         if same in taken:
             raise UsageError(
-                f"{name!r} is an option of geartrain's command line (--{name}), and the plugin's options would begin with it. "
-                f"{fix}, {name}_2 or my_{name} for example"
+                f"{name!r} is an option of geartrain's command line (--{name}), and the plugin's "
+                f"options would start with it. {fix}, for example {name}_2 or my_{name}"
             )
     for candidate in Registry().candidates:
         if _same(candidate.name) == same:
             raise UsageError(
-                f"{name!r} is installed: it is the {candidate.kind} {candidate.label}. {fix}, or uninstall that one"
+                f"{name!r} is the name of the installed {candidate.kind} {candidate.label}. "
+                f"{fix}, or uninstall that one"
             )
     for (other, known), distribution in KNOWN.items():
         if _same(known) == same:
             raise UsageError(
-                f"{name!r} is the {other} of {distribution}, which geartrain knows. {fix}, or pip install {distribution}"
+                f"{name!r} is the name of the {other} of geartrain's plugin {distribution}. "
+                f"{fix}, or pip install {distribution}"
             )
     if importlib.util.find_spec(f"geartrain_{same}") is not None:
         raise UsageError(
-            f"{name!r}: a package geartrain_{same} is installed, and the {kind}'s would be called the same. {fix}"
+            f"{name!r}: the {kind}'s package would be geartrain_{same}, which is already installed. "
+            f"{fix}"
         )
 
 
 def _same(name: str) -> str:
-    """What two names have in common that would make packages of one name."""
+    """Return a name's normal form: names with the same form make packages with the same name."""
     return name.lower().replace("-", "_")
 
 
-# --- writing -------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def _write(kind: str, name: str, folder: Path) -> list[Path]:
@@ -140,17 +147,18 @@ def _write(kind: str, name: str, folder: Path) -> list[Path]:
         The files, relative to ``folder``.
 
     Raises:
-        UsageError: the folder is there and not empty, or cannot be written; nothing is overwritten.
+        UsageError: the folder exists and is not empty, or cannot be written. Nothing is overwritten.
     """
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(
-                f"{folder} exists and is not empty; nothing was written. Fix: --output DIR, or move it away"
+                f"{folder} exists and is not empty; nothing was written. "
+                "Fix: --output DIR, or move the folder"
             )
         template, written = _TEMPLATES / kind, []
         for source in sorted(path for path in template.rglob("*") if path.is_file()):
             place = source.relative_to(template)
-            # Templates are valid Python: installing core compiles them, and linters leave their caches.
+            # Templates are valid Python: pip compiles them, and linters write caches beside them.
             if any(part.startswith((".", "__pycache__")) for part in place.parts):
                 continue
             relative = Path(_renamed(str(place), kind, name))
@@ -165,7 +173,7 @@ def _write(kind: str, name: str, folder: Path) -> list[Path]:
 
 
 def _renamed(text: str, kind: str, name: str) -> str:
-    """A template's text, or a path in it, with ``name`` in place of ``mine`` in every spelling."""
+    """Return a template's text or path with ``name`` in place of ``mine``, in every spelling."""
     snake = _same(name)
     spellings = {
         "geartrain_mine": f"geartrain_{snake}",
@@ -175,7 +183,7 @@ def _renamed(text: str, kind: str, name: str) -> str:
         "Mine": "".join(word.capitalize() for word in snake.removesuffix(f"_{kind}").split("_")),
         "mine": name,
     }
-    # In small letters only as a word: it may be part of another one. MineStrategy and TestMine have it as a part.
+    # Lower-case "mine" may be part of another word. "Mine" is a part of MineStrategy and TestMine.
     pattern = r"geartrain[-_]mine|test_mine|MINE|Mine|(?<![a-z])mine(?![a-z])"
     return re.sub(pattern, lambda found: spellings[found[0]], text)
 
@@ -185,7 +193,7 @@ def _say(kind: str, name: str, folder: Path, written: list[Path]) -> None:
     for path in written:
         print(f"  {path}")
     print("next:")
-    # A path without a slash would be taken for the name of something to download.
+    # pip takes a path without a slash for the name of a distribution.
     place = folder if folder.is_absolute() else f"./{folder}"
     print(f'  pip install -e "{place}[test]"')
     print(f"  pytest {folder}")

@@ -1,4 +1,4 @@
-"""Run a plugin in the process of its test, on several ranks, and see what each of them has then."""
+"""Run a plugin in the process of its test, on several ranks, and return each rank's result."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _BATCH = 2
 
 @dataclass(frozen=True, eq=False)
 class RankResult:
-    """What one rank has after a run."""
+    """The result of one rank of :func:`run_plugin`."""
 
     rank: int
-    #: This rank's own plugins, in the order given.
+    #: This rank's plugins, in the order given.
     plugins: list[Any]
     module: Module
     trainer: Trainer
-    #: What loggers were given, by step; empty on every rank but the first.
+    #: The metrics that loggers received, by step; empty on all ranks but rank 0.
     logged: dict[int, dict[str, float]]
-    #: What the command returned; ``None`` for ``fit``.
+    #: The command's return value; ``None`` for ``fit``.
     result: Any
-    #: What the rank raised; ``None`` where it came to its end.
+    #: The rank's exception; ``None`` if it raised none.
     error: BaseException | None
 
     @property
     def plugin(self) -> Any:
-        """This rank's own plugin, the first of several."""
+        """This rank's first plugin."""
         return self.plugins[0]
 
     @property
@@ -47,7 +47,7 @@ class RankResult:
 
 
 class _Logged:
-    """A logger: metrics by step."""
+    """A logger that keeps metrics by step."""
 
     def __init__(self) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
@@ -70,36 +70,42 @@ def run_plugin(
     ckpt_path: Any = None,
     **options: Any,
 ) -> list[RankResult]:
-    """Train, or evaluate, a small module with a plugin, on ranks that are threads of this process.
+    """Train or evaluate a small module with a plugin, on ranks that are threads of this process.
 
     Args:
-        plugin: what ``Trainer(plugins=...)`` or ``Trainer(callbacks=...)`` takes: an object, a class, a name, a file, or a list of them.
-        ranks: how many, and
-        first: the one that runs first; see :class:`ThreadRanks`.
+        plugin: a plugin as ``Trainer(plugins=...)`` or ``Trainer(callbacks=...)`` takes it: an
+            object, a class, a name, a file, or a list of these.
+        ranks: the number of ranks.
+        first: the rank that runs first; see :class:`ThreadRanks`.
         command: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         module: default: a regression that logs ``loss``, ``val_loss`` and ``test_loss``.
-        data: loaders or a DataModule of the command; default: the module's own loaders, else 8 batches of samples ``(x, y, number)``.
+        data: loaders or a DataModule for the command; default: the module's loaders, otherwise 8
+            batches of samples ``(x, y, number)``.
         val_data: loaders to validate in ``fit``; default: as for ``data``.
-        check: raise the first error; with ``False`` each result has its rank's error.
-        ckpt_path: as for the Trainer's command.
-        options: of the Trainer; by default it trains one epoch, logs every step, shows no progress, and skips the sanity check.
+        check: ``True`` raises the first error; with ``False`` each result has its rank's error.
+        ckpt_path: passed to the Trainer's command.
+        options: options of the Trainer. By default it trains one epoch, logs every step, shows no
+            progress bar, and skips the sanity check.
 
     Returns:
-        One result a rank, by rank. Rank 0 has the very objects that were given, the others have copies.
+        One result per rank, by rank. Rank 0 has the objects that were passed; other ranks have
+        copies.
 
     Raises:
-        UsageError: what cannot work, before anything starts, whatever ``check`` says.
+        UsageError: wrong usage; raised before anything starts, also with ``check=False``.
         BaseException: the first error of a rank, with a note that names the rank.
     """
     if command not in _STAGES:
         raise UsageError(f"command={command!r} must be one of {', '.join(map(repr, _STAGES))}.")
     if "devices" in options:
         raise UsageError(
-            f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. Fix: ranks="
+            f"run_plugin makes {ranks} ranks, and devices={options['devices']!r} would do nothing. "
+            "Fix: pass ranks= instead"
         )
     if "strategy" in options:
         raise UsageError(
-            "run_plugin has a strategy of its own, ThreadRanks. Fix: a Trainer, or the conformance kit for a strategy"
+            "run_plugin always uses the strategy ThreadRanks. "
+            "Fix: use a Trainer, or test a strategy with the conformance kit"
         )
     given, logged = _as_list(plugin), _Logged()
     callbacks = [one for one in given if hasattr(one, "as_plugin")]
@@ -128,9 +134,8 @@ def run_plugin(
             raise
     found = []
     for rank, (run, error) in enumerate(zip(strategy.runs, strategy.errors, strict=True)):
-        chosen = [
-            part.plugin for part in run.trainer._parts if part.info.kind == "plugin"
-        ]  # plugins before callbacks
+        # Plugins come before callbacks.
+        chosen = [part.plugin for part in run.trainer._parts if part.info.kind == "plugin"]
         as_plugins, as_callbacks = iter(chosen), iter(chosen[len(all_plugins) :])
         own = [
             next(as_callbacks).callback if hasattr(one, "as_plugin") else next(as_plugins)
@@ -149,12 +154,9 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def _loader(module: Module, stage: str, given: Any, ranks: int) -> Any:
-    """Return what was given; ``None`` if the module has loaders of its own or no use for them; else batches of the default data."""
+    """Return the given loaders, ``None`` if the module has or needs none, else the default data."""
     has_own = callable(getattr(module, DataSource.method(stage), None))
-    if (
-        given is not None
-        or has_own
-        or (stage == "validate" and not hasattr(module, "validation_step"))
-    ):
+    needless = stage == "validate" and not hasattr(module, "validation_step")
+    if given is not None or has_own or needless:
         return given
     return DataLoader(samples(4 * _BATCH * ranks), _BATCH)

@@ -1,8 +1,8 @@
 """The program that the conformance kit starts: ``python -m geartrain_testing.program REQUESTS.json``.
 
-A program of its own and a strategy chosen by name, as a user would, because strategies start their ranks from what the user started:
-by running the same command again, on a function, or under a launcher. It runs the requests, and a request's scenarios, one after
-another.
+It is a separate program that chooses the strategy by name, as users do. Strategies start their ranks
+from the user's command: they run it again, start ranks on a function, or run under a launcher. The
+program runs its requests, and the scenarios of a request, one after another.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from geartrain_testing.recorder import Recorder, save
 
 #: Scenarios in which N ranks must have the result of one process.
 COMPARED = (
-    *(
-        "sgd",
-        "adam",
-        "many_buckets",
-        "accumulation",
-        "clipping",
-        "two_optimizers",
-        "frozen",
-        "unused_parameters",
-    ),
-    *("scheduler", "step_end", "fit_twice"),
+    "sgd",
+    "adam",
+    "many_buckets",
+    "accumulation",
+    "clipping",
+    "two_optimizers",
+    "frozen",
+    "unused_parameters",
+    "scheduler",
+    "step_end",
+    "fit_twice",
 )
 
 
 @dataclass
 class Request:
-    """Scenarios that a program is asked to run on one strategy."""
+    """Scenarios that a program runs on one strategy."""
 
     strategy: str
     options: dict[str, Any]
@@ -51,15 +51,16 @@ class Request:
     devices: int
     folder: str
     scenarios: list[str]
-    #: How many ranks the data is made for; the same for one process that is compared with them.
+    #: The number of ranks for which data is made; the same in the one process to compare with.
     ranks: int
-    #: Samples in one process's batch, and in those of all ranks together.
+    #: Samples in one process's batch, and in the batches of all ranks together.
     batch: int
     global_batch: int
     num_nodes: int = 1
     #: For the scenario ``fault``: ``{"kind": ..., "where": ...}``.
     fault: dict[str, str] = field(default_factory=dict)
-    #: The optimizer of every module instead of torch's own, with its arguments: ``{"class": "package:Name", ...}``.
+    #: The optimizer of every module and its arguments, ``{"class": "package:Name", ...}``; empty:
+    #: torch's optimizers.
     optimizer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,22 +75,22 @@ def read(path: Path) -> list[Request]:
 
 
 class Job:
-    """One scenario of a request: what its function makes trainers and loaders with.
+    """One scenario of a request: makes its trainers and loaders.
 
     Args:
-        request: what the program was asked.
-        name: of the scenario; its folder has the same name.
+        request: the program's request.
+        name: the name of the scenario and of its folder.
     """
 
     def __init__(self, request: Request, name: str) -> None:
         self.request, self.ranks = request, request.ranks
         self.folder = Path(request.folder, name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        #: What the caller sees after each run.
+        #: The caller's view after each run.
         self.caller: list[dict[str, Any]] = []
 
     def trainer(self, *plugins: Any, **options: Any) -> gt.Trainer:
-        """A trainer with the strategy, a :class:`Recorder` and quiet defaults."""
+        """Return a trainer with the strategy, a :class:`Recorder` and quiet defaults."""
         request = self.request
         defaults = {
             "enable_progress_bar": False,
@@ -108,17 +109,17 @@ class Job:
         )
 
     def batches(self, count: int) -> DataLoader[Any]:
-        """A training loader of ``count`` full batches for each rank, in order."""
+        """Return a training loader of ``count`` full batches for each rank, in order."""
         return DataLoader(samples(count * self.request.global_batch), self.request.batch)
 
     def fit(self, module: Net, batches: int = 7, **options: Any) -> None:
-        """Train, and keep what the caller sees afterwards."""
+        """Train, and record the caller's view."""
         trainer = self.trainer(**options)
         trainer.fit(module, self.batches(batches))
         self.keep(trainer, module)
 
     def keep(self, trainer: gt.Trainer, module: Net, result: Any = None) -> None:
-        """Note what the caller sees after a run."""
+        """Record the caller's view after a run."""
         self.caller.append(
             {
                 "weights": {
@@ -134,7 +135,7 @@ class Job:
         )
 
     def finish(self, caller: bool) -> None:
-        """Write what the caller saw, and that the scenario is done."""
+        """Write the caller's view, and mark the scenario as done."""
         if caller:
             save(self.caller, self.folder / "caller.pt")
             (self.folder / "done").touch()
@@ -144,14 +145,14 @@ def main(path: str) -> None:
     """Run the scenarios of each request."""
     from geartrain_testing.scenarios import SCENARIOS
 
-    torch.set_num_threads(1)  # tiny models: several ranks' threads would only take turns
-    # Ranks that are this program run again say so in their environment, and so do second nodes; asked before the first fit sets it.
+    torch.set_num_threads(1)  # the models are tiny: more threads would only compete for cores
+    # A rank that is this program run again, and a second node, have variables in their environment.
+    # Read them before the first fit sets them.
     place = detect()
     caller = os.environ.get("NODE_RANK", "0") == "0" if place is None else place.rank == 0
     for request in read(Path(path)):
-        os.environ[OPTIMIZER] = json.dumps(
-            request.optimizer
-        )  # ranks that are started on a function take it over too
+        # In the environment, so that ranks that start on a function inherit it.
+        os.environ[OPTIMIZER] = json.dumps(request.optimizer)
         for name in request.scenarios:
             job = Job(request, name)
             try:
@@ -160,8 +161,8 @@ def main(path: str) -> None:
                 print(f"conformance: {error}", file=sys.stderr)
                 raise SystemExit(2) from error  # as the command line exits
             job.finish(caller)
-            # Every run of several ranks collects garbage at its end. Without the objects of imported modules this takes a millisecond
-            # instead of 200, and a program makes dozens of runs.
+            # Every run of several ranks collects garbage at its end, and a program makes dozens of
+            # runs. Without the objects of imported modules this takes 1 ms instead of 200 ms.
             gc.collect()
             gc.freeze()
 

@@ -1,6 +1,7 @@
-"""Plugins that run inside the ranks of a conformance program and keep what happens there, in files.
+"""Plugins that run in the ranks of a conformance program and record events in files.
 
-Files, because not every strategy's ranks are the program: where workers start on a function, the code after ``fit`` runs in none.
+They write files, because the program cannot always read a rank's memory: if workers start on a
+function, none of them runs the code after ``fit``.
 """
 
 from __future__ import annotations
@@ -18,26 +19,28 @@ from geartrain import Run, hookimpl
 from geartrain_testing.launching import HAS_PROC, TOKEN, listening, processes
 from geartrain_testing.nets import notes_of
 
-#: Seconds that a rank which is late to a barrier gives the others to come out of it too early.
+#: Seconds by which a rank is late to a barrier, so that others may wrongly pass before it.
 LATE = 0.4
 
 
-#: A file whose time is that of a rank's last step; the rank follows.
+#: Start of a file's name; the rank follows. The file's time is that of the rank's last step.
 PROGRESS = "progress-"
 
 
 def save(value: Any, path: Path) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(value, beside)
     os.replace(beside, path)
 
 
 class Recorder:
-    """Writes one file for each rank and run: ``COMMAND-N-rank-R.pt``, where N counts a scenario's runs of that command.
+    """Writes one file per rank and run: ``COMMAND-N-rank-R.pt``.
+
+    N counts a scenario's runs of that command.
 
     Args:
-        folder: the scenario's.
+        folder: the scenario's folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -92,16 +95,12 @@ class Recorder:
 
 
 class Collectives:
-    """Calls each collective when the run starts and notes the answers."""
+    """Calls each collective when the run starts, and records the results."""
 
     @hookimpl
     def on_run_start(self, run: Run) -> None:
-        rank, size, gather, notes = (
-            run.world.rank,
-            run.world.size,
-            run.module.all_gather,
-            notes_of(run),
-        )
+        rank, size = run.world.rank, run.world.size
+        gather, notes = run.module.all_gather, notes_of(run)
         mine = torch.arange(3, device=run.device) + 10 * rank
         notes["gathered"] = {
             "equal": gather(mine),
@@ -117,10 +116,10 @@ class Collectives:
 
 
 class Barriers:
-    """Lets each rank in turn be late to a barrier, and notes whether it had come when this rank got through.
+    """Makes each rank in turn late to a barrier, and records if this rank passed before it.
 
     Args:
-        folder: where ranks see each other's files.
+        folder: a folder that all ranks share.
     """
 
     def __init__(self, folder: str) -> None:
@@ -133,7 +132,7 @@ class Barriers:
         for late in range(size):
             here, through = (self.folder / f"barrier-{late}-{what}" for what in ("late", "through"))
             if rank == late:
-                # Not synchronisation: the longer it waits, the surer a barrier that does not wait is caught.
+                # The longer it waits, the more surely it finds a barrier that does not wait.
                 deadline = time.monotonic() + LATE
                 while time.monotonic() < deadline and not through.exists():
                     time.sleep(0.01)
@@ -145,7 +144,7 @@ class Barriers:
 
 
 class Listening:
-    """Notes on rank 0, while all ranks train, on which addresses the program's processes listen."""
+    """Records on rank 0, while all ranks train, the addresses on which the program listens."""
 
     @hookimpl
     def on_step_end(self, run: Run) -> None:

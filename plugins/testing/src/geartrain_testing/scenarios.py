@@ -1,4 +1,4 @@
-"""What the conformance programs do, by name. Each scenario runs one trainer or several; recorders keep what happened."""
+"""The scenarios of conformance programs, by name: each runs one or several trainers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from geartrain_testing.program import Job
 
 SCENARIOS: dict[str, Callable[[Job], None]] = {}
-#: Samples of an evaluation set that no number of ranks and batches divides, and its batch size.
+#: Samples of the evaluation set, a prime number that no number of ranks divides; its batch size.
 EVALUATED, EVALUATION_BATCH = 103, 5
 
 
@@ -32,7 +32,7 @@ def _evaluated() -> DataLoader[object]:
     return DataLoader(samples(EVALUATED), EVALUATION_BATCH)
 
 
-# --- training: N ranks equal one process ---------------------------------------------------------------------------------
+# --- training: N ranks equal one process ----------------------------------------------------------
 
 
 @scenario
@@ -47,7 +47,7 @@ def adam(job: Job) -> None:
 
 @scenario
 def many_buckets(job: Job) -> None:
-    # 4 MiB of gradients in layers of 2 MiB: DDP's first bucket holds one.
+    # 4 MiB of gradients in layers of 2 MiB: DDP's first bucket holds one layer.
     job.fit(Net(width=512), batches=4)
 
 
@@ -96,7 +96,7 @@ def fit_twice(job: Job) -> None:
         job.keep(trainer, module)
 
 
-# --- training: ranks agree with each other -------------------------------------------------------------------------------
+# --- training: ranks agree with each other --------------------------------------------------------
 
 
 @scenario
@@ -119,7 +119,7 @@ def no_sync(job: Job) -> None:
     job.fit(nets.Gradients(), batches=2, accumulate_grad_batches=2)
 
 
-# --- data ----------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @scenario
@@ -161,7 +161,7 @@ def uneven_training(job: Job) -> None:
     job.keep(trainer, module)
 
 
-# --- metrics, collectives, what the caller sees --------------------------------------------------------------------------
+# --- metrics, collectives, the caller's view ------------------------------------------------------
 
 
 @scenario
@@ -200,7 +200,7 @@ def fit_validate_test(job: Job) -> None:
 
 
 PLUGIN = '''\
-"""Notes that it is there, and its option."""
+"""Records its option in the module's notes."""
 
 from geartrain import hookimpl
 
@@ -216,7 +216,7 @@ class FromFile:
 
 
 class FromObject:
-    """A plugin that the program made, with state."""
+    """A plugin object with state, made by the program."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
@@ -228,19 +228,19 @@ class FromObject:
 
 @scenario
 def plugins(job: Job) -> None:
-    # A program may run this for several requests, and a module is loaded once.
+    # A program may run this for several requests, and Python loads a module name once.
     name = "conformance_plugin_" + re.sub(r"\W", "_", job.folder.parent.name)
     path = job.folder / f"{name}.py"
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(PLUGIN)
-    written.replace(path)  # whole: another rank may read it now
+    written.replace(path)  # atomic, because another rank may read the file now
     trainer = job.trainer(
         str(path), FromObject([1, 2]), plugin_options={name: {"text": "as chosen"}}
     )
     trainer.validate(Net(), job.batches(1))
 
 
-# --- programs of their own -----------------------------------------------------------------------------------------------
+# --- programs with one scenario-------------------------------------------------------------------
 
 
 @scenario
@@ -256,7 +256,7 @@ def alternating_parameters(job: Job) -> None:
 @scenario
 def fault(job: Job) -> None:
     module = nets.Faulty(**job.request.fault, marks=str(job.folder))
-    # A folder of its own for the run: there, and not among temporary files, ranks' logs may stay after a failure.
+    # The run's folder may keep ranks' logs after a failure. The folder for temporary files may not.
     trainer = job.trainer(max_epochs=2, output=str(job.folder / "output"))
     if job.request.fault["where"] == "test_step":
         trainer.test(module, _evaluated())

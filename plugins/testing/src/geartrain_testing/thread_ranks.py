@@ -1,4 +1,4 @@
-"""A strategy whose ranks are threads of this process: for tests, which then start no program."""
+"""A strategy for tests: its ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -19,44 +19,45 @@ from geartrain_testing.turns import Turns
 
 
 class ThreadRanks:
-    """Trains on the cpu in several threads of this process, each a rank with its own copy of module, data, plugins and trainer.
+    """Trains on the CPU in several threads of this process.
 
-    Rank 0 is the calling thread and has the caller's own objects. Ranks take turns: one runs until it comes to a collective, then the
-    next one does. Results are those of processes, and the same in every run. Each rank has its own global random generators,
-    which begin as copies of the caller's.
+    Each thread is a rank with its own copy of module, data, plugins and trainer. Rank 0 is the
+    calling thread and has the caller's objects. Ranks take turns: one runs until it reaches a
+    collective, then the next one runs. Results equal those of processes, and are the same in every
+    run. Each rank has its own global random generators, which start as copies of the caller's.
 
     Args:
-        ranks: how many; default: one for each of ``devices``.
-        first: the rank that runs first and comes first to each collective. A plugin in which ranks race for a file works with 0 and
-            fails with 1, or the other way round.
+        ranks: the number of ranks; default: one for each of ``devices``.
+        first: the rank that runs first and is first in each collective. Try several: if ranks race
+            for a file, a plugin may work with 0 and fail with 1.
 
     Raises:
-        UsageError: fewer than one rank, or a rank that does not exist.
+        UsageError: ``ranks`` is below 1, or the rank ``first`` does not exist.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {"multi_node": False, "timeout_option": None}
-    #: A Session is launched with a function: a script cannot continue in several threads.
+    #: A Session must launch a function, because a script cannot continue in several threads.
     needs_function = True
 
     def __init__(self, ranks: int | None = None, first: int = 0) -> None:
         if ranks is not None and ranks < 1:
             raise UsageError(f"ranks={ranks!r} must be 1 or more.")
         self.ranks, self.first = ranks, first
-        #: The last run as each rank has it: ``runs[1].module``, ``runs[1].trainer``, ``runs[1].metrics``.
+        #: Each rank's last run: ``runs[1].module``, ``runs[1].trainer``, ``runs[1].metrics``.
         self.runs: list[Run] = []
         self._turns = Turns(1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadRanks:
-        return self  # one object serves all ranks: each call of a hook says which rank's it is
+        return self  # one object serves all ranks: each hook gets its rank's run
 
     @property
     def errors(self) -> list[BaseException | None]:
-        """What each rank of the last run raised; ``None`` on a rank that raised nothing."""
+        """The exceptions of the last run, by rank; ``None`` for a rank without one."""
         return self._turns.errors
 
     @property
     def results(self) -> list[Any]:
-        """What each rank of the last run returned: its metrics, or its predictions."""
+        """The return values of the last run, by rank: metrics, or predictions."""
         return self._turns.results
 
     @hookimpl
@@ -67,12 +68,14 @@ class ThreadRanks:
     def check_plan(self, plan: Plan) -> None:
         if plan.accelerator.name != "cpu" or plan.num_nodes > 1:
             raise UsageError(
-                f"{plan.strategy.label}: ranks are threads of this process, on the cpu, not on {plan.num_nodes} node(s) with "
-                f"{plan.accelerator.name}. Fix: accelerator='cpu', num_nodes=1"
+                f"{plan.strategy.label}: ranks are threads of this process, on the cpu, not on "
+                f"{plan.num_nodes} node(s) with {plan.accelerator.name}. "
+                "Fix: accelerator='cpu', num_nodes=1"
             )
         if not 0 <= self.first < (plan.processes or 1):
             raise UsageError(
-                f"{plan.strategy.label}: first={self.first!r} must be one of the {plan.processes} ranks, which begin with 0."
+                f"{plan.strategy.label}: first={self.first!r} must be one of the {plan.processes} "
+                "ranks, which start at 0."
             )
 
     @hookimpl
@@ -133,14 +136,14 @@ class ThreadRanks:
             parameters, *self._exchange(run, "reduce_gradients", mine), strict=True
         ):
             found = [grad for grad in grads if grad is not None]
-            if found:  # without a gradient on any rank there is none, as in one process
+            if found:  # else the gradient stays None, as in one process
                 mean = reduce(torch.add, [grad / run.world.size for grad in found])
                 if parameter.grad is None:
                     parameter.grad = mean
                 else:
                     parameter.grad.detach().copy_(mean)
 
-    # --- collectives -----------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     @hookimpl
     def log_sync(self, run: Run, values: torch.Tensor) -> torch.Tensor:
@@ -172,29 +175,30 @@ class ThreadRanks:
 
     @hookimpl
     def teardown_process_group(self) -> None:
-        """There is none; one that torch.distributed has is the caller's."""
+        """Do nothing: a group of torch.distributed belongs to the caller."""
 
     def _exchange(self, run: Run, what: str, value: Any) -> list[Any]:
         return self._turns.exchange(run.world.rank, what, value)
 
 
 def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], Any]]:
-    """Return a run and its worker for another rank: what has a name is made again from it, as for a process; the rest is copied.
+    """Return a copy of a run and its worker for another rank.
+
+    Parts that the user gave by name are made again, as in a new process; the others are copied.
 
     Raises:
-        UsageError: with the path to what cannot be copied.
+        UsageError: an object cannot be copied; the message has the path to it.
     """
     try:
         return copy.deepcopy((run, worker), {id(run.plan): run.plan})
-    except Exception as error:  # whatever a __deepcopy__ or __getstate__ of the user's raises
+    except Exception as error:  # __deepcopy__ and __getstate__ of users may raise any error
         label = run.plan.strategy.label
         fix = "Fix: make it in setup(), which runs on each rank, or leave it out in __getstate__"
         what = (
             f"the run cannot be copied, and each rank gets a copy ({type(error).__name__}: {error})"
         )
-        with suppress(
-            ImportError
-        ):  # without geartrain-spawn the error does not say which attribute it is
+        # Without geartrain-spawn, the message does not name the attribute.
+        with suppress(ImportError):
             from geartrain_spawn.pickles import pickled_arguments
             from geartrain_spawn.refusals import refusals
 
@@ -202,7 +206,10 @@ def _copy(run: Run, worker: Callable[[int], Any]) -> tuple[Run, Callable[[int], 
             if found := next(
                 (found for name, thing in arguments for found in refusals(name, thing, _dump)), None
             ):
-                what = f"{found.path}: {found.what} cannot be copied, and each rank gets a copy ({found.why})"
+                what = (
+                    f"{found.path}: {found.what} cannot be copied, and each rank gets a copy "
+                    f"({found.why})"
+                )
         raise UsageError(f"{label}: {what}. {fix}") from error
 
 

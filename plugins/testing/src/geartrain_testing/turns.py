@@ -1,6 +1,7 @@
-"""Ranks that take turns in one process: one thread runs at a time, and the turn goes to the next rank at each collective.
+"""Ranks that take turns in one process.
 
-So a run is deterministic, and a rank that does not come to a collective is an error at once, where processes would hang.
+One thread runs at a time. At each collective the next rank gets the turn, so a run is deterministic.
+A rank that does not reach a collective is an error at once. Processes would hang.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import torch
 
 from geartrain import TrainingError
 
-#: Seconds that an interrupted run waits for a rank to hand on; then it raises KeyboardInterrupt in that rank, and waits once more.
+#: Seconds that an interrupted run waits until a rank gives the turn to the next rank. After that it
+#: raises KeyboardInterrupt in that rank, and waits once more.
 PATIENCE = 2.0
-#: Seconds between two looks for Ctrl-C: Python does not hear one that comes just before a thread blocks.
+#: Seconds between two checks for Ctrl-C: Python misses one that arrives just before a thread blocks.
 _LOOK = 0.2
-#: Packages whose frames are not the user's.
+#: Packages whose frames are not user code.
 _NOT_THE_USERS = (
     "geartrain",
     "geartrain_parallel",
@@ -36,37 +38,40 @@ _NOT_THE_USERS = (
 
 
 class Turns:
-    """Lets the ranks of a run take turns, and exchange values at collectives.
+    """Give turns to the ranks of a run, and exchange values at collectives.
 
     Args:
-        size: how many ranks there are.
-        first: the rank that runs first, and comes first to each collective; then the next ones, and rank 0 after the last.
+        size: the number of ranks.
+        first: the rank that runs first and is first in each collective. The following ranks come
+            next; after the last rank comes rank 0.
     """
 
     def __init__(self, size: int, first: int = 0) -> None:
         self.size, self.first = size, first
-        #: What each rank's function raised; ``None`` on a rank that came to its end.
+        #: Each rank's exception; ``None`` for a rank without one.
         self.errors: list[BaseException | None] = [None] * size
         #: The rank that failed first.
         self.failed: int | None = None
-        #: What each rank's function returned.
+        #: Each rank's return value.
         self.results: list[Any] = [None] * size
         self._ended: set[int] = set()
-        #: A rank waits for its turn at its gate, which the rank before it opens.
+        #: A rank waits for its turn at its gate. The rank before it opens the gate.
         self._gates = [threading.Lock() for _ in range(size)]
         for gate in self._gates:
             gate.acquire()
         #: The rank that runs.
         self._turn = first
         self._threads: list[threading.Thread] = []
-        #: The collective that ranks are in: what each calls it, and its value.
+        #: The current collective: rank -> the collective's name and the rank's value.
         self._meeting: dict[int, tuple[str, Any]] = {}
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> None:
-        """Call one function a rank: rank 0's in this thread, each other in a thread of its own, which ends before this returns.
+        """Call one function per rank: rank 0's in this thread, each other one in a new thread.
+
+        The new threads have ended when this returns.
 
         Raises:
-            BaseException: the first that a rank raised, with a note that names the rank.
+            BaseException: the first exception of a rank, with a note that names the rank.
         """
         self._begun = ProcessState.now()
         self._threads = [threading.current_thread()]
@@ -95,23 +100,24 @@ class Turns:
         """Wait until every rank is in this collective.
 
         Args:
-            what: names the collective; the same on every rank.
-            value: what this rank brings. Others read it while this rank waits and later, so it must not change.
+            what: the collective's name, the same on every rank.
+            value: this rank's value. Other ranks read it now and later, so it must not change.
 
         Returns:
-            What each rank brought.
+            The values of all ranks, by rank.
 
         Raises:
-            TrainingError: a rank is in another collective, or at its end; or a rank has failed.
+            TrainingError: a rank is in another collective, has ended or has failed.
         """
         self._refuse_after_failure(rank)
         if rank in self._meeting:
-            self._meeting = {}  # every rank came to the last one
+            self._meeting = {}  # every rank has been in the last collective
         meeting = self._meeting
         for other, (their, _) in meeting.items():
             if their != what:
                 raise self._apart(
-                    f"rank {other} is in {their}{self._place(other)}, and rank {rank} in {what}{self._place(rank)}"
+                    f"rank {other} is in {their}{self._place(other)}, "
+                    f"and rank {rank} in {what}{self._place(rank)}"
                 )
         meeting[rank] = (what, value)
         self._wait(rank)
@@ -120,18 +126,18 @@ class Turns:
         self._refuse_after_failure(rank)
         gone = min(set(range(self.size)) - meeting.keys())
         raise self._apart(
-            f"rank {rank} is in {what}{self._place(rank)}, and rank {gone} has come to its end without it"
+            f"rank {rank} is in {what}{self._place(rank)}, and rank {gone} has ended without it"
         )
 
-    # --- turns -----------------------------------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------
 
     def _work(self, rank: int, function: Callable[[], Any]) -> None:
-        """Be a rank from its first turn to its last."""
+        """Run one rank, from its first turn to its last."""
         try:
             self._wait(rank, begins=True)
             if self.failed is not None:
                 raise TrainingError(
-                    f"rank {self.failed} failed before rank {rank} began"
+                    f"rank {self.failed} failed before rank {rank} started"
                 ) from self._first_error()
             self.results[rank] = function()
         except BaseException as error:  # pytest's skip and fail, and sys.exit, too
@@ -141,26 +147,24 @@ class Turns:
             self._hand_on(rank)
 
     def _wait(self, rank: int, begins: bool = False) -> None:
-        """Let the other ranks run until it is this one's turn; the process's state is then as this rank left it."""
+        """Run the other ranks until this rank's turn, then restore this rank's process state."""
         state = self._begun if begins else ProcessState.now()
         try:
             if not begins:
                 self._hand_on(rank)
             while not self._gates[rank].acquire(timeout=_LOOK):
                 pass
-        except (
-            BaseException
-        ) as error:  # Ctrl-C or a test's time limit, which Python raises in the main thread
+        except BaseException as error:  # Ctrl-C or a test's time limit, in the main thread
             self._fail(rank, error)
             if self._turn != rank:
                 self._end_others(rank)
-            self._gates[rank].acquire(blocking=False)  # the turn may have come meanwhile
+            self._gates[rank].acquire(blocking=False)  # the gate may be open by now
             raise
         finally:
             state.restore()
 
     def _hand_on(self, rank: int) -> None:
-        """Give the turn to the next rank that has not ended; to rank 0, which waits for the end, if all have."""
+        """Give the turn to the next running rank; if all have ended, to rank 0, which waits for them."""
         others = [(rank + i) % self.size for i in range(1, self.size + 1)]
         self._turn = next((other for other in others if other not in self._ended), 0)
         self._gates[self._turn].release()
@@ -187,7 +191,7 @@ class Turns:
         return error
 
     def _end_others(self, rank: int) -> None:
-        """Wait for the rank that runs to hand on, as it does at its next collective; interrupt it if it does not come to one."""
+        """Wait until the running rank reaches a collective; interrupt it if it does not reach one."""
         if not self._gates[rank].acquire(timeout=PATIENCE):
             for other in {*range(self.size)} - self._ended - {rank}:
                 ident = ctypes.c_ulong(self._threads[other].ident or 0)
@@ -196,15 +200,16 @@ class Turns:
                 )
             self._gates[rank].acquire(timeout=PATIENCE)
 
-    # --- for messages ----------------------------------------------------------------------------------------------------
+    # --- for messages -----------------------------------------------------------------------------
 
     def _apart(self, what: str) -> TrainingError:
         return TrainingError(
-            f"{what}: processes would wait for ever. Fix: the same collectives in the same order on all ranks"
+            f"{what}: processes would deadlock. "
+            "Fix: call the same collectives in the same order on all ranks"
         )
 
     def _place(self, rank: int) -> str:
-        """Return where the user's code on a rank called what it is in, as ``" (train.py:12)"``; empty if geartrain itself called it."""
+        """Return the line of user code that a rank is in, as ``" (train.py:12)"``; empty if none."""
         frame: FrameType | None = sys._current_frames().get(self._threads[rank].ident or 0)
         while frame is not None and frame.f_code is not Turns._work.__code__:
             if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
@@ -215,7 +220,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a process has one of, and here each rank: the global random generators, torch's default type and deterministic mode."""
+    """Global state that each rank has for itself: random generators, dtype, deterministic mode."""
 
     torch_random: torch.Tensor
     python_random: Any
@@ -225,7 +230,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """Read it."""
+        """Return the process's current state."""
         numpy = sys.modules.get("numpy.random")
         return cls(
             torch.get_rng_state(),
@@ -236,13 +241,13 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Let the process have it again."""
+        """Set the process's state to this one."""
         torch.set_rng_state(self.torch_random)
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             sys.modules["numpy.random"].set_state(self.numpy_random)
         torch.set_default_dtype(self.dtype)
-        if self.deterministic != _deterministic():  # asked first: setting it imports much of torch
+        if self.deterministic != _deterministic():  # only if it changed: it imports much of torch
             enabled, warn_only, torch.backends.cudnn.benchmark = self.deterministic
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
