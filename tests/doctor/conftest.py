@@ -1,4 +1,4 @@
-"""Every test of the doctor runs in a folder with a target, and finds core and the tools alone."""
+"""Run each doctor test in a folder with a target; only core and the tools count as installed."""
 
 import copy
 
@@ -17,13 +17,13 @@ def _a_folder_with_a_target(folder, installed):
 
 @pytest.fixture(scope="session")
 def all_reduced():
-    """What the doctor's all-reduce between two processes found on this machine."""
+    """Result of the doctor's all-reduce between two processes on this machine."""
     return all_reduce_check.all_reduce("gloo", "cpu")
 
 
 @pytest.fixture
 def known_all_reduce(all_reduced, monkeypatch):
-    """The doctor finds what it found before and starts no process: for tests of its other checks."""
+    """Replay the result of ``all_reduced`` without processes: for tests of the other checks."""
     monkeypatch.setattr(
         all_reduce_check, "all_reduce", lambda backend, device: copy.deepcopy(all_reduced)
     )

@@ -1,4 +1,4 @@
-"""``geartrain doctor`` as a whole: what it prints, how it exits, what it leaves."""
+"""``geartrain doctor`` as a whole: its output, exit code and leftovers."""
 
 import json
 import os
@@ -31,7 +31,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch):
-    """A machine with room, whose environment says nothing: what the tests run on may lack either."""
+    """Simulate free disk space and an empty environment, which the machine may not have."""
     monkeypatch.setattr(
         shutil,
         "disk_usage",
@@ -46,7 +46,7 @@ def healthy(monkeypatch):
 
 @pytest.fixture
 def doctor(command):
-    """``doctor("--accelerator cpu")``: the exit code, and what ``--json`` printed."""
+    """``doctor("--accelerator cpu")``: return the exit code and the output of ``--json``."""
 
     def run(options=""):
         done = command(f"doctor --json {options}")
@@ -57,7 +57,7 @@ def doctor(command):
 
 @pytest.fixture
 def torch_in_children(folder, monkeypatch):
-    """``torch_in_children(source)``: the started processes, and not this one, import this in place of torch."""
+    """``torch_in_children(source)``: only child processes import this in place of torch."""
 
     def replace(source):
         home = folder / "in_children"
@@ -70,7 +70,7 @@ def torch_in_children(folder, monkeypatch):
     return replace
 
 
-# --- nothing to fix ------------------------------------------------------------------------------------------------------
+# --- nothing to fix -------------------------------------------------------------------------------
 
 
 def test_nothing_to_fix(command):
@@ -101,14 +101,14 @@ def test_json_has_everything_and_nothing_else_is_on_stdout(doctor, install):
     assert facts["versions"]["distributions"]["geartrain-loud"] == "1.0"
     assert facts["accelerators"]["chosen"]["name"] == "cpu"
     states = {row["name"]: row["state"] for row in facts["plugins"]["plugins"]}
-    assert states.keys() > {"single", "loud", "csv"}  # core's own plugins are there too
+    assert states.keys() > {"single", "loud", "csv"}  # core's plugins are included
     assert set(states.values()) == {"available"}
     assert facts["all_reduce"]["backend"] == "gloo"
     assert facts["all_reduce"]["error"] is None
     assert 0 < facts["all_reduce"]["all_reduce_ms"] < facts["all_reduce"]["seconds"] * 1000
 
 
-# --- nothing is left -----------------------------------------------------------------------------------------------------
+# --- no leftovers ---------------------------------------------------------------------------------
 
 DOCTOR = "import sys; from geartrain.commands import main; sys.exit(main(['doctor', '--json']))"
 
@@ -161,7 +161,7 @@ def test_this_process_listens_no_longer_and_has_no_child(doctor):
     assert signal.getsignal(signal.SIGTERM) is signals
 
 
-# --- two processes -------------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypatch):
@@ -190,7 +190,7 @@ def test_an_interface_that_does_not_exist_is_named_with_the_fix(doctor, monkeypa
             "if first: raise OSError('no such driver')\ntime.sleep(600)",
             "rank 0 failed: OSError: no such driver",
         ),
-        # The one that lost its peer comes first, and is not to blame.
+        # Rank 0 fails first, but only because it lost its peer, so it is not blamed.
         (
             "raise RuntimeError('Connection closed by peer' if first else 'out of memory')",
             "rank 1 failed: RuntimeError: out of memory",
@@ -206,24 +206,21 @@ def test_a_process_that_dies_is_named(torch_in_children, monkeypatch, source, sa
     assert [rank["rank"] for rank in facts["ranks"] if rank["blamed"]] == [int(said.split()[1])]
 
 
-def test_processes_that_hang_are_ended_and_say_where(
+def test_processes_that_hang_are_stopped_and_show_their_stacks(
     torch_in_children, monkeypatch, doctor, command
 ):
     monkeypatch.setattr(all_reduce_check, "DEADLINE", 6.0)
     torch_in_children("def where_it_hangs():\n    time.sleep(600)\nwhere_it_hangs()")
     done = command("doctor")
     assert done.code == 1
-    assert (
-        "rank 0 did not come to an end within 6 s: it is in where_it_hangs, torch.py:4; rank 1 did not"
-        in done.out
-    )
-    assert (
-        done.out.count("in where_it_hangs\n") + done.out.count("in where_it_hangs ") >= 2
-    )  # both stacks are shown
+    frame = "it is in where_it_hangs, torch.py:4"
+    assert f"rank 0 did not end within 6 s: {frame}; rank 1 did not" in done.out
+    # Both stacks are shown.
+    assert done.out.count("in where_it_hangs\n") + done.out.count("in where_it_hangs ") >= 2
 
 
 def test_a_wrong_sum_is_an_error(folder, monkeypatch):
-    """Real torch, of which the second process's all_reduce forgets to sum."""
+    """Real torch, but all_reduce leaves one number of each vector unsummed."""
     home = folder / "in_children"
     home.mkdir()
     (home / "geartrain_wrong_sum.py").write_text(
@@ -259,24 +256,24 @@ def test_backend_by_name(doctor):
     assert facts["all_reduce"]["error"] is None
 
 
-def test_on_windows_the_two_are_not_tried_which_is_no_problem(monkeypatch):
+def test_on_windows_the_all_reduce_is_skipped_without_a_problem(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     section = examine("all_reduce", doctor_processes.processes, None, None, None)
     assert section.facts == {"backend": None, "why": "not tried on Windows", "error": None}
     assert section.findings == []
 
 
-def test_a_file_of_the_current_folder_is_not_imported_by_the_two(doctor, write):
+def test_the_two_processes_do_not_import_files_of_the_current_folder(doctor, write):
     write("random.py", "raise SystemExit('imported by mistake')\n")
     _, facts = doctor()
     assert facts["all_reduce"]["error"] is None
 
 
-# --- checks stand alone --------------------------------------------------------------------------------------------------
+# --- checks are independent -----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_a_check_that_fails_is_a_problem_and_the_others_go_on(doctor, monkeypatch, command):
+def test_a_check_that_fails_is_a_problem_and_the_others_continue(doctor, monkeypatch, command):
     def broken(path):
         raise PermissionError("no disk for you")
 
@@ -303,10 +300,11 @@ _again = pytest.mark.matrix
         pytest.param(("--backend", "nope"), marks=_again),
     ],
 )
-def test_without_torch_it_says_so_and_goes_on(python, write, options):
+def test_a_missing_torch_is_one_problem_and_the_checks_continue(python, write, options):
     write(
         "doctor.py",
-        "import sys\nsys.modules['torch'] = None\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
+        "import sys\nsys.modules['torch'] = None\n"
+        "from geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
     )
     done = python("doctor.py", "doctor", "--json", *options)
     assert done.returncode == 1, done.stderr
@@ -315,7 +313,7 @@ def test_without_torch_it_says_so_and_goes_on(python, write, options):
     assert [problem["what"] for problem in about_torch] == ["torch is not installed"]
     assert about_torch[0]["fix"].startswith("pip install torch")
     assert facts["network"]["loopback"]["error"] is None
-    shown = python("doctor.py", "doctor", *options)  # the tables, too
+    shown = python("doctor.py", "doctor", *options)  # the tables as well
     assert shown.returncode == 1
     assert "Traceback" not in shown.stderr
 
@@ -328,14 +326,15 @@ def test_without_torch_it_says_so_and_goes_on(python, write, options):
         ("--pickle", "net.py"),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_a_problem_and_the_others_go_on(python, write, options):
+def test_a_torch_that_cannot_be_imported_is_a_problem_and_checks_continue(python, write, options):
     write(
         "broken/torch/__init__.py",
         "raise OSError('libcudart.so.12: cannot open shared object file')\n",
     )
     write(
         "doctor.py",
-        "import sys\nsys.path.insert(0, 'broken')\nfrom geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
+        "import sys\nsys.path.insert(0, 'broken')\n"
+        "from geartrain.commands import main\nsys.exit(main(sys.argv[1:]))\n",
     )
     done = python("doctor.py", "doctor", "--json", *options)
     assert done.returncode == 1, done.stderr
@@ -363,7 +362,7 @@ def test_the_command_that_pip_makes(python, write):
     assert facts["versions"]["executable"] == sys.executable
 
 
-# --- usage ---------------------------------------------------------------------------------------------------------------
+# --- usage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``geartrain doctor`` says of disk, memory, limits, names and the environment."""
+"""The doctor's checks of disk, memory, limits, host names and the environment."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def nothing_launched(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """``machine()``: the section; disks have room unless the test says otherwise."""
+    """``machine()``: return the section. Disks have free space unless the test changes it."""
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(total=9000 * MIB, free=8000 * MIB)
     )
@@ -51,7 +51,7 @@ def shared_memory(monkeypatch, size, free):
     )
 
 
-# --- machine -------------------------------------------------------------------------------------------------------------
+# --- machine --------------------------------------------------------------------------------------
 
 
 def test_a_full_disk(machine, monkeypatch, folder):
@@ -120,7 +120,7 @@ def test_threads_may_be_a_list_a_number_for_each_level(machine, monkeypatch, thr
 
 
 def control_group(monkeypatch, tmp_path, **files):
-    """A control group with these files, as this process's."""
+    """Put this process into a fake control group with these files."""
     monkeypatch.setattr(doctor_machine, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(doctor_machine, "_PROC", tmp_path / "proc")
     for path, text in {
@@ -155,7 +155,7 @@ def control_group(monkeypatch, tmp_path, **files):
             "memory__memory-usage_in_bytes": str(3584 * MIB),
         },
     ],
-    ids=["its own", "a container's", "version 1"],
+    ids=["process's group", "container's group", "version 1"],
 )
 def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
     control_group(monkeypatch, tmp_path, **files)
@@ -176,14 +176,11 @@ def test_a_container_s_limits(machine, monkeypatch, tmp_path, files):
 
 
 def test_page_cache_that_would_be_given_back_counts_as_free(machine, monkeypatch, tmp_path):
-    used, cache = (
-        str(3584 * MIB),
-        f"anon {512 * MIB}\nfile {3072 * MIB}\ninactive_file {3000 * MIB}\nactive_file {72 * MIB}\n",
-    )
     limits = {
         "job__7__memory-max": str(4096 * MIB),
-        "job__7__memory-current": used,
-        "job__7__memory-stat": cache,
+        "job__7__memory-current": str(3584 * MIB),
+        "job__7__memory-stat": f"anon {512 * MIB}\nfile {3072 * MIB}\n"
+        f"inactive_file {3000 * MIB}\nactive_file {72 * MIB}\n",
     }
     control_group(monkeypatch, tmp_path, **limits)
     section = machine()
@@ -207,7 +204,7 @@ def test_page_cache_in_version_1_counts_that_of_the_groups_within(machine, monke
 def test_the_tightest_of_the_groups_around_this_process_counts(
     machine, monkeypatch, tmp_path, version
 ):
-    """As in SLURM, which limits the job, not the task within it."""
+    """As in SLURM, which limits the job, not the task inside it."""
 
     def limits(group, limit, used, quota):
         if version == 2:
@@ -267,13 +264,13 @@ def test_few_open_files(machine):
     assert fix.startswith("ulimit -n ")
 
 
-# --- network -------------------------------------------------------------------------------------------------------------
+# --- network --------------------------------------------------------------------------------------
 
 
 def test_loopback_really_carries_something(network):
     section = network()
     assert section.facts["loopback"]["error"] is None
-    with socket.socket() as probe:  # and nobody listens there any more
+    with socket.socket() as probe:  # the listener is closed
         assert probe.connect_ex(("127.0.0.1", section.facts["loopback"]["port"])) != 0
 
 
@@ -288,21 +285,21 @@ def test_names(network, monkeypatch):
     section = network()
     assert section.facts["hostname_addresses"] == "Name or service not known"
     ((what, fix),) = said(section, True, "localhost")
-    assert "leads to 10.1.2.3" in what
+    assert "resolves to 10.1.2.3" in what
     assert "/etc/hosts" in fix
     ((what, _),) = said(section, False, "lonely")
-    assert "several do" in what
+    assert "Several nodes need it" in what
     assert said(section, True, "lonely") == []
 
 
 def test_a_host_name_that_is_too_long_for_any_name_server(network, monkeypatch, capfd):
-    name = "a" * 64  # as many as Linux allows; between two dots of a name there may be 63
+    name = "a" * 64  # Linux allows 64 characters; DNS allows 63 between two dots
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     section = network()
     assert section.error is None
     ((what, fix),) = said(section, False, name)
     assert "no answer" not in what
-    assert "label" in section.facts["hostname_addresses"]  # Python's own words
+    assert "label" in section.facts["hostname_addresses"]  # Python's error message
     assert "at most 63" in fix
     assert "Traceback" not in capfd.readouterr().err
 
@@ -316,7 +313,7 @@ def test_a_name_server_that_does_not_answer_does_not_stop_it(network, monkeypatc
     finally:
         answer.set()
     assert section.error is None
-    assert said(section, True, "localhost is not known: no answer within 0.2 s")
+    assert said(section, True, "localhost does not resolve: no answer within 0.2 s")
 
 
 def test_loopback_that_is_closed(network, monkeypatch):
@@ -329,10 +326,10 @@ def test_loopback_that_is_closed(network, monkeypatch):
     ((what, fix),) = said(section, True, "127.0.0.1")
     assert "Connection refused" in what
     assert "lo" in fix
-    assert section.facts["loopback_ipv6"]["error"] is not None  # and is no problem
+    assert section.facts["loopback_ipv6"]["error"] is not None  # a fact, not a problem
 
 
-# --- environment ---------------------------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 def set_all(monkeypatch, **variables):
@@ -340,7 +337,7 @@ def set_all(monkeypatch, **variables):
         monkeypatch.setenv(name, value)
 
 
-def test_nobody_launched_this(network):
+def test_a_process_without_a_launcher(network):
     section = network()
     assert section.facts["launcher"] is None
     assert section.facts["launcher_variables"] == {}
@@ -388,7 +385,7 @@ def test_variables_that_mean_nothing_here_are_shown_alone(network, monkeypatch, 
 
 def test_variables_that_contradict_each_other(network, monkeypatch):
     set_all(monkeypatch, WORLD_SIZE="2", LOCAL_RANK="5")
-    ((what, fix),) = said(network(), True, "contradicts itself")
+    ((what, fix),) = said(network(), True, "contradict each other")
     assert "local rank 5 of 2" in what
     assert "environment variables" in fix
 

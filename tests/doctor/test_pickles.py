@@ -42,7 +42,9 @@ class Net(gt.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 class Data(gt.DataModule):
-    def __init__(self, workers: int = 0, method: str = "", broken: bool = False, locked: bool = False):
+    def __init__(
+        self, workers: int = 0, method: str = "", broken: bool = False, locked: bool = False
+    ):
         self.options = (workers, method, broken)
         if locked:
             self.lock = threading.Lock()
@@ -64,7 +66,10 @@ class Data(gt.DataModule):
         if broken:
             self.samples.lock = self.made_in_setup
             functions = {"collate_fn": lambda batch: batch, "worker_init_fn": lambda worker: None}
-        return DataLoader(self.samples, num_workers=workers, multiprocessing_context=method if workers and method else None, **functions)
+        context = method if workers and method else None
+        return DataLoader(
+            self.samples, num_workers=workers, multiprocessing_context=context, **functions
+        )
 """
 
 
@@ -75,7 +80,7 @@ def target(write):
 
 @pytest.fixture
 def pickles(capsys):
-    """``pickles("--model.locked=true")``: the section."""
+    """``pickles("--model.locked=true")``: return the section."""
 
     def run(*options):
         from geartrain_doctor import pickles as doctor_pickles
@@ -89,7 +94,7 @@ def pickles(capsys):
 
 @pytest.fixture(params=["cloudpickle", "pickle"])
 def pickler(request):
-    """With geartrain-spawn, which pickles by cloudpickle, and without it."""
+    """Run with geartrain-spawn, which uses cloudpickle, and without it."""
     if request.param == "cloudpickle":
         request.getfixturevalue("spawn")
     return request.param
@@ -161,12 +166,15 @@ class Net(Net):
 """
 
 
-def test_what_geartrain_spawn_takes_along_by_value_must_pickle(spawn, pickles, write, monkeypatch):
-    """It takes along what a fresh process could not import, with the globals that it uses."""
+def test_globals_of_a_function_that_is_sent_by_value_must_pickle(
+    spawn, pickles, write, monkeypatch
+):
+    """geartrain-spawn sends a function that a new process could not import with its globals."""
     monkeypatch.setitem(sys.modules, "loaded_from_elsewhere", None)
     write(
         "plug/ins.py",
-        "import threading\nLOCK = threading.Lock()\ndef scaled(x):\n    with LOCK:\n        return x\n",
+        "import threading\nLOCK = threading.Lock()\n"
+        "def scaled(x):\n    with LOCK:\n        return x\n",
     )
     write("target.py", TARGET + LOADED)
     section = pickles()
@@ -174,13 +182,13 @@ def test_what_geartrain_spawn_takes_along_by_value_must_pickle(spawn, pickles, w
     assert len(found(section, True)) == 1
 
 
-def test_a_blocked_geartrain_spawn_is_as_none(spawn, pickles, monkeypatch):
+def test_a_blocked_geartrain_spawn_counts_as_missing(spawn, pickles, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_BLOCK", "ddp_spawn")
     assert pickles().facts["pickler"] == "pickle"
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
+def test_without_geartrain_spawn_the_message_names_it(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "geartrain_spawn.refusals", None)
     monkeypatch.delitem(sys.modules, "geartrain_doctor.pickles", raising=False)
     done = command("doctor --pickle target.py")
@@ -200,7 +208,7 @@ def test_without_geartrain_spawn_it_says_what_to_install(command, monkeypatch):
         (["--data.workers=2", "--data.method=forkserver"], True),
     ],
 )
-def test_loaders_count_where_their_workers_are_not_forked(pickles, pickler, options, needed):
+def test_loaders_count_if_their_workers_are_not_forked(pickles, pickler, options, needed):
     section = pickles("--data.broken=true", *options)
     assert section.error is None
     expected = [
@@ -277,14 +285,17 @@ def test_a_target_that_cannot_be_made_is_a_failed_check(pickles, write):
     write("target.py", TARGET.replace('print("prepared")', 'raise OSError("no network")'))
     section = pickles("--model.locked=true")
     assert section.error == "OSError: no network"
-    assert "model.transform.lock" in paths(section)  # what was found before stays
+    assert "model.transform.lock" in paths(section)  # earlier findings are kept
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_what_is_wrong_with_devices_does_not_hide_what_does_not_pickle(
+def test_a_problem_of_a_device_does_not_hide_objects_that_do_not_pickle(
     command, install, monkeypatch
 ):
-    source = "class A:\n    priority = 9\n    unavailable = staticmethod(lambda: None)\n    device_count = staticmethod(lambda: 0)\n"
+    source = (
+        "class A:\n    priority = 9\n    unavailable = staticmethod(lambda: None)\n"
+        "    device_count = staticmethod(lambda: 0)\n"
+    )
     install("geartrain-empty", source, accelerators={"empty": "A"})
     done = command("doctor --json --pickle target.py --model.locked=true")
     assert done.code == 1

@@ -1,6 +1,7 @@
-"""What ``geartrain doctor`` says of versions and of installed plugins; fake distributions, the machine's own torch."""
+"""The doctor's checks of versions and plugins, with fake distributions and the real torch."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def gpus(diagnose=f"return {TWO!r}", reason=None, priority=5, count="2"):
 
 @pytest.fixture
 def accelerators():
-    """``accelerators("cpu")``: the section, with cpu (in core) and whatever the test has installed."""
+    """``accelerators("cpu")``: return the section for core's cpu and the test's accelerators."""
     return lambda wanted="auto": examine(
         "accelerators", doctor_software.accelerators, Registry(), wanted
     )
@@ -73,7 +74,7 @@ def versions():
 
 @pytest.fixture
 def requires(install, folder):
-    """``requires("geartrain<0.0.1")``: a plugin's distribution that declares it."""
+    """``requires("geartrain<0.0.1")``: install a plugin with this requirement."""
 
     def add(*lines):
         install("geartrain-picky", "class A: pass\n", plugins={"picky": "A"})
@@ -91,11 +92,11 @@ def found(section, must=True):
     return [(finding.what, finding.fix) for finding in section.findings if finding.must is must]
 
 
-# --- accelerators --------------------------------------------------------------------------------------------------------
+# --- accelerators ---------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_what_an_accelerator_says_is_shown(install, command):
+def test_the_diagnosis_of_an_accelerator_is_shown(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor")
     assert done.code == 1
@@ -122,7 +123,7 @@ def test_what_an_accelerator_says_is_shown(install, command):
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_it_is_all_in_the_json(install, command):
+def test_the_json_has_the_whole_diagnosis(install, command):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     done = command("doctor --json")
     facts = json.loads(done.out)["accelerators"]
@@ -133,7 +134,7 @@ def test_it_is_all_in_the_json(install, command):
     assert gpux["diagnosis"] == TWO
 
 
-def test_problems_of_one_that_nobody_would_use_need_not_be_fixed(install, accelerators):
+def test_problems_of_an_accelerator_that_is_not_chosen_are_warnings(install, accelerators):
     install("geartrain-gpux", gpus(), accelerators={"gpux": "Gpu"})
     section = accelerators("cpu")
     assert found(section) == []
@@ -142,7 +143,7 @@ def test_problems_of_one_that_nobody_would_use_need_not_be_fixed(install, accele
     ]
 
 
-def test_an_unavailable_one_is_shown_with_its_reason(install, accelerators):
+def test_an_unavailable_accelerator_is_shown_with_its_reason(install, accelerators):
     install(
         "geartrain-gpux",
         gpus(f"return {dict(TWO, problems=[])!r}", reason="no driver"),
@@ -161,17 +162,17 @@ def test_an_unavailable_one_is_shown_with_its_reason(install, accelerators):
     assert row(section, "gpux")["diagnosis"]["facts"]["driver"] == "555.42"
 
 
-def test_an_unavailable_one_that_was_asked_for_is_a_problem(install, accelerators):
+def test_an_unavailable_accelerator_that_the_user_names_is_a_problem(install, accelerators):
     install("geartrain-gpux", gpus(reason="no driver"), accelerators={"gpux": "Gpu"})
     section = accelerators("gpux")
     assert section.facts["chosen"] is None
     assert "geartrain-gpux[gpux] cannot be used here: no driver" in [
         what for what, _ in found(section)
     ]
-    assert len(found(section)) == 2  # what it says is wrong with its devices now matters, too
+    assert len(found(section)) == 2  # the problem of its device must now be fixed as well
 
 
-def test_gpu_where_none_is_installed_is_a_problem(accelerators):
+def test_gpu_without_an_installed_gpu_accelerator_is_a_problem(accelerators):
     ((what, fix),) = found(accelerators("gpu"))
     assert "no usable one is installed" in what
     assert "pip install geartrain-cuda" in fix
@@ -226,14 +227,14 @@ def test_every_part_of_a_diagnosis_may_be_left_out(install, accelerators, comman
     assert found(accelerators()) == []
 
 
-def test_one_without_diagnose_is_well(install, accelerators):
+def test_an_accelerator_without_diagnose_is_no_problem(install, accelerators):
     install("geartrain-gpux", gpus().replace("diagnose", "other"), accelerators={"gpux": "Gpu"})
     section = accelerators()
     assert found(section) == []
     assert row(section, "gpux")["diagnosis"] is None
 
 
-def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
+def test_accelerators_that_raise_are_problems(install, accelerators):
     install("geartrain-a", "import no_such_module_here\n", accelerators={"broken": "Gpu"})
     install("geartrain-b", gpus(count="1 // 0"), accelerators={"uncounted": "Gpu"})
     install(
@@ -248,15 +249,14 @@ def test_accelerators_that_cannot_be_asked_are_problems(install, accelerators):
         w.startswith("geartrain-a[broken] could not be imported: ModuleNotFoundError") for w in what
     )
     assert any(
-        "geartrain-b[uncounted] fails when it is asked" in w and "ZeroDivisionError" in w
-        for w in what
+        "geartrain-b[uncounted] raised in its check" in w and "ZeroDivisionError" in w for w in what
     )
-    assert any("geartrain-c[mute] fails when it is asked" in w and "no bus" in w for w in what)
+    assert any("geartrain-c[mute] raised in its check" in w and "no bus" in w for w in what)
     assert section.facts["chosen"]["name"] == "cpu"
 
 
 @pytest.mark.usefixtures("known_all_reduce")
-def test_what_two_checks_find_is_listed_once(install, command):
+def test_a_problem_that_two_checks_find_is_listed_once(install, command):
     install("geartrain-a", "import no_such_module_here\n", accelerators={"broken": "Gpu"})
     facts = json.loads(command("doctor --json --accelerator broken").out)
     (what,) = [problem["what"] for problem in facts["problems"]]
@@ -267,7 +267,7 @@ def test_what_two_checks_find_is_listed_once(install, command):
 def test_one_gpu_is_not_enough_for_nccl(install, command, refused):
     install("geartrain-fake", gpus("return {}", count="1"), accelerators={"cuda": "Gpu"})
     facts = json.loads(command("doctor --json").out)
-    assert facts["all_reduce"]["why"] == "nccl needs two GPUs, and 1 is here"
+    assert facts["all_reduce"]["why"] == "nccl needs two GPUs, and this machine has 1"
     assert (facts["all_reduce"]["backend"], facts["all_reduce"]["error"]) == ("gloo", None)
 
 
@@ -280,16 +280,14 @@ def test_two_gpus_are_tried_with_nccl(monkeypatch):
     assert choose(None, cuda, 1)[0] == "gloo"
     assert choose("gloo", cuda, 2)[0] == "gloo"
     assert choose(None, {"name": "mps"}, 2)[0] == "gloo"
-    with pytest.raises(
-        ValueError,
-        match=r"--backend nccl needs two CUDA devices, and 1 of cuda are here\. Fix: --backend gloo",
-    ):
+    expected = "needs two CUDA devices, but this machine has 1 of cuda. Fix: --backend gloo"
+    with pytest.raises(ValueError, match=re.escape(expected)):
         doctor_processes.check_backend("nccl", cuda, 1)
     monkeypatch.setattr(doctor_processes, "backends", lambda: ["gloo"])
     assert choose(None, cuda, 2) == ("gloo", "this torch has no nccl")
 
 
-# --- strategies and plugins ----------------------------------------------------------------------------------------------
+# --- strategies and plugins -----------------------------------------------------------------------
 
 
 def test_plugins_that_cannot_be_imported_are_problems_with_their_fix(install, monkeypatch):
@@ -317,10 +315,10 @@ def test_plugins_that_cannot_be_imported_are_problems_with_their_fix(install, mo
     )
 
 
-def test_strategies_and_plugins_may_say_what_is_wrong(install):
+def test_strategies_and_plugins_may_report_problems(install):
     source = "class A:\n    @staticmethod\n    def diagnose(): "
-    told = "{'facts': {'library': None}, 'problems': ['it is old. Fix: pip install new']}"
-    install("geartrain-a", f"{source}return {told}\n", strategies={"old": "A"})
+    diagnosis = "{'facts': {'library': None}, 'problems': ['it is old. Fix: pip install new']}"
+    install("geartrain-a", f"{source}return {diagnosis}\n", strategies={"old": "A"})
     install("geartrain-b", f"{source}raise RuntimeError('asked')\n", plugins={"bad": "A"})
     section = examine("plugins", doctor_software.plugins, Registry())
     rows = {row["name"]: row for row in section.facts["plugins"]}
@@ -332,13 +330,13 @@ def test_strategies_and_plugins_may_say_what_is_wrong(install):
         "geartrain-b[bad]: its diagnose() fails: RuntimeError: asked",
     }
     old = findings["geartrain-a[old]: it is old"]
-    assert (old.fix, old.must) == ("pip install new", False)  # nobody has chosen it
+    assert (old.fix, old.must) == ("pip install new", False)  # no run has chosen it
 
 
-# --- versions ------------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
-def test_core_s_own_requirements_are_met(versions):
+def test_core_s_requirements_are_met(versions):
     section = versions()
     assert section.error is None
     assert found(section) == []
@@ -349,7 +347,7 @@ def test_core_s_own_requirements_are_met(versions):
 def test_a_plugin_for_another_geartrain(requires, versions):
     requires("geartrain<0.0.1")
     ((what, fix),) = found(versions())
-    assert what.startswith("geartrain-picky 1.0 requires geartrain<0.0.1, and geartrain ")
+    assert what.startswith("geartrain-picky 1.0 requires geartrain<0.0.1, but geartrain ")
     assert "another version of geartrain-picky" in fix
 
 
@@ -363,7 +361,7 @@ def test_a_plugin_for_another_geartrain(requires, versions):
         "geartrain",
     ],
 )
-def test_what_is_met_or_not_asked_for_is_no_problem(requires, versions, line):
+def test_a_requirement_that_is_met_or_does_not_apply_is_no_problem(requires, versions, line):
     requires(line)
     assert found(versions()) == []
 
@@ -376,28 +374,31 @@ def test_what_is_met_or_not_asked_for_is_no_problem(requires, versions, line):
             "requires no-such-distribution>=2, which is not installed",
             "pip install 'no-such-distribution>=2'",
         ),
-        ("torch<1", "requires torch<1, and torch ", "pip install 'torch<1'"),
+        ("torch<1", "requires torch<1, but torch ", "pip install 'torch<1'"),
         ("geartrain >= what", "which cannot be read", "the author of geartrain-picky"),
     ],
 )
-def test_what_is_not_met(requires, versions, line, said, fix):
+def test_a_requirement_that_is_not_met_is_a_problem(requires, versions, line, said, fix):
     requires(line, "geartrain")
     ((what, fixed),) = found(versions())
     assert said in what
     assert fix in fixed
 
 
-def test_an_nvidia_driver_without_what_would_use_it(versions, install, monkeypatch, tmp_path):
+def test_an_nvidia_driver_without_geartrain_cuda_is_a_warning(
+    versions, install, monkeypatch, tmp_path
+):
     driver = tmp_path / "version"
     driver.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  555.42.06  Tue Jun  4\nGCC version: 12.2.0\n"
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  555.42.06  Tue Jun  4\n"
+        "GCC version: 12.2.0\n"
     )
     monkeypatch.setattr(doctor_software, "_DRIVER", Path(driver))
     section = versions()
     assert section.facts["nvidia_driver"] == "555.42.06"
     assert found(section) == []
     assert (
-        "there is an NVIDIA driver, and no cuda accelerator is installed",
+        "an NVIDIA driver is installed, but no cuda accelerator",
         "pip install geartrain-cuda",
     ) in found(section, must=False)
     install("geartrain-fake", gpus(), accelerators={"cuda": "Gpu"})

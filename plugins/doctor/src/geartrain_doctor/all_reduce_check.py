@@ -1,6 +1,6 @@
-"""A real all-reduce between two fresh processes, which meet as the processes of a run do: what ``geartrain doctor`` tries.
+"""The check ``all_reduce``: a real all-reduce between two new processes, which meet as in a run.
 
-``python -m geartrain_doctor.all_reduce_check BACKEND DEVICE SECONDS RESULT`` is one of the two.
+``python -m geartrain_doctor.all_reduce_check BACKEND DEVICE SECONDS RESULT`` runs one rank.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from geartrain.parallel import (
     report,
 )
 
-#: Seconds that the two have from their start to the end of the all-reduce.
+#: Time limit of the two ranks in seconds, from their start to the end of the all-reduce.
 DEADLINE = 60.0
-#: float32 numbers that are summed: 4 MiB. Every sum is below 2**24, so float32 holds it exactly.
+#: Length of the float32 vector: 4 MiB. Every sum is below 2**24, so float32 holds it exactly.
 NUMBERS = 2**20
-#: How often the all-reduce is timed.
+#: Number of timed all-reduces.
 TIMED = 5
 _RANKS = 2
-#: Lines of a process's output that are shown.
+#: Lines of a rank's output that the report shows.
 _LINES = 40
 
 
-# --- the process that starts them ----------------------------------------------------------------------------------------
+# --- the process that starts the two ranks --------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One of the two, its files in ``folder``. The pipe ``sentinel`` is closed when the process has ended, however that was."""
+    """One of the two ranks, with files in ``folder``. The pipe ``sentinel`` closes at its end."""
 
     number: int
     process: subprocess.Popen[bytes]
     sentinel: int
     folder: Path
-    #: True if it neither failed nor came to an end.
+    #: True if it neither failed nor ended before the deadline.
     hangs: bool = False
 
     @property
@@ -80,16 +80,16 @@ class _Rank:
         )
 
     def _where(self) -> str:
-        """The innermost frame of the stack that it wrote, its main thread's."""
+        """Return the innermost frame of the main thread, from the stacks that the rank wrote."""
         _, current, stack = self.output().rpartition("Current thread")
         frame = re.search(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
         return f": it is in {frame[3]}, {frame[1]}:{frame[2]}" if current and frame else ""
 
     def why(self) -> str:
-        """Return how it failed, in one line."""
+        """Return one line that says how the rank failed."""
         error, code = self.error(), self.process.returncode
         if self.hangs:
-            return f"rank {self.number} did not come to an end within {DEADLINE:g} s{self._where()}"
+            return f"rank {self.number} did not end within {DEADLINE:g} s{self._where()}"
         if error is not None:
             return f"rank {self.number} failed: {error.message.splitlines()[0]}"
         return f"rank {self.number} " + (
@@ -114,13 +114,13 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
     """Sum a known vector over two processes on this machine.
 
     Args:
-        backend: torch.distributed's.
-        device: ``"cpu"``, or ``"cuda"`` for the first two GPUs that are visible.
+        backend: name of a torch.distributed backend.
+        device: ``"cpu"``, or ``"cuda"`` for the first two visible GPUs.
 
     Returns:
-        ``seconds`` from start to end, ``all_reduce_ms`` (the median of several), ``mib`` that were summed, ``error`` (one line, or
-        ``None``) and, where there is one, ``ranks``: of each its exit code, whether it is to blame, its whole
-        error, and the end of its output.
+        ``seconds`` from start to end, ``all_reduce_ms`` (the median of several), ``mib`` (the size
+        of the vector) and ``error`` (one line, or ``None``). After an error also ``ranks``: for
+        each rank its exit code, ``blamed``, its whole error, and the end of its output.
     """
     from geartrain.parallel import raise_on_signals, rendezvous, sockets
 
@@ -132,7 +132,8 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
         "all_reduce_ms": None,
         "error": None,
     }
-    # In the main thread a signal that ends this process is heard, so that nothing is left; elsewhere Python cannot hear one.
+    # A signal that ends this process must not leave the ranks behind. Python runs signal handlers
+    # only in the main thread.
     in_main_thread = threading.current_thread() is threading.main_thread()
     with (
         raise_on_signals() if in_main_thread else nullcontext(),
@@ -169,7 +170,7 @@ def all_reduce(backend: str, device: str) -> dict[str, Any]:
 
 @contextmanager
 def _later() -> Iterator[None]:
-    """Let signals that end this process wait: a process that is started, and not yet known, would be left."""
+    """Delay signals that end this process until every rank is recorded and can be stopped."""
     from geartrain.parallel import SIGNALS
 
     heard: list[int] = []
@@ -190,13 +191,10 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
     from geartrain.parallel import ERROR_FILE, variables
 
     number = place.rank
-    leftovers = (
-        "TORCHELASTIC_",
-        "GROUP_",
-        "ROLE_",
-    )  # torchrun's, which would tell the two another place
+    # torchrun's variables, which would give the ranks another place.
+    leftovers = ("TORCHELASTIC_", "GROUP_", "ROLE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(leftovers)}
-    # -P: a file of the current folder that is called like a module of the standard library's is not imported.
+    # -P: do not import files of the current folder in place of standard library modules.
     work = [
         sys.executable,
         "-P",
@@ -219,7 +217,7 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
             },
             stdin=subprocess.DEVNULL,
             pass_fds=(writing,),
-            start_new_session=True,  # Ctrl-C is this process's business
+            start_new_session=True,  # only this process handles Ctrl-C
         )
     except BaseException:
         os.close(reading)
@@ -230,7 +228,7 @@ def _start(place: ClusterEnvironment, backend: str, device: str, folder: Path) -
 
 
 def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
-    """Wait for both, until the deadline; after one has failed the other has a moment to fail, too."""
+    """Wait for both ranks until the deadline. After one fails, give the other time to fail too."""
     deadline = time.monotonic() + DEADLINE
     while (
         supervisor.running and not supervisor.failures and (left := deadline - time.monotonic()) > 0
@@ -242,18 +240,17 @@ def _wait(ranks: list[_Rank], supervisor: Supervisor) -> None:
         for rank in ranks:
             if rank.number in supervisor.running:
                 rank.hangs = True
-                rank.signal(
-                    signal.SIGUSR1
-                )  # writes the stacks into its output, also from within a collective, and ends it
+                # The rank writes its stacks into its output, even inside a collective, and ends.
+                rank.signal(signal.SIGUSR1)
     supervisor.unwind()
 
 
-# --- one of the two ------------------------------------------------------------------------------------------------------
+# --- one rank -------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
-    """Be one of the two; the environment says which. Exits with 1 after an error, which is written where the starter looks."""
-    # chain: after it has written the stacks the signal does what it does by default, and ends the process.
+    """Run the rank that the environment names. After an error, save it and exit with 1."""
+    # chain: after the stacks are written, the signal's default action ends the process.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
     backend, device, seconds, result = argv
     try:
@@ -267,10 +264,7 @@ def main(argv: list[str]) -> None:
 
 
 def _sum(backend: str, kind: str, timeout: timedelta) -> float:
-    """Meet the other one and sum.
-
-    Returns:
-        Milliseconds of one all-reduce, the median of several.
+    """Join the other rank and all-reduce; return the median time in milliseconds.
 
     Raises:
         TrainingError: the sum is wrong.
@@ -305,15 +299,14 @@ def _sum(backend: str, kind: str, timeout: timedelta) -> float:
         wrong = int((summed != numbers * sum(range(1, place.size + 1))).sum())
         if wrong:
             raise TrainingError(f"the all-reduce gave {wrong} wrong numbers of {NUMBERS}")
-    dist.barrier(
-        device_ids=None if kind == "cpu" else [place.local_rank]
-    )  # rank 0 keeps the store: it leaves last
+    # Rank 0 holds the store, so it must leave last.
+    dist.barrier(device_ids=None if kind == "cpu" else [place.local_rank])
     dist.destroy_process_group()
     return round(sorted(seconds[1:])[TIMED // 2] * 1000, 3)
 
 
 def _ready(tensor: Any) -> None:
-    """Wait for the device, so that what is timed is the all-reduce."""
+    """Wait for the device, so that the time is the all-reduce's."""
     tensor[0].item()
 
 

@@ -1,6 +1,7 @@
-"""``geartrain doctor``: examine this machine, and end with what to fix.
+"""``geartrain doctor``: check this machine and list the problems to fix.
 
-Each check stands alone: one that raises is reported, and the others go on. No device is initialised in this process.
+If a check fails, its error is reported and the other checks continue. This process initialises no
+device.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _OPTIONS = ("--json", "--accelerator", "--backend", "--pickle")
 
 
 def command(name: str, argv: list[str]) -> None:
-    """Make every check and print what it found.
+    """Run every check and print its findings.
 
     Raises:
-        UsageError: wrong options, an unknown accelerator, a backend that cannot be tried, or a TARGET that cannot be read.
-        GeartrainError: something must be fixed; it has been printed.
+        UsageError: an option is wrong, the accelerator is unknown, the backend cannot be used, or
+            TARGET cannot be read.
+        GeartrainError: something must be fixed; the output lists it.
     """
     options, rest = _read(name, argv)
     registry = Registry()
     if options.accelerator.lower() not in ("auto", "gpu"):
         registry.find("accelerator", options.accelerator)
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # what a plugin or a target prints is no part of our answer
+    # Output of plugins and of the target must not mix with the report.
+    with contextlib.redirect_stdout(sys.stderr):
         request = _target(options.pickle, rest)
         sections = list(_examine(options, registry, request))
     findings = list(dict.fromkeys(finding for section in sections for finding in section.findings))
@@ -54,28 +55,28 @@ def command(name: str, argv: list[str]) -> None:
 
 
 def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and those of a TARGET's classes."""
+    """Return the command's options, and the remaining options for the classes of TARGET."""
     parser = argparse.ArgumentParser(
         prog=f"geartrain {name}", allow_abbrev=False, description=__doc__, exit_on_error=False
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object with everything that was found"
+        "--json", action="store_true", help="print one JSON object with all facts and problems"
     )
     parser.add_argument(
         "--accelerator",
         default="auto",
         metavar="NAME",
-        help="the accelerator that must serve; default auto",
+        help="the accelerator that must be usable; default auto",
     )
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help="torch.distributed's backend for the all-reduce; default as the accelerator is",
+        help="torch.distributed backend of the all-reduce; default: chosen by the accelerator",
     )
     parser.add_argument(
         "--pickle",
         metavar="TARGET",
-        help="look for what cannot be pickled in a target; its --model.ARG and --data.ARG may follow",
+        help="find attributes of a target that cannot be pickled; accepts --model.ARG, --data.ARG",
     )
     try:
         options, rest = parser.parse_known_args(argv)
@@ -85,9 +86,8 @@ def _read(name: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for token in rest:
         if token.startswith(("--model.", "--data.")):
             if options.pickle is None:
-                raise UsageError(
-                    f"{token.partition('=')[0]} is an option of a target. Fix: --pickle TARGET {token}"
-                )
+                option = token.partition("=")[0]
+                raise UsageError(f"{option} is an option of a target. Fix: --pickle TARGET {token}")
             following = "=" not in token
         elif token.startswith("-") or not following:
             raise UsageError(f"there is no option {token}. {_hint(token)}")
@@ -102,15 +102,15 @@ def _hint(token: str) -> str:
 
 
 def _target(target: str | None, rest: list[str]) -> Any:
-    """What ``fit`` would make of a target and its options; ``None`` without one, or where torch cannot be imported."""
+    """Return ``fit``'s request for a target; ``None`` without a target or an importable torch."""
     if target is None:
         return None
     try:
         from geartrain_cli.arguments import read_arguments
-    except Exception:  # _pickles reports it, and the other checks go on
+    except Exception:  # _pickles reports it, and the other checks continue
         return None
 
-    # Where it would train changes nothing of what pickles, and may be what is wrong here.
+    # The device does not change which objects pickle, and a broken one must not stop this check.
     return read_arguments(
         "fit",
         [target, "--accelerator", "cpu", "--devices", "1", "--strategy", "single", *rest],
@@ -135,13 +135,13 @@ def _examine(options: argparse.Namespace, registry: Registry, request: Any) -> I
 
 
 def _pickles(section: Section, request: Any) -> None:
-    from geartrain_doctor.pickles import pickles  # fails where torch does
+    from geartrain_doctor.pickles import pickles  # here, because it imports torch
 
     pickles(section, request)
 
 
 def _chosen(accelerators: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
-    """The accelerator that would be taken, and how many devices it has."""
+    """Return the accelerator that a run would take, and its number of devices."""
     chosen = accelerators.get("chosen")
     rows = accelerators.get("accelerators", [])
     return chosen, next(
@@ -157,7 +157,7 @@ def _chosen(accelerators: dict[str, Any]) -> tuple[dict[str, Any] | None, int | 
 def _facts(
     sections: list[Section], fixes: list[Finding], warnings: list[Finding]
 ) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     return {
         **{section.name: section.facts for section in sections},
         "failed": {

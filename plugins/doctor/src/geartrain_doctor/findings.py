@@ -1,4 +1,4 @@
-"""What one check of ``geartrain doctor`` finds: facts, and what to fix."""
+"""The result of one check of ``geartrain doctor``: facts, problems and warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to fix, or (``must`` is false) something that may matter."""
+    """A problem that must be fixed or, if ``must`` is false, a warning."""
 
     check: str
     what: str
@@ -22,17 +22,17 @@ class Finding:
 
 @dataclass(slots=True)
 class Section:
-    """One check and what it has found so far."""
+    """One check and its findings so far."""
 
     name: str
-    #: What ``--json`` shows; filled while the check goes on, so that one which fails shows what it had.
+    #: Shown by ``--json``. Filled step by step, so a check that fails shows its facts so far.
     facts: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    #: Why the check itself failed.
+    #: The exception of a check that failed itself.
     error: str | None = None
 
     def problem(self, what: str, fix: str = "", must: bool = True) -> None:
-        """Add a finding; the fix may stand at the end of ``what``, after "Fix: "."""
+        """Add a finding; ``what`` may end with "Fix: " and the fix."""
         what, _, ending = what.partition("Fix: ")
         self.findings.append(
             Finding(self.name, what.strip().rstrip("."), (fix or ending).strip(), must)
@@ -43,16 +43,16 @@ class Section:
 
 
 def examine(name: str, check: Callable[..., None], *arguments: Any) -> Section:
-    """Make one check. Whatever it raises is a finding, so that the others go on."""
+    """Run one check. An exception becomes a finding, so that the other checks continue."""
     section = Section(name)
     try:
         check(section, *arguments)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plugin or a target may raise anything, SystemExit too
+    except BaseException as error:  # plugins and targets may raise anything, even SystemExit
         section.error = f"{type(error).__name__}: {error}"
         section.problem(
             f"{name}: this check failed: {section.error}",
-            "what the error names; the other checks are not touched by it",
+            "fix the cause that the error names; the other checks are not affected",
         )
     return section

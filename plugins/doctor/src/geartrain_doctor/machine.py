@@ -1,4 +1,4 @@
-"""``geartrain doctor``: this machine's disk, shared memory, limits, processors and memory."""
+"""The check ``machine``: disk, shared memory, limits, processors and memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from geartrain_doctor.findings import Section
 
 MIB = 2**20
-#: Bytes free below which a checkpoint or a log may not fit.
+#: Free bytes on a disk: with less, a checkpoint or a log may not fit.
 _DISK = 1024 * MIB
-#: What Docker gives a container; loader workers hand batches over in it.
+#: Docker's default for a container, in bytes. Loader workers pass batches through it.
 _SHARED = 64 * MIB
-#: Bytes of memory available below which torch itself hardly starts in several processes.
+#: Available bytes of memory: with less, torch may not even start in several processes.
 _MEMORY = 1024 * MIB
-#: Descriptors below which loader workers run out: each batch in flight holds one a tensor.
+#: Open files: loader workers need one per tensor of each batch that waits in the queue.
 _FILES = 1024
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 
 def machine(section: Section) -> None:
-    """Disk, /dev/shm, limits, processors, memory; sizes are in MiB."""
+    """Check disk, /dev/shm, limits, processors and memory; sizes are in MiB."""
     _disks(section)
     _shared_memory(section)
     _limits(section)
@@ -65,7 +65,7 @@ def _temporary(section: Section) -> str | None:
 def _shared_memory(section: Section) -> None:
     section.facts["shared_memory"] = None
     if not os.path.isdir("/dev/shm"):
-        return  # macOS and Windows have another kind, without a limit of its own
+        return  # macOS and Windows have another kind of shared memory, without its own limit
     stats = os.statvfs("/dev/shm")
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     section.facts["shared_memory"] = {
@@ -75,13 +75,15 @@ def _shared_memory(section: Section) -> None:
     }
     if size <= _SHARED:
         section.problem(
-            f"/dev/shm has {size // MIB} MiB: loader workers hand batches over in it and die with a bus error once it is full",
-            "docker run --shm-size=8g (or --ipc=host); elsewhere mount -o remount,size=8g /dev/shm, or num_workers=0",
+            f"/dev/shm has {size // MIB} MiB: loader workers hand batches over in it and die with "
+            "a bus error once it is full",
+            "docker run --shm-size=8g (or --ipc=host); elsewhere "
+            "mount -o remount,size=8g /dev/shm, or num_workers=0",
         )
     elif free < _SHARED:
         section.problem(
             f"/dev/shm has {free // MIB} MiB free of {size // MIB}",
-            "remove what dead programs have left there",
+            "remove files that dead programs left there",
         )
 
 
@@ -116,22 +118,22 @@ def _processors(section: Section) -> None:
         "omp_num_threads": threads,
     }
     fit = usable if quota is None else min(usable, max(1, int(quota)))
-    levels = (
-        [] if threads is None else [level.strip() for level in threads.split(",")]
-    )  # of parallel regions, the outermost first
+    # One number per level of nested parallel regions, the outermost first.
+    levels = [] if threads is None else [level.strip() for level in threads.split(",")]
     if not all(level.isdecimal() and int(level) > 0 for level in levels):
         section.problem(
-            f"OMP_NUM_THREADS={threads!r} is no number above 0",
+            f"OMP_NUM_THREADS={threads!r} is not a number above 0",
             f"export OMP_NUM_THREADS={fit}, or unset it",
         )
     elif levels and int(levels[0]) > fit:
         section.warn(
-            f"OMP_NUM_THREADS={threads}, and this process may use {fit} processor(s)",
+            f"OMP_NUM_THREADS={threads}, but this process may use only {fit} processor(s)",
             f"export OMP_NUM_THREADS={fit}, or unset it",
         )
     elif threads is None and fit < usable:
         section.warn(
-            f"the container may use {quota:g} processor(s) and sees {usable}: torch would start {usable} threads",
+            f"the container may use {quota:g} processor(s) and sees {usable}: "
+            f"torch would start {usable} threads",
             f"export OMP_NUM_THREADS={fit}",
         )
 
@@ -151,25 +153,28 @@ def _memory(section: Section) -> None:
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total, left = kib["MemTotal"] // 1024, kib.get("MemAvailable", kib["MemFree"]) // 1024
     facts["total_mib"], facts["available_mib"] = total, left
-    limits = [
-        (limit, free) for limit, free in _memory_limits() if limit // MIB < total
-    ]  # no limit is a huge number in version 1
+    # In version 1, a huge number means no limit.
+    limits = [(limit, free) for limit, free in _memory_limits() if limit // MIB < total]
     if limits:
         limit, free = (min(numbers) // MIB for numbers in zip(*limits, strict=True))
         facts["cgroup_mib"], facts["cgroup_free_mib"] = limit, free
         left = min(left, free)
     if left * MIB < _MEMORY:
         section.warn(
-            f"{left} MiB of memory are available", "end other programs, or give the container more"
+            f"{left} MiB of memory are available", "stop other programs, or give the container more"
         )
 
 
-# --- cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html ---------------------------
+# --- cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html ----
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups, from its own to the root, of version 2 and then 1: each limits those within it, as
-    that of a SLURM job limits its tasks. In a container its own group is the root that it sees, and those named here may be missing."""
+    """Yield the folders of this process's control groups: version 2, then version 1.
+
+    The order is from the process's group to the root. Each group limits the groups inside it: a
+    SLURM job limits its tasks. A container sees its group as the root, so some of these folders may
+    not exist.
+    """
     try:
         lines = [line.split(":", 2) for line in (_PROC / "self/cgroup").read_text().splitlines()]
     except OSError:
@@ -188,7 +193,7 @@ def _groups(controller: str) -> Iterator[Path]:
 
 
 def _file(group: Path, *names: str) -> str:
-    """What the first of these files holds that is there; empty where none is."""
+    """Return the content of the first of these files that exists; empty if none does."""
     for name in names:
         with contextlib.suppress(OSError):
             return (group / name).read_text().strip()
@@ -196,20 +201,21 @@ def _file(group: Path, *names: str) -> str:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Of each control group that limits memory: the limit, and how much of it is left, in bytes."""
+    """Yield the limit and its free part, in bytes, of each control group that limits memory."""
     for group in _groups("memory"):
         limit = _file(group, "memory.max", "memory.limit_in_bytes")
         if not limit.isdecimal():  # "max"
             continue
         used = int(_file(group, "memory.current", "memory.usage_in_bytes") or 0)
         counts = dict(line.split(maxsplit=1) for line in _file(group, "memory.stat").splitlines())
-        # The page cache counts as used, and is given back when memory is needed. Version 1 has the total_ of the groups within besides.
+        # The page cache counts as used, but the kernel frees it when memory is needed. In version
+        # 1, only the counter with total_ includes the groups inside.
         cache = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
         yield int(limit), max(0, int(limit) - max(0, used - cache))
 
 
 def _cpu_quota() -> float | None:
-    """Processors that the control groups let this process use at a time."""
+    """Return the number of processors that the control groups allow; ``None`` without a limit."""
     quotas = []
     for group in _groups("cpu"):
         text = (

@@ -1,4 +1,4 @@
-"""``geartrain doctor --pickle TARGET``: what of a run cannot go to another process."""
+"""``geartrain doctor --pickle TARGET``: find objects that cannot be sent to another process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ except ImportError:
         "geartrain doctor --pickle needs geartrain-spawn. Fix: pip install geartrain-spawn"
     ) from None
 
-#: As many are shown of each object.
+#: Most findings per object.
 _MOST = 50
 _LOADER = ("dataset", "collate_fn", "worker_init_fn")
-_IN_SETUP = "make it in setup(), leave it out in __getstate__, or choose what needs no pickling: --strategy ddp, or start_method fork"
-_BY_NAME = "a function or class that can be imported, or pip install geartrain-spawn, which sends such ones with their code"
+_IN_SETUP = (
+    "create it in setup(), leave it out in __getstate__, or avoid pickling: --strategy ddp, or "
+    "start_method fork"
+)
+_BY_NAME = (
+    "use a function or class that can be imported, or pip install geartrain-spawn, which sends its "
+    "code"
+)
 
 
 def pickles(section: Section, request: Request) -> None:
-    """Make module and data as ``geartrain fit`` would, and look for what does not pickle in them and in their loaders."""
+    """Build module, data and loaders as ``geartrain fit`` does; report what does not pickle."""
     dump = _by_value(request.trainer.registry)
     facts = section.facts
     facts |= {
@@ -71,8 +77,8 @@ def _row(found: Refusal, needed_by: str, needed: bool) -> dict[str, Any]:
 
 
 def _by_value(registry: Registry) -> Dump | None:
-    """How ddp_spawn pickles what goes to a rank: its class's ``dump``. ``None`` where it is not installed."""
-    with contextlib.suppress(UsageError):  # missing, blocked or broken: the other checks say which
+    """Return ddp_spawn's ``dump``, which pickles for its ranks; ``None`` if it is not installed."""
+    with contextlib.suppress(UsageError):  # missing, blocked or broken: other checks report it
         dump: Dump | None = getattr(
             registry.load(registry.find("strategy", "ddp_spawn")), "dump", None
         )
@@ -80,11 +86,11 @@ def _by_value(registry: Registry) -> Dump | None:
     return None
 
 
-# --- loaders -------------------------------------------------------------------------------------------------------------
+# --- loaders --------------------------------------------------------------------------------------
 
 
 def _attach(trainer: Trainer | None, model: Module, data: DataModule | None) -> None:
-    """Let module and data find their trainer, as ``fit`` does: they may ask it in ``setup`` and where they make loaders."""
+    """Set or remove the trainer of module and data: ``setup`` and loader methods may use it."""
     model._trainer = trainer
     if data is not None:
         data.trainer = trainer
@@ -93,7 +99,7 @@ def _attach(trainer: Trainer | None, model: Module, data: DataModule | None) -> 
 
 
 def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tuple[str, Any]]:
-    """Every loader that fit would make, by the method that makes it."""
+    """Yield every loader of a fit, with the name of the method that returns it."""
     for owner in owners:
         owner.prepare_data()
     for owner in owners:
@@ -105,7 +111,7 @@ def _loaders(owners: list[Any], source: DataSource, model: Any) -> Iterator[tupl
 
 
 def _look_at_loader(section: Section, name: str, loader: Any) -> None:
-    """A loader's workers are sent its dataset and functions by plain pickle, unless they are forked."""
+    """Check the dataset and functions that workers get by plain pickle, unless they are forked."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return
     context = loader.multiprocessing_context
@@ -122,14 +128,16 @@ def _look_at_loader(section: Section, name: str, loader: Any) -> None:
                 else "num_workers=0"
             )
             section.problem(
-                f"{found.path}: {found.what} cannot be pickled ({found.why}), and loader workers that are not forked need it: {now}",
-                "a function or class that can be imported, made where a worker can make it, or multiprocessing_context='fork'",
+                f"{found.path}: {found.what} cannot be pickled ({found.why}), and loader workers "
+                f"that are not forked need it: {now}",
+                "use a function or class that can be imported, create the object in the worker, or "
+                "set multiprocessing_context='fork'",
                 must=needed,
             )
 
 
 def _default_method() -> str:
-    """How processes start here; does not settle it, as asking for the method itself would."""
+    """Return the default start method without fixing it, as ``get_start_method()`` would."""
     return (
         multiprocessing.get_start_method(allow_none=True)
         or multiprocessing.get_all_start_methods()[0]

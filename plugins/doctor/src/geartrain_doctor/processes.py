@@ -1,4 +1,4 @@
-"""``geartrain doctor``: whether two processes can sum a vector here."""
+"""The check ``all_reduce``: choose a backend and sum a vector over two processes."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from geartrain import UsageError
 from geartrain_doctor.findings import Section
 from geartrain_doctor.software import backends, has_torch
 
-#: Where a backend's tensors are; on the CPU for all others.
+#: Device of a backend's tensors; CPU for all others.
 _DEVICES = {"nccl": "cuda", "xccl": "xpu"}
 
 
 def check_backend(given: str, chosen: Mapping[str, Any] | None, devices: int | None) -> None:
-    """Refuse a ``--backend`` that cannot be tried.
+    """Raise if the ``--backend`` cannot be used.
 
     Args:
-        chosen: the accelerator that would be taken, as :func:`doctor_software.accelerators` says; ``None`` where none would.
-        devices: how many devices it has.
+        given: name of a torch.distributed backend.
+        chosen: the accelerator that a run would take, a row of
+            :func:`geartrain_doctor.software.accelerators`; ``None`` if there is none.
+        devices: its number of devices.
 
     Raises:
-        UsageError: it is none of this torch's, or needs devices that are not here.
+        UsageError: this torch lacks the backend, or this machine lacks the devices that it needs.
     """
     try:
         have = backends()
-    except Exception:  # no torch, or one that cannot be imported: the checks say so
+    except Exception:  # no importable torch: the checks report it
         return
     if given not in have:
-        raise UsageError(
-            f"--backend {given}: this torch does not have it. Fix: {' or '.join(have) or 'a torch with torch.distributed'}"
-        )
+        fix = " or ".join(have) or "install a torch with torch.distributed"
+        raise UsageError(f"--backend {given}: this torch does not have it. Fix: {fix}")
     if given == "nccl" and (chosen is None or chosen["name"] != "cuda" or (devices or 0) < 2):
-        here = "no accelerator is" if chosen is None else f"{devices} of {chosen['name']} are"
+        found = "no accelerator" if chosen is None else f"{devices} of {chosen['name']}"
         raise UsageError(
-            f"--backend nccl needs two CUDA devices, and {here} here. Fix: --backend gloo"
+            f"--backend nccl needs two CUDA devices, but this machine has {found}. "
+            "Fix: --backend gloo"
         )
 
 
 def choose_backend(
     given: str | None, chosen: Mapping[str, Any] | None, devices: int | None
 ) -> tuple[str, str]:
-    """The backend to try, and why; the arguments are :func:`check_backend`'s."""
+    """Return the backend to use, and the reason. Arguments as for :func:`check_backend`."""
     if given is not None:
         return given, f"--backend {given}"
     if chosen is None:
-        return "gloo", "no accelerator can serve"
+        return "gloo", "no accelerator can be used"
     if chosen["name"] != "cuda":
         return "gloo", f"the accelerator is {chosen['name']}"
     if (devices or 0) < 2:
-        return "gloo", f"nccl needs two GPUs, and {devices or 'none'} is here"
+        return "gloo", f"nccl needs two GPUs, and this machine has {devices or 'none'}"
     if "nccl" not in backends():
         return "gloo", "this torch has no nccl"
     return "nccl", f"the accelerator is cuda, with {devices} devices"
@@ -60,9 +62,9 @@ def choose_backend(
 def processes(
     section: Section, given: str | None, chosen: Mapping[str, Any] | None, devices: int | None
 ) -> None:
-    """Two fresh processes, an all-reduce, and its time; the arguments are :func:`check_backend`'s.
+    """Run and time an all-reduce of two new processes. Arguments as for :func:`check_backend`.
 
-    Not on Windows, which lacks the signals and the pipes by which the two are watched and ended.
+    Skipped on Windows, which lacks the signals and pipes that watch and stop the two ranks.
     """
     facts = section.facts
     facts |= {"backend": None, "why": "torch is not installed", "error": None}
@@ -76,8 +78,8 @@ def processes(
     if backend not in backends():
         facts["error"] = f"this torch has no {backend}"
         section.problem(
-            f"this torch has no {backend}, without which processes of one node cannot meet",
-            "a torch with torch.distributed",
+            f"this torch has no {backend}, which processes of one node need to meet",
+            "install a torch with torch.distributed",
         )
         return
     from geartrain_doctor.all_reduce_check import all_reduce
@@ -94,6 +96,11 @@ def _fix(backend: str) -> str:
     if interface in os.environ:
         return f"unset {interface} (it is {os.environ[interface]!r}) and try again"
     if backend == "nccl":
-        more = "NCCL_DEBUG=INFO geartrain doctor --backend nccl says more"
-        return f"what the error names; {more}, and --strategy.process_group_backend gloo trains without nccl"
-    return "what the error names; geartrain doctor --json has the whole error and both processes' output"
+        return (
+            "fix the cause that the error names; NCCL_DEBUG=INFO geartrain doctor --backend nccl "
+            "shows more, and --strategy.process_group_backend gloo trains without nccl"
+        )
+    return (
+        "fix the cause that the error names; geartrain doctor --json has the whole error and the "
+        "output of both processes"
+    )

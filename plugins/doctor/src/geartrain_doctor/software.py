@@ -1,4 +1,4 @@
-"""``geartrain doctor``: versions that must agree, and what the installed plugins say of this machine."""
+"""The checks ``versions``, ``accelerators`` and ``plugins``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from geartrain.plugin_api import KNOWN, InstalledPlugin, Registry, select_accele
 from geartrain_doctor.findings import Section
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-#: What ``diagnose()`` may return, and what each must be.
+#: The keys that ``diagnose()`` may return, and the types of their values.
 _DIAGNOSIS: dict[str, type] = {"facts": Mapping, "devices": list, "problems": list}
 
 
-# --- versions ------------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def versions(section: Section, registry: Registry) -> None:
-    """Python, torch, geartrain's distributions, and whether what each requires is installed."""
+    """Check Python, torch, geartrain's distributions, and that their requirements are installed."""
     facts = section.facts
     facts |= {
         "python": platform.python_version(),
@@ -58,20 +58,20 @@ def versions(section: Section, registry: Registry) -> None:
     facts |= _torch()
     if facts["nvidia_driver"] and facts["torch_build"] == "CPU":
         section.warn(
-            f"there is an NVIDIA driver, and torch {facts['torch']} is a build without CUDA",
+            f"an NVIDIA driver is installed, but torch {facts['torch']} is a build without CUDA",
             "pip install a CUDA build of torch",
         )
     if facts["nvidia_driver"] and not any(
         candidate.name == "cuda" for candidate in registry.of("accelerator")
     ):
         section.warn(
-            "there is an NVIDIA driver, and no cuda accelerator is installed",
+            "an NVIDIA driver is installed, but no cuda accelerator",
             f"pip install {KNOWN['accelerator', 'cuda']}",
         )
 
 
 def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
-    """What a candidate's distribution requires and does not find, each with its fix."""
+    """Yield each unmet requirement of a candidate's distribution, with its fix."""
     dist, label = candidate.entry_point.dist, f"{candidate.distribution} {candidate.version}"
     for line in dist.requires or () if dist is not None else ():
         try:
@@ -94,8 +94,9 @@ def _unmet(candidate: InstalledPlugin) -> Iterator[tuple[str, str]]:
         else:
             if not met:
                 yield (
-                    f"{label} requires {_plain(needed)}, and {needed.name} {version} is installed",
-                    f"pip install '{_plain(needed)}', or another version of {candidate.distribution}",
+                    f"{label} requires {_plain(needed)}, but {needed.name} {version} is installed",
+                    f"pip install '{_plain(needed)}', or another version of "
+                    f"{candidate.distribution}",
                 )
 
 
@@ -108,7 +109,7 @@ def has_torch() -> bool:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch says of itself; asks for no device."""
+    """Return torch's version, build and backends, without a call to any device."""
     import torch
     import torch.distributed as dist
 
@@ -127,12 +128,12 @@ def _torch() -> dict[str, Any]:
 
 
 def backends() -> list[str]:
-    """The backends of torch.distributed that this torch has."""
+    """Return the torch.distributed backends of this torch."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return []
-    # "fake" moves nothing: it is torch's own, for tests.
+    # "fake" is torch's backend for tests: it sends nothing.
     return [
         name
         for name in dist.Backend.backend_list
@@ -149,11 +150,11 @@ def _nvidia_driver() -> str | None:
     return found[0] if found else "unknown"
 
 
-# --- accelerators --------------------------------------------------------------------------------------------------------
+# --- accelerators ---------------------------------------------------------------------------------
 
 
 def accelerators(section: Section, registry: Registry, wanted: str) -> None:
-    """Each accelerator's state and what it says of its devices, and which one would be taken."""
+    """Check each accelerator and its ``diagnose()``, and choose the one that a run would take."""
     classes = {
         candidate.label: _load(section, registry, candidate)
         for candidate in registry.of("accelerator")
@@ -165,7 +166,7 @@ def accelerators(section: Section, registry: Registry, wanted: str) -> None:
             and candidate.state == "failed"
         ):
             section.problem(
-                f"{candidate.label} fails when it is asked whether it can serve here: {candidate.reason}",
+                f"{candidate.label} raised in its check of this machine: {candidate.reason}",
                 _reinstall(candidate),
             )
     section.facts["chosen"] = _choose(section, registry, wanted)
@@ -179,10 +180,9 @@ def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any]
     try:
         part, passed_over = select_accelerator(registry, wanted, {}, {})
     except UsageError as error:
-        if has_torch():  # else that is what is wrong, and has been said
-            section.problem(
-                str(error), "" if "Fix: " in str(error) else "what it names, or --accelerator auto"
-            )
+        if has_torch():  # otherwise the missing torch is the reason, and it is already reported
+            fix = "" if "Fix: " in str(error) else "fix the cause, or --accelerator auto"
+            section.problem(str(error), fix)
         return None
     return {"name": part.info.name, "why": part.info.reason, "passed_over": passed_over}
 
@@ -190,7 +190,7 @@ def _choose(section: Section, registry: Registry, wanted: str) -> dict[str, Any]
 def _accelerator(
     section: Section, candidate: InstalledPlugin, cls: Any, wanted: str
 ) -> dict[str, Any]:
-    """One accelerator's row."""
+    """Return the row of one accelerator."""
     row: dict[str, Any] = {
         **candidate.as_dict(),
         "priority": getattr(cls, "priority", None),
@@ -202,7 +202,7 @@ def _accelerator(
     if candidate.state != "unavailable":
         row["device_count"] = _asked(section, candidate, "device_count", cls.device_count)
     if hasattr(cls, "diagnose"):
-        # What is wrong with a device that nobody would use need not be fixed.
+        # Problems of a device that the run would not use need not be fixed.
         row["diagnosis"] = _diagnosis(
             section,
             candidate,
@@ -213,7 +213,7 @@ def _accelerator(
 
 
 def _asked(section: Section, candidate: InstalledPlugin, name: str, ask: Any) -> Any:
-    """What a plugin answers; ``None``, and a problem that names it, where it raises."""
+    """Return the plugin's answer; if it raises, add a problem with its name and return ``None``."""
     try:
         return ask()
     except KeyboardInterrupt:
@@ -227,17 +227,21 @@ def _asked(section: Section, candidate: InstalledPlugin, name: str, ask: Any) ->
 
 
 def checked(given: Any) -> dict[str, Any]:
-    """What ``diagnose()`` returned.
+    """Return the result of a plugin's ``diagnose()`` as a dict, after a check of its form.
+
+    Args:
+        given: the result, in the form that docs/doctor.md describes.
 
     Raises:
-        TypeError: it has not the form that is agreed: see docs/doctor.md.
+        TypeError: the form is wrong.
     """
     if not isinstance(given, Mapping):
         raise TypeError(f"it returned {given!r}, not a mapping of {', '.join(_DIAGNOSIS)}")
     for key, value in given.items():
         if key not in _DIAGNOSIS or not isinstance(value, _DIAGNOSIS[key]):
             raise TypeError(
-                f"it returned {key!r}: {value!r}; known are facts (a mapping), devices (a list) and problems (a list)"
+                f"it returned {key!r}: {value!r}; known are facts (a mapping), devices (a list) "
+                "and problems (a list)"
             )
     items: list[tuple[str, Any, type]] = [
         ("devices", item, Mapping) for item in given.get("devices", ())
@@ -251,7 +255,7 @@ def checked(given: Any) -> dict[str, Any]:
     for key, item, kind in items:
         if not isinstance(item, kind):
             raise TypeError(f"it returned {item!r} among its {key}, not a {kind.__name__.lower()}")
-    json.dumps(given)  # raises TypeError for what --json could not show
+    json.dumps(given)  # raises TypeError for values that --json could not show
     return dict(given)
 
 
@@ -260,26 +264,25 @@ def _processes(device: Any) -> list[Any]:
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
-# --- strategies and plugins ----------------------------------------------------------------------------------------------
+# --- strategies and plugins -----------------------------------------------------------------------
 
 
 def plugins(section: Section, registry: Registry) -> None:
-    """Whether each strategy and plugin can be imported, and what those say of this machine that say something."""
+    """Import each strategy and plugin, and call its ``diagnose()`` if it has one."""
     section.facts["plugins"] = rows = []
     for candidate in (*registry.of("strategy"), *registry.of("plugin")):
         cls = _load(section, registry, candidate)
         row: dict[str, Any] = {**candidate.as_dict(), "diagnosis": None}
         if hasattr(cls, "diagnose"):
-            row["diagnosis"] = _diagnosis(
-                section, candidate, cls, must=False
-            )  # nobody has chosen it
+            # Warnings only: no run has chosen this plugin.
+            row["diagnosis"] = _diagnosis(section, candidate, cls, must=False)
         rows.append(row)
 
 
 def _diagnosis(
     section: Section, candidate: InstalledPlugin, cls: Any, must: bool
 ) -> dict[str, Any] | None:
-    """What a class's ``diagnose()`` returned; its problems are findings."""
+    """Return the result of a class's ``diagnose()``; add its problems as findings."""
     diagnosis: dict[str, Any] | None = _asked(
         section, candidate, "diagnose", lambda: checked(cls.diagnose())
     )
@@ -289,7 +292,7 @@ def _diagnosis(
 
 
 def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> Any:
-    """A candidate's class; ``None``, and a problem, where it cannot be imported. A blocked one is left alone."""
+    """Return a candidate's class. ``None`` if it is blocked, or (with a problem) not importable."""
     if candidate.contested and candidate.state == "failed":
         what, _, fix = candidate.reason.partition("; ")
         section.problem(f"{candidate.kind} {candidate.name!r}: {what}", fix)
@@ -298,12 +301,14 @@ def _load(section: Section, registry: Registry, candidate: InstalledPlugin) -> A
     try:
         return registry.load(candidate)
     except UsageError as error:
-        if (
-            has_torch() or getattr(error.__cause__, "name", None) != "torch"
-        ):  # that torch is missing need not be said for each
+        # A missing torch is already reported, once for all plugins.
+        if has_torch() or getattr(error.__cause__, "name", None) != "torch":
             section.problem(str(error))
         return None
 
 
 def _reinstall(candidate: InstalledPlugin) -> str:
-    return f"another version of {candidate.distribution}, or --block {candidate.name}; report it to its author"
+    return (
+        f"install another version of {candidate.distribution}, or --block {candidate.name}; "
+        "report it to its author"
+    )

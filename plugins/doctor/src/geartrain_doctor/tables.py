@@ -1,4 +1,4 @@
-"""``geartrain doctor``'s sections as tables."""
+"""The tables that ``geartrain doctor`` prints, one or more per section."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Rows = Iterator[tuple[str, str]]
 
 
 def show(sections: Iterable[Section], fixes: list[Finding], warnings: list[Finding]) -> None:
-    """Print every section, and at the end what to fix."""
-    # Without markup: geartrain-cuda[cuda] is a name, not a style.
+    """Print every section, then the problems and the warnings."""
+    # No markup: geartrain-cuda[cuda] is a name, not a style.
     console = Console(markup=False, highlight=False, emoji=False)
     for section in sections:
         for table in _TABLES[section.name](section):
@@ -68,7 +68,7 @@ def _listed(values: Iterable[Any] | None) -> str:
     return ", ".join(map(str, values or ())) or "none"
 
 
-# --- sections ------------------------------------------------------------------------------------------------------------
+# --- sections -------------------------------------------------------------------------------------
 
 
 def _versions(section: Section) -> Iterator[Table]:
@@ -109,7 +109,7 @@ def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
         diagnosis = row["diagnosis"] or {}
         if diagnosis.get("facts"):
             yield _pairs(
-                f"what {row['name']} says",
+                f"{row['name']}'s facts",
                 ((str(name), _text(value)) for name, value in diagnosis["facts"].items()),
             )
         if diagnosis.get("devices"):
@@ -117,9 +117,8 @@ def _diagnoses(rows: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
 
 
 def _devices(name: str, devices: list[Mapping[str, Any]]) -> Table:
-    table = _table(
-        f"{name}'s devices", "index", "name", "memory", "compute mode", "processes"
-    )  # uuids, in --json, leave no room
+    # The uuid is too wide for the table; --json has it.
+    table = _table(f"{name}'s devices", "index", "name", "memory", "compute mode", "processes")
     table.columns[2].no_wrap = True
     for device in devices:
         processes = "\n".join(map(_process, device.get("processes") or ())) or "none"
@@ -138,7 +137,8 @@ def _used(device: Mapping[str, Any]) -> str:
 
 
 def _process(process: Mapping[str, Any]) -> str:
-    return f"{_text(process.get('pid'))} {_text(process.get('name'))}, {_text(process.get('memory_mib'))} MiB"
+    pid, name, memory = (_text(process.get(key)) for key in ("pid", "name", "memory_mib"))
+    return f"{pid} {name}, {memory} MiB"
 
 
 def _plugins(section: Section) -> Iterator[Table]:
@@ -164,10 +164,8 @@ def _all_reduce(section: Section) -> Iterator[Table]:
         if facts.get("error") is not None:
             yield "failed", facts["error"]
         elif facts.get("all_reduce_ms") is not None:
-            yield (
-                "all-reduce",
-                f"exact; {facts['mib']:g} MiB in {facts['all_reduce_ms']:.1f} ms on {facts['device']}",
-            )
+            took = f"{facts['mib']:g} MiB in {facts['all_reduce_ms']:.1f} ms"
+            yield "all-reduce", f"exact; {took} on {facts['device']}"
         if facts.get("seconds") is not None:
             yield "from start to end", f"{facts['seconds']:.1f} s"
         for rank in (rank for rank in facts.get("ranks", ()) if rank["blamed"]):
@@ -202,7 +200,7 @@ def _network(section: Section) -> Iterator[Table]:
         yield "interfaces", names("interfaces")
         yield (
             "launched by",
-            facts.get("launcher") or "nobody: geartrain starts the processes itself",
+            facts.get("launcher") or "no launcher: geartrain starts the processes",
         )
         for name, value in facts.get("launcher_variables", {}).items():
             yield f"{name}={value}", LAUNCHER[name]
@@ -219,17 +217,14 @@ def _machine(section: Section) -> Iterator[Table]:
         shared = facts.get("shared_memory")
         yield "/dev/shm", "-" if shared is None else _size(shared)
         files = facts.get("open_files")
-        yield (
-            "open files",
-            "-"
-            if files is None
-            else f"{files['soft'] or 'no'} at most (ulimit -n), hard limit {files['hard'] or 'none'}",
-        )
+        limits = "-"
+        if files is not None:
+            soft, hard = (files[kind] or "none" for kind in ("soft", "hard"))
+            limits = f"limit {soft} (ulimit -n), hard limit {hard}"
+        yield "open files", limits
         cpus = facts.get("processors") or {}
-        yield (
-            "processors",
-            f"{_text(cpus.get('usable'))} of {_text(cpus.get('machine'))}, control group's limit {cpus.get('cgroup') or 'none'}",
-        )
+        usable = f"{_text(cpus.get('usable'))} of {_text(cpus.get('machine'))}"
+        yield "processors", f"{usable}, control group's limit {cpus.get('cgroup') or 'none'}"
         yield "OMP_NUM_THREADS", cpus.get("omp_num_threads") or "not set"
         memory = facts.get("memory") or {}
         yield (
@@ -264,20 +259,12 @@ def _environment(section: Section) -> Iterator[Table]:
 
 
 def _pickle(section: Section) -> Iterator[Table]:
-    title = f"what of {section.facts.get('target')} cannot be pickled, by {section.facts.get('pickler')}"
+    facts = section.facts
+    title = f"objects of {facts.get('target')} that {facts.get('pickler')} cannot pickle"
     refused = section.facts.get("refused", [])
     if not refused:
-        yield _pairs(
-            title,
-            iter(
-                [
-                    (
-                        "nothing",
-                        "-" if section.error is not None else "all of it can go to another process",
-                    )
-                ]
-            ),
-        )
+        found = "-" if section.error is not None else "every object can go to another process"
+        yield _pairs(title, iter([("none", found)]))
         return
     table = _table(title, "what", "is", "why", "needed by")
     for row in refused:
