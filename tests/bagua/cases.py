@@ -15,7 +15,7 @@ def bagua(devices=2, strategy=None, **options):
     )
 
 
-#: name -> (what the module is made with, the trainer's options, the strategy's)
+#: name -> (the module's options, the trainer's options, the strategy's options)
 CASES = {
     "sgd": ({}, {}, {}),
     "adam": ({"optimizer": "adam"}, {"max_epochs": 2}, {}),
@@ -31,7 +31,7 @@ CASES = {
         {},
         {"find_unused_parameters": True, "bucket_bytes": 100},
     ),
-    # In the window's last micro-batch only: its gradients are of the others.
+    # Unused in the last micro-batch only: the gradients are those of the others.
     "unused, accumulating": (
         {"unused": True},
         {"accumulate_grad_batches": 2},
@@ -50,7 +50,7 @@ CASES = {
 
 
 def train(name, ranks=1):
-    """Train a case on global batches of 8 samples; its trainer, the loss of each step and the weights."""
+    """Train a case on global batches of 8 samples; return the trainer, losses and weights."""
     made, options, of_bagua = CASES[name]
     module, curve = Net(**made), Curve()
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""Two ranks train each case of cases.py; each keeps the loss curves and the weights."""
+"""Two ranks train each case of cases.py; each rank saves the loss curves and the weights."""
 
 import os
 

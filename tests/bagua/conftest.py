@@ -7,7 +7,7 @@ from .programs import DEADLINE, Programs
 
 
 def pytest_collection_modifyitems(items):
-    # Whichever test comes first runs the program, or waits for the worker that does.
+    # The first test runs the program, or waits for the worker that runs it.
     for item in items:
         if "kept" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(DEADLINE + 60))
@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def programs(request, tmp_path_factory):
-    """The programs that the chosen tests read; their modules list the parts in PROGRAMS."""
+    """The programs of the chosen tests; the test modules list the parts in PROGRAMS."""
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of xdist: the folder above is the run's
         folder = folder.parent
@@ -31,5 +31,5 @@ def programs(request, tmp_path_factory):
 
 @pytest.fixture
 def kept(programs):
-    """``kept("qadam")``: what each of two ranks kept in qadam_program.py."""
+    """``kept("qadam")``: the results that each of two ranks saved in qadam_program.py."""
     return programs.kept

@@ -1,4 +1,7 @@
-"""Trains examples/digits.py under each algorithm on two ranks: ``python digits.py ROOT ALGORITHM...``; rank 0 prints a line for each."""
+"""Train examples/digits.py with each algorithm on two ranks: ``python digits.py ROOT ALGORITHM...``.
+
+Rank 0 prints a line for each algorithm.
+"""
 
 import sys
 import time
@@ -11,7 +14,8 @@ from geartrain.strategies import BaguaStrategy, QAdamOptimizer
 sys.path.insert(0, sys.argv[1])
 from examples.digits import Digits, DigitsData
 
-#: Options of the algorithm where the defaults are for longer runs, or for several nodes: on one, ranks would average in full.
+#: Options of algorithms whose defaults are for longer runs or for several nodes. On one node, the
+#: hierarchical default would average in full.
 OPTIONS = {
     "async": {"sync_interval_ms": 50},
     **{
@@ -19,19 +23,23 @@ OPTIONS = {
         for name in ("bytegrad", "qadam", "decentralized", "low_precision_decentralized")
     },
 }
-#: Those that are far above 0.97 by then stop after 15.
+#: Other algorithms are far above 0.97 after 15 epochs.
 EPOCHS = dict.fromkeys(("gradient_allreduce", "qadam", "async", "power_sgd"), 20)
 
 
 class QDigits(Digits):
-    """A quarter of the steps is warm-up. Weights that had no gradient in it have a variance of 0; a larger ``eps`` holds their steps."""
+    """The model with QAdam: a quarter of the steps is warm-up.
+
+    Weights without a gradient in the warm-up have a variance of 0; a larger ``eps`` limits their
+    steps.
+    """
 
     def configure_optimizers(self):
         return QAdamOptimizer(self.parameters(), lr=self.lr, warmup_steps=60, eps=1e-3)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # two ranks' threads would only take turns
+    torch.set_num_threads(1)  # more threads of two ranks would only compete for the cores
     for algorithm in sys.argv[2:]:
         module = QDigits() if algorithm == "qadam" else Digits()
         strategy = BaguaStrategy(algorithm=algorithm, **OPTIONS.get(algorithm, {}))

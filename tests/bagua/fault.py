@@ -1,5 +1,7 @@
-"""Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``, with the algorithm in ``OPTIONS``. Markers in the directory
-``marks`` say what ran."""
+"""Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``.
+
+``OPTIONS`` has the strategy's options. Files in the directory ``marks`` show which code ran.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ class Model(gt.Module):
         return self.net(batch[0]).square().mean()
 
     def on_after_backward(self):
-        if self.trainer.global_step == 5:  # gradients are on their way
+        if self.trainer.global_step == 5:  # gradients are being sent
             fault("backward")
 
     def validation_step(self, batch, batch_idx):

@@ -1,7 +1,8 @@
-"""MinMaxUInt8 on Python's own numbers, an element at a time, every operation rounded to float32 once: it shares no line with the codec.
+"""MinMaxUInt8 on Python floats, one element at a time. It shares no code with the plugin.
 
-A sum, product or quotient of two float32 taken in float64 and then rounded to float32 is the float32 one: float64 has more than
-twice the digits (Figueroa 1995, "When is double rounding innocuous?").
+Every operation is computed in float64 and rounded to float32 once. For a sum, product or quotient of
+two float32 numbers the result is that of float32, because float64 has more than twice the digits
+(Figueroa 1995, "When is double rounding innocuous?").
 """
 
 import ctypes
@@ -15,17 +16,15 @@ def f32(x: float) -> float:
 
 
 def quotient(a: float, b: float) -> float:
-    return (
-        f32(a / b)
-        if b
-        else math.nan
-        if not a or math.isnan(a)
-        else math.copysign(math.inf, a) * math.copysign(1, b)
-    )
+    if b:
+        return f32(a / b)
+    if not a or math.isnan(a):
+        return math.nan
+    return math.copysign(math.inf, a) * math.copysign(1, b)
 
 
 def rint(x: float) -> float:
-    return float(round(x)) if math.isfinite(x) else x  # halves to even, as rint
+    return float(round(x)) if math.isfinite(x) else x  # rounds halves to even, as rint
 
 
 def grid(least: float, greatest: float) -> tuple[float, float, float]:
@@ -39,11 +38,9 @@ def grid(least: float, greatest: float) -> tuple[float, float, float]:
 def encode(chunk: list[float]) -> tuple[list[int], list[float]]:
     if not chunk:
         return [], [0.0, 0.0]
-    least, greatest = (
-        (math.nan, math.nan)
-        if any(map(math.isnan, chunk))
-        else (min(chunk) + 0.0, max(chunk) + 0.0)
-    )
+    least, greatest = min(chunk) + 0.0, max(chunk) + 0.0
+    if any(map(math.isnan, chunk)):
+        least, greatest = math.nan, math.nan
     scale, upper, lower = grid(least, greatest)
     codes = []
     for x in chunk:

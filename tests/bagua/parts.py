@@ -1,4 +1,7 @@
-"""Runs programs of two ranks one after another in one: ``python parts.py FOLDER PART...``, each in a folder of its own."""
+"""Run programs of two ranks one after another in one process, each in its own folder.
+
+Usage: ``python parts.py FOLDER PART...``
+"""
 
 import gc
 import os
@@ -6,9 +9,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch._dynamo  # which optimizers and DDP import
+import torch._dynamo  # optimizers and DDP import it
 
-# A run of several ranks collects garbage at its end; without the objects of imported modules this takes a millisecond instead of 200.
+# A run of several ranks collects garbage at its end. Without the objects of imported modules this
+# takes one millisecond instead of 200.
 gc.freeze()
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One of two ranks that train with PowerSGD; each keeps what it came to in ``kept-RANK.pt``."""
+"""Two ranks train with PowerSGD; each saves its results in ``kept-RANK.pt``."""
 
 import io
 import os
@@ -52,7 +52,7 @@ class Model(gt.Module):
 
 
 class Counting(PowerSGD):
-    """Notes the length of whatever is all-reduced."""
+    """Records the length of each tensor that is all-reduced."""
 
     def set_up(self, context):
         super().set_up(context)
@@ -70,7 +70,7 @@ def trained(
     weights: dict[str, torch.Tensor] | None = None,
     bucket_bytes: int = 400,
 ):
-    """Train from one step to another, from some weights; the algorithm as it is at the end, and the weights."""
+    """Train from step ``first`` to ``last``, from ``weights``; return the algorithm and weights."""
     strategy = BaguaStrategy(algorithm=algorithm, bucket_bytes=bucket_bytes)
     options = {
         "accelerator": "cpu",
@@ -91,7 +91,7 @@ def trained(
 
 
 def resumed(ranks: int = 2) -> dict[str, Any]:
-    """Half of the steps, and the others by an algorithm that is new but for what was saved."""
+    """Train half of the steps, and the rest with a new algorithm that loads the saved state."""
     algorithm, weights = trained(PowerSGD(), 0, STEPS // 2)
     file = io.BytesIO()
     torch.save({**algorithm.state_dict(), "ranks": ranks}, file)

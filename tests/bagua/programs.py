@@ -1,4 +1,4 @@
-"""Programs of several ranks that run once, whichever of xdist's workers asks first, and whose results several test files read."""
+"""Run programs of several ranks once for all of xdist's workers; several test files read results."""
 
 import fcntl
 import functools
@@ -10,7 +10,7 @@ import torch
 from geartrain_testing.launching import launched
 
 HERE = Path(__file__).parent
-#: Seconds for a program, on a machine that does other things as well.
+#: Seconds for a program, on a busy machine.
 DEADLINE = 300
 
 
@@ -18,8 +18,8 @@ class Programs:
     """The programs of one pytest run.
 
     Args:
-        folder: shared by its workers.
-        wanted: names of the parts that the chosen tests read.
+        folder: a folder that all workers share.
+        wanted: names of the parts whose results the chosen tests read.
     """
 
     def __init__(self, folder: Path, wanted: Sequence[str]) -> None:
@@ -27,7 +27,7 @@ class Programs:
         folder.mkdir(exist_ok=True)
 
     def once(self, name: str, run: Callable[[Path], None]) -> Path:
-        """Return the folder in which ``run`` was called by one of the workers; the others wait for it."""
+        """Call ``run`` in one of the workers, the others wait; return its folder."""
         folder = self.folder / name
         with (self.folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -39,12 +39,14 @@ class Programs:
                     (folder / "failure").write_text(str(error))
         return folder
 
-    @functools.cache  # noqa: B019  one object a session
+    @functools.cache  # noqa: B019  one object per session
     def kept(self, part: str) -> list[dict]:
-        """Return what each of two ranks kept in ``PART_program.py``. One program of two ranks runs all wanted parts.
+        """Return the results that each of two ranks saved in ``PART_program.py``.
+
+        One program of two ranks runs all wanted parts.
 
         Raises:
-            AssertionError: the program failed in this part or before it, or after all of them.
+            AssertionError: the program failed in this part or earlier, or after all parts.
         """
         folder = self.once("two-ranks", self._run)
         results = {

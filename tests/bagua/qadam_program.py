@@ -1,4 +1,4 @@
-"""Two ranks train with QAdam past its warm-up; each keeps its weights and momenta."""
+"""Two ranks train with QAdam past its warm-up; each saves its weights and momenta."""
 
 import os
 
@@ -11,21 +11,13 @@ from geartrain_bagua import QAdamOptimizer
 
 class Q(Net):
     def configure_optimizers(self):
+        others = [*self.second.parameters(), *self.extra.parameters(), *self.last.parameters()]
         groups = [
             {"params": [*self.first.parameters()], "betas": (0.8, 0.99), "weight_decay": 0.1},
-            {
-                "params": [
-                    *self.second.parameters(),
-                    *self.extra.parameters(),
-                    *self.last.parameters(),
-                ]
-            },
+            {"params": others},
         ]
-        self.made = QAdamOptimizer(
-            groups,
-            lr=0.01,
-            warmup_steps=4 if self.trainer.plan.options.accumulate_grad_batches == 1 else 2,
-        )
+        warmup_steps = 4 if self.trainer.plan.options.accumulate_grad_batches == 1 else 2
+        self.made = QAdamOptimizer(groups, lr=0.01, warmup_steps=warmup_steps)
         return self.made
 
 

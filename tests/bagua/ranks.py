@@ -1,4 +1,4 @@
-"""Scripts of several ranks that know the trainings of cases.py."""
+"""Scripts of several ranks that can use the trainings of cases.py."""
 
 from several_ranks import Scripts
 

@@ -1,4 +1,4 @@
-"""PowerSGD by hand: what the algorithm is held to."""
+"""A hand-written PowerSGD, the reference for the algorithm's tests."""
 
 import zlib
 
@@ -6,7 +6,10 @@ import torch
 
 
 class PowerSGD:
-    """Algorithm 1 and 2 of Vogels et al. 2019 with a warm start, for all ranks at once: by parameter name, one gradient a rank."""
+    """Algorithms 1 and 2 of Vogels et al. 2019 with a warm start, for all ranks at once.
+
+    A parameter's name maps to one gradient per rank.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -14,15 +17,13 @@ class PowerSGD:
         self.q: dict[str, torch.Tensor] = {}
 
     def __call__(self, gradients: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What every rank has in the place of its gradients."""
+        """Return the gradients that replace those of every rank."""
         return {name: self._approximated(name, of_ranks) for name, of_ranks in gradients.items()}
 
     def _approximated(self, name: str, gradients: list[torch.Tensor]) -> torch.Tensor:
         ranks, shape = len(gradients), gradients[0].shape
-        if (
-            gradients[0].dim() < 2
-            or 2 * self.rank * (shape[0] + shape[1:].numel()) >= shape.numel()
-        ):
+        thin = self.rank * (shape[0] + shape[1:].numel())
+        if gradients[0].dim() < 2 or 2 * thin >= shape.numel():
             return sum(gradients) / ranks
         matrices = [gradient.flatten(1) for gradient in gradients]
         if name not in self.q:

@@ -1,6 +1,7 @@
-"""The algorithms that exchange weights, as plain loops over ranks that all live in one process.
+"""The algorithms that exchange weights, as plain loops over ranks in one process.
 
-Nothing here is the plugin's but the plain form of MinMaxUInt8, which tests of its own hold to the formula.
+The only code of the plugin here is the plain form of MinMaxUInt8, which other tests compare with the
+formula.
 """
 
 import torch
@@ -10,22 +11,19 @@ from geartrain_bagua.minmax_uint8 import decode_plain, encode_plain
 
 
 class Net(nn.Module):
-    """Upstream's: no bias at both ends, so that few weights do little."""
+    """Bagua's test net, without a bias in the first and the last layer."""
 
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc2, self.fc3 = (
-            nn.Linear(2, 10, bias=False),
-            nn.Linear(10, 50),
-            nn.Linear(50, 4, bias=False),
-        )
+        self.fc1, self.fc2 = nn.Linear(2, 10, bias=False), nn.Linear(10, 50)
+        self.fc3 = nn.Linear(50, 4, bias=False)
 
     def forward(self, x):
         return torch.softmax(self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x))))), dim=1)
 
 
 def data(rank, step, micro=0):
-    """A batch of 4, of this rank and micro-batch alone."""
+    """Return a batch of 4 samples for this rank, step and micro-batch only."""
     random = torch.Generator().manual_seed(10_000 * rank + 100 * step + micro)
     return torch.randn(4, 2, generator=random), torch.randn(4, 4, generator=random)
 
@@ -36,7 +34,7 @@ def net():
 
 
 def optimizers(module, kind="sgd"):
-    """One, or two that share the parameters between them; with momentum or without."""
+    """Return one optimizer, with or without momentum, or two that share the parameters."""
     if kind == "two":
         first, *others = module.parameters()
         return [torch.optim.SGD([first], 0.1, momentum=0.9), torch.optim.Adam(others, 0.01)]
@@ -53,7 +51,7 @@ def backward(module, rank, step, micros=1, clip=None):
 
 
 def flat(module):
-    """Weights in the order of a bucket: the module's parameters from the last to the first."""
+    """Return the weights in the order of a bucket: from the last parameter to the first."""
     return torch.cat(
         [parameter.detach().reshape(-1) for parameter in reversed(list(module.parameters()))]
     )
@@ -67,7 +65,7 @@ def put(module, weights):
 
 
 def peer(rank, ranks, exchange):
-    """Upstream's rule, word for word."""
+    """Return the partner by Bagua's rule, copied literally."""
     if rank < ranks // 2:
         return ((exchange + rank) % ((ranks + 1) // 2)) + ranks // 2
     return (rank - ranks // 2 - exchange) % (ranks // 2)
@@ -83,7 +81,11 @@ def start(ranks, kind):
 
 
 def decentralized(ranks, steps, mode="all", interval=1, node=None, kind="sgd", micros=1, clip=None):
-    """Each rank's weights after each step, ``[steps][ranks]``. ``node``: ranks a node, where hierarchical."""
+    """Return each rank's weights after each step, ``[steps][ranks]``.
+
+    Args:
+        node: ranks per node, if hierarchical.
+    """
     modules, optims = start(ranks, kind)
     history, members = [], node or 1
     for step in range(steps):
@@ -92,12 +94,9 @@ def decentralized(ranks, steps, mode="all", interval=1, node=None, kind="sgd", m
         for rank, module in enumerate(modules):
             backward(module, rank, step, micros, clip)  # with gradients of the rank's own weights
             if step % interval == 0:
-                one = rank // members
-                others = (
-                    parties
-                    if mode == "all"
-                    else [parties[one], parties[peer(one, len(parties), step // interval)]]
-                )
+                one, others = rank // members, parties
+                if mode != "all":
+                    others = [parties[one], parties[peer(one, len(parties), step // interval)]]
                 put(module, mean(others))
             for optimizer in optims[rank]:
                 optimizer.step()
@@ -110,10 +109,13 @@ def quantised(difference):
 
 
 def low_precision(ranks, steps, lengths, interval=1, node=None, kind="sgd"):
-    """Each rank's weights after each step, and the replicas at the end: ``{"own", "left", "right"}`` of each party, buckets in a row.
+    """Return each rank's weights after each step, and the replicas at the end.
+
+    The replicas are ``{"own", "left", "right"}`` for each party, with concatenated buckets.
 
     Args:
         lengths: elements of each bucket.
+        node: ranks per node, if hierarchical.
     """
     modules, optims = start(ranks, kind)
     members = node or 1
@@ -151,7 +153,7 @@ def low_precision(ranks, steps, lengths, interval=1, node=None, kind="sgd"):
 
 
 def averaged_gradients(ranks, steps, kind="sgd"):
-    """Weights after each step of plain data parallel training, the same on every rank."""
+    """Return the weights after each step of data-parallel training, the same on every rank."""
     module = net()
     optims = optimizers(module, kind)
     history = []

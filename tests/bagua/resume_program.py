@@ -1,4 +1,4 @@
-"""Two ranks fit, stop and go on, under each algorithm; each keeps what it came to in a file."""
+"""Two ranks fit, stop and resume with each algorithm; each rank saves its results in a file."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ rank, found = int(os.environ.get("RANK", 0)), {}
 
 
 class Own(Net):
-    """Dropout and Adam (two of them, QAdam) with a schedule; on rank 1 the third step's gradients overflow float16."""
+    """A net with dropout and a scheduler; on rank 1 the third step's gradients overflow float16."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
@@ -27,32 +27,25 @@ class Own(Net):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        return (
-            loss * 1e6
-            if self.trainer.plan.precision.name == "16-mixed" and rank == 1 and batch_idx == 2
-            else loss
-        )
+        mixed = self.trainer.plan.precision.name == "16-mixed"
+        return loss * 1e6 if mixed and rank == 1 and batch_idx == 2 else loss
 
     def configure_optimizers(self):
-        qadam = self.optimizer == "qadam"
-        made = (
-            QAdamOptimizer(self.parameters(), lr=0.01, warmup_steps=4)
-            if qadam
-            else super().configure_optimizers()
-        )
+        if self.optimizer == "qadam":
+            made = QAdamOptimizer(self.parameters(), lr=0.01, warmup_steps=4)
+        else:
+            made = super().configure_optimizers()
         if isinstance(made, list):
             return made
+        scheduler = torch.optim.lr_scheduler.StepLR(made, 2, 0.7)
         return {
             "optimizer": made,
-            "lr_scheduler": {
-                "scheduler": torch.optim.lr_scheduler.StepLR(made, 2, 0.7),
-                "interval": "step",
-            },
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
 
 def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(), **of_trainer):
-    """One fit into a folder, with a checkpoint every second step."""
+    """Run one fit that writes into a folder, with a checkpoint every second step."""
     ema, module = EMA(0.7), Own(optimizer)
     every = ModelCheckpoint(
         dirpath=f"{folder}/steps", filename="{step}", every_n_train_steps=2, save_top_k=-1
@@ -79,20 +72,19 @@ def go(name, options, folder, path=None, epochs=3, optimizer="adam", plugins=(),
         part.plugin.state_dict() for part in trainer.run.hooks.parts if part.info.name == "16-mixed"
     ]
     found[name] = {
-        "weights": [
-            parameter.detach().clone() for parameter in module.parameters()
-        ],  # EMA's: it puts them there at the end
+        # EMA's weights: it replaces the trained weights at the end.
+        "weights": [parameter.detach().clone() for parameter in module.parameters()],
         "state": strategy.state_dict()["state"],
         "optimizers": [one.state_dict() for one in trainer.run.optimizers],
         "ema": ema.state_dict(),
         "scaler": scaler,
         "metrics": dict(trainer.run.metrics),
         "steps": [trainer.run.step, trainer.run.epoch],
-        "told": [str(one.message) for one in caught if ".ckpt" in str(one.message)],
+        "warnings": [str(one.message) for one in caught if ".ckpt" in str(one.message)],
     }
 
 
-#: name -> (the strategy's options, the trainer's and the module's)
+#: name -> (the strategy's options, the options of the trainer and the module)
 CASES = {
     "gradient_allreduce": ({}, {}),
     "bytegrad": (
@@ -124,11 +116,11 @@ CASES = {
 }
 
 
-# --- async ---------------------------------------------------------------------------------------------------------------
+# --- async -------------------------------------------------------------------------------------------
 
 
 class Copies(Own):
-    """Adds a copy of its weights to checkpoints, and looks at them where all ranks have one model."""
+    """Adds a copy of its weights to checkpoints; records weights when all ranks have one model."""
 
     def __init__(self, ema):
         super().__init__("sgd")
@@ -164,7 +156,7 @@ class Copies(Own):
 
 
 class Saved:
-    """The weights that are trained, once a checkpoint is written."""
+    """Records the trained weights after a checkpoint is written."""
 
     def __init__(self):
         self.weights, self.files = [], []
@@ -191,7 +183,7 @@ def asynchronous(name, ema, path=None):
         output=name,
         plugins=[saved] if ema is None else [ema, saved],
     )
-    # Without a validation a checkpoint comes while ranks are apart.
+    # Without a validation, the ranks' weights differ before a checkpoint.
     trainer.fit(
         module,
         DataLoader(samples(32), batch_size=2),
@@ -217,7 +209,7 @@ def asynchronous(name, ema, path=None):
 def main():
     for name, (options, more) in CASES.items():
         go(name, options, name, **more)
-        for step in (2, 8):  # within the first epoch, and within another
+        for step in (2, 8):  # inside the first epoch, and inside a later one
             go(
                 f"{name} from {step}",
                 options,

@@ -1,4 +1,4 @@
-"""Two ranks: what an algorithm is asked, and when; manual optimisation, a session, overflows and what is left."""
+"""Two ranks: the order of an algorithm's calls, manual optimisation, a session, overflows, leaks."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ class Apart(Net):
                     "exp_avg": torch.rand_like(parameter),
                     "exp_avg_sq": torch.rand_like(parameter),
                 }
-            if not self.only_rank_1:  # otherwise the groups are the same
+            if not self.only_rank_1:  # with only_rank_1 the groups are equal
                 optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
         return optimizer
 
@@ -167,7 +167,7 @@ class Waits(Net):
 
 waited, found["overlapped"] = [], True
 module = Waits()
-# The first layer's gradients are the last: backward waits there until others have been reduced.
+# Backward computes the first layer's gradients last; it waits there until others are reduced.
 module.first.bias.register_hook(lambda gradient: waited.append(Signals.reduced.wait(20)))
 one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_steps=3).fit(
     module, DataLoader(samples(), 4)
@@ -175,25 +175,25 @@ one_trainer(strategy=BaguaStrategy(Signals(), bucket_bytes=100), devices=2, max_
 
 
 class Early(Decentralized):
-    started, going_on, seen = threading.Event(), threading.Event(), []
+    started, continued, seen = threading.Event(), threading.Event(), []
 
     def _exchange(self, flat, among, number):
         self.started.set()
-        self.seen.append(("training went on", self.going_on.wait(20)))
+        self.seen.append(("training has continued", self.continued.wait(20)))
         super()._exchange(flat, among, number)
 
 
 class Looks(Net):
     def on_train_batch_start(self, batch, batch_idx):
         Early.started.clear()
-        Early.going_on.clear()
+        Early.continued.clear()
 
     def training_step(self, batch, batch_idx):
         Early.seen.append(("exchange has begun", Early.started.wait(20)))
         return super().training_step(batch, batch_idx)
 
     def on_after_backward(self):
-        Early.going_on.set()
+        Early.continued.set()
 
 
 one_trainer(strategy=BaguaStrategy(Early(hierarchical=False)), devices=2, max_steps=1).fit(
@@ -238,11 +238,11 @@ class Threads(Net):
         found["threads of async"].append(threads())
 
 
-found["threads of async"], found["left of async"] = [], []
+found["threads of async"], found["leaks of async"] = [], []
 trainer = one_trainer(strategy=BaguaStrategy(Groups(sync_interval_ms=1)), devices=2, max_steps=3)
 for _ in range(2):
     trainer.fit(Threads(), DataLoader(samples(), 4))
-    found["left of async"].append(threads())
+    found["leaks of async"].append(threads())
 
 
 class Manual(Net):

@@ -1,4 +1,4 @@
-"""async: a thread averages weights while ranks train."""
+"""The algorithm async: a thread averages weights while ranks train."""
 
 import threading
 import time
@@ -18,36 +18,34 @@ from . import reference_weights as reference
 from .cases import Net, one_trainer, samples
 from .weights_ranks import DEADLINE, found
 
-#: Whichever comes first runs the program of all three files.
+#: The first test runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 
-def test_warm_up_averages_gradients_and_then_no_more():
+def test_gradients_are_averaged_only_in_the_warm_up():
     expected = reference.averaged_gradients(4, 4, "momentum")
     for rank in found():
         kept = rank["async warm-up"]
         assert kept["before"] == (0, None)
         for mine, theirs in zip(kept["history"], expected, strict=True):
-            torch.testing.assert_close(
-                mine, theirs, rtol=1e-6, atol=1e-7
-            )  # gloo adds in another order
+            # gloo adds in another order.
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
         assert kept["rounds"] >= 1
 
 
-def test_a_round_adds_the_average_and_keeps_what_was_learnt_meanwhile():
+def test_a_round_averages_the_weights_and_keeps_the_updates_of_training():
     for number, rank in enumerate(found()):
         kept = rank["async round"]
-        assert torch.equal(
-            kept["while computing"], torch.full((1, 3), float(number))
-        )  # training's turn
-        # All ranks added 10 times their number in their turn, before the copy: the mean of 0, 11, 22 and 33.
+        # In training's turn the thread does not change the weights.
+        assert torch.equal(kept["while computing"], torch.full((1, 3), float(number)))
+        # Each rank added 10 times its number before the copy: the mean of 0, 11, 22 and 33.
         assert torch.equal(kept["after a round"], torch.full((1, 3), 16.5))
         assert torch.equal(kept["after pause"], torch.full((1, 3), 18.0))
-        assert kept["seconds"] < 30  # of an hour: the thread was woken
+        assert kept["seconds"] < 30  # the interval is an hour: pause woke the thread
         assert kept["rounds"] == 2
 
 
-def test_nothing_learnt_is_lost_and_a_busy_rank_lets_the_thread_in():
+def test_no_update_is_lost_and_a_busy_rank_gives_the_thread_a_turn():
     for rank in found():
         kept = rank["async kept"]
         assert kept["rounds"] >= 5
@@ -56,8 +54,8 @@ def test_nothing_learnt_is_lost_and_a_busy_rank_lets_the_thread_in():
         )
 
 
-def test_resumed_and_aborted_many_times():
-    """Upstream's. Ranks come late in turn, train none, one or two steps between, and have equal weights at every stop."""
+def test_ranks_have_equal_weights_at_every_pause():
+    """Bagua's test. Between pauses, ranks train no, one or two steps, and are late in turn."""
     first = found()[0]["async aborts"]
     for rank in found():
         kept = rank["async aborts"]
@@ -68,9 +66,9 @@ def test_resumed_and_aborted_many_times():
             assert torch.equal(mine, theirs)
 
 
-def test_rounds_go_on_until_all_ranks_stop_and_the_last_one_gives_all_the_same_bits():
+def test_rounds_continue_until_all_ranks_stop_and_the_last_round_gives_the_same_bits():
     first = found()[0]["async late"]
-    assert first.abs().max() > 100  # what the others learnt while rank 0 had stopped
+    assert first.abs().max() > 100  # includes updates of other ranks after rank 0 stopped
     for rank in found():
         assert torch.equal(rank["async late"], first)
 
@@ -120,7 +118,7 @@ def test_a_resumed_run_is_as_warm_as_it_was():
     assert again.reduces is None
 
 
-def test_the_one_that_waits_comes_next():
+def test_a_waiting_thread_gets_the_next_turn():
     turns, order, inside = Turns(), [], threading.Event()
 
     def communicate():
@@ -133,7 +131,7 @@ def test_the_one_that_waits_comes_next():
         thread.start()
         while not turns._wanted:
             time.sleep(0.001)
-        with turns.training():  # inside itself: no wait
+        with turns.training():  # nested: does not wait
             inside.set()
     with turns.training():
         order.append("training")
@@ -142,7 +140,7 @@ def test_the_one_that_waits_comes_next():
     assert order == ["training", "communication", "training"]
 
 
-def test_a_turn_that_is_given_up_is_taken_up_again():
+def test_a_released_turn_is_taken_again():
     turns, order = Turns(), []
 
     def communicate():
@@ -161,7 +159,7 @@ def test_a_turn_that_is_given_up_is_taken_up_again():
         order.append("training")
     second.join(30)
     assert order == [*["communication"] * 2, "training", *["communication"] * 2]
-    with turns.given_up(), turns.communication():  # where it was nobody's
+    with turns.given_up(), turns.communication():  # no thread has a turn
         pass
 
 
@@ -182,6 +180,6 @@ def test_an_error_inside_a_turn_ends_it():
         {"warmup_steps": -1},
     ],
 )
-def test_options_that_mean_nothing(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         Asynchronous(**options)

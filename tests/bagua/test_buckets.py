@@ -1,4 +1,4 @@
-"""Which parameters travel together, and what lies where."""
+"""Buckets: their parameters, and the layout of the flat tensor."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_padded_with_zeros_to_a_multiple():
     assert bucket.flat.tolist() == [1] * 7 + [0]
 
 
-def test_gradients_go_there_and_back_and_none_stays_none():
+def test_gradients_are_copied_in_and_back_and_none_stays_none():
     first, second = parameters(2, 3)
     first.grad = torch.tensor([1.0, 2.0])
     bucket = Bucket(0, [first, second])
@@ -74,7 +74,7 @@ def test_gradients_of_any_layout_keep_their_places():
     assert square.grad.tolist() == [[1, 3, 5], [2, 4, 6]]
 
 
-def test_weights_go_there_and_back():
+def test_weights_are_copied_in_and_back():
     first, second = parameters(2, 3)
     bucket = Bucket(0, [first, second], multiple=4)
     assert bucket.take_weights().tolist() == [0, 1, 0, 1, 2, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The communication thread: in order, errors handed over, never in the way of the end."""
+"""The communication thread: order, errors, and the end of the process."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_work_is_done_in_order_by_one_thread_other_than_this(channel):
     assert threading.get_ident() not in idents
 
 
-def test_giving_work_does_not_wait_for_it(channel):
+def test_submit_does_not_wait_for_the_work(channel):
     gate = threading.Event()
     first, second = channel.submit(lambda: gate.wait(10)), channel.submit(lambda: "second")
     assert not first.done()
@@ -39,7 +39,7 @@ def test_giving_work_does_not_wait_for_it(channel):
     assert second.result() == "second"
 
 
-def test_an_error_is_raised_where_one_waits_and_nothing_later_is_done(channel):
+def test_result_raises_the_error_and_no_later_work_is_done(channel):
     done = []
 
     def fails():
@@ -52,7 +52,7 @@ def test_an_error_is_raised_where_one_waits_and_nothing_later_is_done(channel):
     assert done == []
 
 
-def test_close_does_what_was_given_before():
+def test_close_does_the_submitted_work():
     channel, done = Channel(), []
     for i in range(10):
         channel.submit(lambda i=i: done.append(i))
@@ -60,7 +60,7 @@ def test_close_does_what_was_given_before():
     assert done == list(range(10))
 
 
-def test_a_thread_that_never_comes_back_does_not_keep_the_process(tmp_path):
+def test_a_thread_that_never_ends_does_not_keep_the_process(tmp_path):
     program = (
         "import threading\nfrom geartrain_bagua.channel import Channel\nchannel = Channel()\n"
         "channel.submit(threading.Event().wait)\nprint(channel.close(0.0), flush=True)\n"
@@ -79,19 +79,19 @@ def test_work_is_not_kept_alive_by_an_idle_thread(channel):
             return None
 
     held = Held()
-    gone = weakref.ref(held)
+    reference = weakref.ref(held)
     channel.submit(held).result()
-    channel.submit(lambda: None).result()  # the thread is past the first
+    channel.submit(lambda: None).result()  # the thread has dropped the first job
     del held
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize("call", ["set_device", "Stream", "stream"])
-def test_a_thread_that_gets_no_stream_says_so_to_whoever_waits(monkeypatch, call):
+def test_result_raises_if_the_thread_gets_no_stream(monkeypatch, call):
     def fails(*_):
         raise RuntimeError("CUDA error: out of memory")
 
-    # No GPU is needed: these calls are all that the thread does there before work comes, and none is done.
+    # No GPU is needed: the thread makes only these CUDA calls before the work, and does no work.
     for name in ("set_device", "Stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, fails if name == call else lambda *_: nullcontext())
     monkeypatch.setattr(
@@ -113,7 +113,7 @@ def test_streams_wait_for_each_other_on_cuda():
     channel, x = Channel(device), torch.zeros(1 << 20, device=device)
     for i in range(50):
         torch.cuda._sleep(1_000_000)
-        x.fill_(i)  # behind the sleep, on this stream
+        x.fill_(i)  # on this stream, after the sleep
         y = channel.submit(lambda: x * 2).result()
         assert torch.equal(y, torch.full_like(y, 2 * i))
     assert channel.close(5)

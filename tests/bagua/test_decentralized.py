@@ -1,4 +1,4 @@
-"""decentralized: weights are averaged while forward and backward go on."""
+"""The algorithm decentralized: weights are averaged during forward and backward."""
 
 from types import SimpleNamespace
 
@@ -12,18 +12,18 @@ from geartrain_bagua import BaguaStrategy
 from geartrain_bagua.algorithms.decentralized import Decentralized
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, assert_goes_on, assert_starts_anew, found
+from .weights_ranks import DEADLINE, assert_resumes, assert_starts_from_rank_0, found
 
-#: Whichever comes first runs the program of all three files.
+#: The first test runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 STEPS = 6
-#: Of four ranks, gloo adds the weights in another order than the reference.
+#: With four ranks, gloo adds the weights in another order than the reference.
 ORDER = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def same(name, expected, exact=True, ranks=4):
-    """Every rank's weights after every step; a case of two ranks ran twice."""
+    """Compare every rank's weights after every step; a case of two ranks ran twice."""
     for rank in range(4):
         ours = found()[rank][name]["history"]
         assert len(ours) == len(expected)
@@ -39,9 +39,8 @@ def same(name, expected, exact=True, ranks=4):
 )
 def test_trains_as_the_reference(mode, interval, ranks):
     expected = reference.decentralized(ranks, STEPS, mode, interval)
-    same(
-        f"{mode} {interval} {ranks}", expected, exact=ranks == 2 or mode == "shift_one", ranks=ranks
-    )
+    exact = ranks == 2 or mode == "shift_one"
+    same(f"{mode} {interval} {ranks}", expected, exact=exact, ranks=ranks)
     assert not torch.equal(expected[-1][0], expected[-1][1])
 
 
@@ -63,11 +62,11 @@ def test_one_node_is_the_average_over_all():
         ("many buckets", {}),
     ],
 )
-def test_exchange_once_a_step_whatever_the_step_is(name, options):
+def test_every_kind_of_step_exchanges_once(name, options):
     same(name, reference.decentralized(2, STEPS, **options), ranks=2)
 
 
-def test_many_buckets_were_many():
+def test_the_case_of_many_buckets_has_four():
     assert len(found()[0]["many buckets"]["buckets"]) == 4
 
 
@@ -82,19 +81,18 @@ def test_forward_and_backward_see_the_weights_from_before():
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["all", "shift_one"])
 def test_the_average_itself_is_the_same_bits_on_all_ranks(mode, ranks):
-    """Upstream's: with nothing learnt, weights after a step are the average, that of all or of two."""
+    """Bagua's test: without updates, the weights after a step are the average of all or of two."""
     for step in range(3):
         weights = [rank[f"averages {mode} {ranks}"][step] for rank in found()[:ranks]]
         for rank in range(ranks):
             for other in range(ranks) if mode == "all" else [reference.peer(rank, ranks, step)]:
                 assert torch.equal(weights[rank], weights[other])
-        # Of four, the first exchange in pairs makes two, the second one.
-        assert len({float(one[0]) for one in weights}) == (
-            2 if (mode, ranks, step) == ("shift_one", 4, 0) else 1
-        )
+        # With four ranks, the first exchange in pairs leaves two values, the second leaves one.
+        two = (mode, ranks, step) == ("shift_one", 4, 0)
+        assert len({float(one[0]) for one in weights}) == (2 if two else 1)
 
 
-def test_partners_are_mutual_and_all_are_met():
+def test_partners_are_mutual_and_every_partner_has_its_turn():
     from geartrain_bagua.algorithms.decentralized import partner
 
     for size in (2, 4, 6, 8):
@@ -109,20 +107,20 @@ def test_partners_are_mutual_and_all_are_met():
         } == set(range(size // 2, size))
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
-    assert_goes_on("decentralized", STEPS)
+def test_a_resumed_run_equals_an_uninterrupted_one():
+    assert_resumes("decentralized", STEPS)
 
 
 def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
-    assert_starts_anew("decentralized", 3)
+    assert_starts_from_rank_0("decentralized", 3)
 
 
-def test_upstreams_norm():
+def test_the_norm_equals_baguas():
     for rank in found():
         assert rank["norm decentralized"] == pytest.approx(2.83537626, abs=1e-6)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------
 
 
 def plan(processes, nodes=1):
@@ -137,7 +135,7 @@ def plan(processes, nodes=1):
     ("hierarchical", "processes", "nodes", "named"),
     [(False, 3, 1, "3 processes"), (True, 4, 1, "1 node"), (True, 6, 3, "3 nodes")],
 )
-def test_pairs_of_an_odd_number_are_refused_before_anything_starts(
+def test_an_odd_number_of_partners_is_refused_before_the_start(
     hierarchical, processes, nodes, named
 ):
     with pytest.raises(UsageError, match=named) as error:
@@ -147,7 +145,7 @@ def test_pairs_of_an_odd_number_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])
-def test_one_process_has_no_partner_and_trains_as_without(hierarchical):
+def test_one_process_has_no_partner_and_trains_as_without_the_strategy(hierarchical):
     trained = []
     for strategy in (BaguaStrategy(algorithm=Decentralized(hierarchical, "shift_one")), "single"):
         module = Net()
@@ -166,17 +164,17 @@ def test_one_process_has_no_partner_and_trains_as_without(hierarchical):
         (False, "shift_one", None, 1),
     ],
 )
-def test_what_fits_is_allowed(hierarchical, mode, processes, nodes):
+def test_an_even_number_of_partners_is_allowed(hierarchical, mode, processes, nodes):
     Decentralized(hierarchical, mode).check_plan(plan(processes, nodes), object)
 
 
-def test_what_only_shows_on_the_ranks_is_refused_there():
+def test_ranks_refuse_one_node_and_a_closure():
     assert "1 node" in found()[0]["odd nodes"]
     assert all("closure" in rank["closure"] for rank in found())
 
 
-def test_what_is_unfrozen_later_is_refused_by_each():
-    """It is in no bucket, so ranks would not share it."""
+def test_every_algorithm_refuses_a_parameter_that_is_unfrozen_later():
+    """It is in no bucket, so ranks would not exchange it."""
     for rank in found():
         assert len(rank["unfrozen"]) == 3
         assert all("fc3.weight" in message and "Fix:" in message for message in rank["unfrozen"])
@@ -185,6 +183,6 @@ def test_what_is_unfrozen_later_is_refused_by_each():
 @pytest.mark.parametrize(
     "options", [{"peer_selection_mode": "ring"}, {"communication_interval": 0}]
 )
-def test_options_that_mean_nothing(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         Decentralized(**options)

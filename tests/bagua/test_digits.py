@@ -1,4 +1,4 @@
-"""examples/digits.py learns under every algorithm: 0.97 of the digits it has not seen, on two ranks."""
+"""examples/digits.py reaches an accuracy of 0.97 in validation with each algorithm, on two ranks."""
 
 from pathlib import Path
 
@@ -21,14 +21,11 @@ ALGORITHMS = (
 
 @pytest.mark.example
 @pytest.mark.timeout(400)
-def test_digits_are_learnt_under_every_algorithm(tmp_path):
-    with launched(
-        str(HERE / "digits.py"), str(HERE.parents[1]), *ALGORITHMS, folder=tmp_path
-    ) as run:
+def test_digits_are_learnt_with_every_algorithm(tmp_path):
+    arguments = (str(HERE / "digits.py"), str(HERE.parents[1]), *ALGORITHMS)
+    with launched(*arguments, folder=tmp_path) as run:
         run.succeed(380)
-    reached = {
-        algorithm: float(accuracy)
-        for algorithm, accuracy, _ in map(str.split, run.out.splitlines())
-    }
+    lines = map(str.split, run.out.splitlines())
+    reached = {algorithm: float(accuracy) for algorithm, accuracy, _ in lines}
     assert list(reached) == list(ALGORITHMS)
     assert min(reached.values()) >= 0.97, reached

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank under any algorithm: the run ends, says whose error came first, and leaves no process."""
+"""If a rank fails, with any algorithm, the run ends, names the first error and leaves no process."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds processes through /proc"
 )
-#: Options of the strategy -> the optimizer's class, where it is the algorithm's own.
+#: Name -> (the strategy's options, the optimizer's class if the algorithm needs its own).
 ALGORITHMS = {
     "gradient_allreduce": ({"algorithm": "gradient_allreduce"}, ""),
     "bytegrad": ({"algorithm": "bytegrad", "hierarchical": False}, ""),
@@ -27,9 +27,10 @@ ALGORITHMS = {
     "async": ({"algorithm": "async", "sync_interval_ms": 10}, ""),
 }
 matrix = pytest.mark.matrix
-#: What fails under which algorithms. tests/ddp has the rest: how a run ends is core's, whatever the algorithm. Here are the places where an
-#: algorithm communicates: a backward whose gradients are on their way, and the thread of ``async``, which communicates at any time. The
-#: groups of bytegrad and qadam are those of gradient_allreduce.
+#: Faults for each algorithm. tests/ddp has the other faults, because core ends a run in the same way
+#: with each algorithm. The faults here are at points where an algorithm communicates: during
+#: backward, and in the thread of ``async``, which communicates at any time. bytegrad and qadam use
+#: the groups of gradient_allreduce.
 EVERYWHERE = [(1, "exception", "backward")]
 KILLED = [(1, "SIGKILL", "train")]
 THREAD = [
@@ -38,13 +39,13 @@ THREAD = [
     (0, "SIGTERM", "train"),
     (0, "exception", "validation"),
 ]
-#: The default's part of the table.
-EVER = [
+#: The faults of the default test run.
+DEFAULT = [
     ("async", 1, "exception", "backward"),
     ("low_precision_decentralized", 1, "SIGKILL", "train"),
 ]
 TABLE = [
-    pytest.param(algorithm, *fault, marks=() if (algorithm, *fault) in EVER else matrix)
+    pytest.param(algorithm, *fault, marks=() if (algorithm, *fault) in DEFAULT else matrix)
     for algorithm in ALGORITHMS
     for fault in EVERYWHERE
     + (KILLED if algorithm not in ("bytegrad", "qadam") else [])
@@ -59,23 +60,22 @@ def start(folder: Path, algorithm: str, kind: str, rank: int, where: str, **envi
 
 
 @pytest.mark.parametrize(("algorithm", "rank", "kind", "where"), TABLE)
-def test_a_rank_that_fails(tmp_path, algorithm, rank, kind, where):
+def test_a_failing_rank_ends_the_run(tmp_path, algorithm, rank, kind, where):
     with start(tmp_path, algorithm, kind, rank, where) as run:
         assert ends_after_fault(run, tmp_path, rank) > 0
         assert ("KeyError: 'my own error'" if kind == "exception" else kind) in run.err
         assert "rank 1" in run.err if rank == 1 else "rank 1 failed" not in run.err
         assert "terminate called" not in run.err
     alive = {0} if kind == "SIGKILL" else {0, 1}
-    assert {f"{what}-{each}" for what in ("teardown", "on_exception") for each in alive} <= marks(
-        tmp_path
-    )
+    hooks = {f"{hook}-{each}" for hook in ("teardown", "on_exception") for each in alive}
+    assert hooks <= marks(tmp_path)
     assert "done-0" not in marks(tmp_path)
 
 
 @matrix
 def test_a_stopped_rank_ends_the_run_at_the_timeout_and_is_named(tmp_path):
-    """The thread of ``async`` waits for it, while the other rank trains on."""
-    # Not less, because ranks that share cores with another program's start apart.
+    """The thread of ``async`` waits for it, while the other rank continues to train."""
+    # Not less: on busy cores, ranks do not start at the same time.
     with start(
         tmp_path, "async", "SIGSTOP", 1, "train", TIMEOUT="20", GEARTRAIN_PATIENCE="stopped=60"
     ) as run:

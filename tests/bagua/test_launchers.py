@@ -1,4 +1,4 @@
-"""bagua under torchrun."""
+"""The strategy bagua under torchrun."""
 
 from pathlib import Path
 
@@ -9,38 +9,30 @@ from geartrain_testing.launching import free_port, launched, until
 
 from .test_upstream import NORMS_OF_SHARDS, norm
 
-#: test_upstream.py trains the same cases with ranks that the strategy starts.
+#: In test_upstream.py, the strategy starts the ranks of the same cases.
 pytestmark = pytest.mark.end_to_end
 
 PROGRAM = str(Path(__file__).with_name("upstream_program.py"))
 
 
 def test_joins_torchrun_and_trains_the_same(tmp_path):
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    )
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
     with launched(*torchrun, PROGRAM, folder=tmp_path, CASES="bytegrad of shards") as run:
         until(
             lambda: len(run.processes()) == 3 or run.process.poll() is not None,
             60,
-            "torchrun and its two",
+            "torchrun and two ranks",
         )
         run.succeed(100)
         assert not (tmp_path / "logs").exists()
     for rank in range(2):
         weights = torch.load(tmp_path / f"kept-{rank}.pt", weights_only=True)
-        assert norm(weights["bytegrad of shards"]) == pytest.approx(
-            NORMS_OF_SHARDS["bytegrad of shards"], abs=2e-4
-        )
+        expected = NORMS_OF_SHARDS["bytegrad of shards"]
+        assert norm(weights["bytegrad of shards"]) == pytest.approx(expected, abs=2e-4)
 
 
 def test_two_nodes_as_the_guide_starts_them(tmp_path):
-    """Two launchers with the arguments that ``baguarun`` gives, on loopback: nodes of one rank each, which average as one ring does."""
+    """Two launchers on loopback, with the arguments of ``baguarun``, start one rank each."""
     common = (
         "-m",
         "torch.distributed.run",
@@ -53,17 +45,13 @@ def test_two_nodes_as_the_guide_starts_them(tmp_path):
     folders = [tmp_path / str(node) for node in range(2)]
     for folder in folders:
         folder.mkdir()
+    environment = {"CASES": case, "DEVICES": "1"}
     with (
-        launched(
-            *common, "--node_rank=0", PROGRAM, folder=folders[0], CASES=case, DEVICES="1"
-        ) as first,
-        launched(
-            *common, "--node_rank=1", PROGRAM, folder=folders[1], CASES=case, DEVICES="1"
-        ) as second,
+        launched(*common, "--node_rank=0", PROGRAM, folder=folders[0], **environment) as first,
+        launched(*common, "--node_rank=1", PROGRAM, folder=folders[1], **environment) as second,
     ):
         for run in (first, second):
             run.succeed(100)
     for rank, folder in enumerate(folders):
-        assert norm(
-            torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]
-        ) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)
+        weights = torch.load(folder / f"kept-{rank}.pt", weights_only=True)[case]
+        assert norm(weights) == pytest.approx(NORMS_OF_SHARDS[case], abs=1e-5)

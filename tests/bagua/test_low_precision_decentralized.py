@@ -1,4 +1,4 @@
-"""low_precision_decentralized: neighbours are told, a byte an element, how weights changed."""
+"""The algorithm low_precision_decentralized: ranks send changes of weights to their neighbours."""
 
 import copy
 from types import SimpleNamespace
@@ -12,9 +12,9 @@ from geartrain_bagua.algorithms.low_precision_decentralized import LowPrecisionD
 from geartrain_bagua.buckets import make_buckets
 
 from . import reference_weights as reference
-from .weights_ranks import DEADLINE, assert_goes_on, assert_starts_anew, found
+from .weights_ranks import DEADLINE, assert_resumes, assert_starts_from_rank_0, found
 
-#: Whichever comes first runs the program of all three files.
+#: The first test runs the program of all three files.
 pytestmark = pytest.mark.timeout(DEADLINE + 60)
 
 STEPS = 6
@@ -38,42 +38,31 @@ def test_trains_as_the_reference(interval, ranks):
     assert not torch.equal(expected[0][-1][0], expected[0][-1][1])
 
 
-def test_each_bucket_is_a_chunk_of_its_own():
+def test_each_bucket_is_one_chunk():
     lengths = found()[0]["low many buckets"]["buckets"]
     assert len(lengths) == 4
     same("low many buckets", 4, *reference.low_precision(4, STEPS, lengths))
 
 
-def test_momentum():
-    same(
-        "low momentum",
-        4,
-        *reference.low_precision(4, STEPS, found()[0]["low momentum"]["buckets"], kind="momentum"),
-    )
+def test_trains_as_the_reference_with_momentum():
+    lengths = found()[0]["low momentum"]["buckets"]
+    same("low momentum", 4, *reference.low_precision(4, STEPS, lengths, kind="momentum"))
 
 
-def test_the_ring_is_of_nodes_where_hierarchical():
-    same(
-        "low nodes",
-        4,
-        *reference.low_precision(4, STEPS, found()[0]["low nodes"]["buckets"], node=2),
-        node=2,
-    )
+def test_a_hierarchical_ring_has_one_rank_per_node():
+    lengths = found()[0]["low nodes"]["buckets"]
+    same("low nodes", 4, *reference.low_precision(4, STEPS, lengths, node=2), node=2)
     for rank in (1, 3):
         assert "own" not in found()[rank]["low nodes"]
-    same(
-        "low one node",
-        2,
-        *reference.low_precision(2, STEPS, found()[0]["low one node"]["buckets"], node=2),
-        node=2,
-    )
+    lengths = found()[0]["low one node"]["buckets"]
+    same("low one node", 2, *reference.low_precision(2, STEPS, lengths, node=2), node=2)
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"), [("low 1 2", 2), ("low 1 4", 4), ("low 3 4", 4), ("low many buckets", 4)]
 )
-def test_what_a_rank_holds_of_its_neighbours_is_what_they_hold(name, ranks):
-    """Upstream compares norms; these are the bits."""
+def test_copies_of_neighbours_equal_their_own_weights(name, ranks):
+    """Bagua's test compares norms; this one compares bits."""
     kept = [rank[name] for rank in found()[:ranks]]
     for rank in range(ranks):
         left, right = kept[(rank - 1) % ranks], kept[(rank + 1) % ranks]
@@ -83,22 +72,22 @@ def test_what_a_rank_holds_of_its_neighbours_is_what_they_hold(name, ranks):
         assert not torch.equal(kept[rank]["own"], right["own"])
 
 
-def test_weights_are_what_neighbours_know_after_an_exchange():
+def test_after_an_exchange_weights_equal_the_neighbours_copies():
     for rank in found():
         assert torch.equal(rank["low 1 4"]["history"][-1], rank["low 1 4"]["own"])
         assert not torch.equal(rank["low 3 4"]["history"][-1], rank["low 3 4"]["own"])
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
-    assert_goes_on("low precision", STEPS)
+def test_a_resumed_run_equals_an_uninterrupted_one():
+    assert_resumes("low precision", STEPS)
 
 
 def test_a_run_resumed_on_other_ranks_starts_from_rank_0s_weights():
-    assert_starts_anew("low precision", 3)
+    assert_starts_from_rank_0("low precision", 3)
 
 
 @pytest.mark.parametrize("name", ["norm low precision", "norm low precision ring"])
-def test_upstreams_norm(name):
+def test_the_norm_equals_baguas(name):
     for rank in found():
         assert rank[name] == pytest.approx(2.83507013, abs=1e-6)
 
@@ -122,7 +111,7 @@ def test_one_rank_alone_trains_as_without_a_strategy():
     assert torch.equal(reference.flat(module), reference.flat(plain))
 
 
-def test_optimizers_go_on_with_the_groups_that_a_scheduler_or_a_wrapper_knows():
+def test_optimizers_keep_their_groups_which_schedulers_and_wrappers_refer_to():
     module, one = reference.net(), Peers(None, 0, 1, (0,))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     run = SimpleNamespace(needs_closure=False, module=module, optimizers=[optimizer], schedulers=[])
@@ -145,15 +134,12 @@ def test_a_state_of_other_nodes_is_refused():
     saved, resumed = LowPrecisionDecentralized(), LowPrecisionDecentralized()
     saved.set_up(Context(run, buckets, None, one, node=one, leaders=one))
     resumed.load_state_dict(saved.state_dict())
-    with pytest.raises(
-        UsageError,
-        match=r"this rank is not in the ring of nodes, and was when .* Fix: the same nodes as in the run",
-    ):
-        resumed.set_up(
-            Context(run, buckets, None, one, node=one)
-        )  # one that is not its node's first
+    message = "not in the ring of nodes, and was when .* Fix: the same nodes as in the run"
+    with pytest.raises(UsageError, match=message):
+        # Without leaders: this rank is not its node's first.
+        resumed.set_up(Context(run, buckets, None, one, node=one))
 
 
-def test_an_interval_that_means_nothing():
+def test_an_interval_of_0_is_refused():
     with pytest.raises(UsageError, match="communication_interval"):
         LowPrecisionDecentralized(communication_interval=0)

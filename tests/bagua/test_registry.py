@@ -288,7 +288,7 @@ def test_an_option_that_the_strategy_would_take_is_refused():
         def __init__(self, timeout: float = 1.0) -> None: ...
 
     with pytest.raises(
-        gt.UsageError, match="Waits: its option 'timeout' is one of BaguaStrategy's own"
+        gt.UsageError, match="Waits: its option 'timeout' is also an option of BaguaStrategy"
     ):
         BaguaStrategy(algorithm=Waits)
 
@@ -313,7 +313,7 @@ def test_our_own_algorithm_wins_over_anothers_of_its_name(monkeypatch):
     monkeypatch.setattr(choosing, "entry_points", lambda **wanted: [theirs, *real(**wanted)])
     with pytest.warns(
         UserWarning,
-        match=r"algorithm 'bytegrad' is geartrain-bagua's own; not used: acme\[ByteGrad\]",
+        match=r"algorithm 'bytegrad' is geartrain-bagua's; not used: acme\[ByteGrad\]",
     ):
         assert algorithm_class("bytegrad").__module__ == "geartrain_bagua.algorithms.bytegrad"
 

@@ -1,5 +1,4 @@
-"""A run that goes on from a checkpoint is bit for bit what it would have been, on two ranks, under each algorithm; what is saved is one
-model."""
+"""Resumed runs equal uninterrupted ones bit by bit, on two ranks, with each algorithm."""
 
 import math
 
@@ -31,35 +30,34 @@ PROGRAMS = ("resume",)
 
 @pytest.fixture
 def ranks(kept):
-    """What each of two ranks kept of all runs."""
+    """Return the results of all runs on each of two ranks."""
     return kept("resume")
 
 
 def same(mine, theirs):
-    """Whether two states are equal, tensors bit by bit."""
+    """True if two states are equal, tensors bit by bit."""
     if isinstance(mine, torch.Tensor):
         return torch.equal(mine, theirs)
     if isinstance(mine, dict):
         return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
     if isinstance(mine, list | tuple):
         return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    return bool(mine == theirs) or (
-        isinstance(mine, float) and math.isnan(mine) and math.isnan(theirs)
-    )
+    both_nan = isinstance(mine, float) and math.isnan(mine) and math.isnan(theirs)
+    return both_nan or bool(mine == theirs)
 
 
 @pytest.mark.parametrize("step", [2, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_the_rest_is_what_it_would_have_been(ranks, case, step):
+def test_a_resumed_run_equals_an_uninterrupted_one(ranks, case, step):
     for rank in ranks:
         whole, rest = rank[case], rank[f"{case} from {step}"]
-        assert rest["told"] == []  # nothing begun anew
+        assert rest["warnings"] == []  # no part starts from scratch
         assert [part for part in whole if not same(whole[part], rest[part])] == []
 
 
 @pytest.mark.parametrize("case", OWN_WEIGHTS)
-def test_each_rank_went_on_with_its_own(ranks, case):
-    """What the test above compares does differ from rank to rank."""
+def test_each_rank_resumes_with_its_own_state(ranks, case):
+    """The states that the test above compares differ between ranks."""
     first, second = (rank[case] for rank in ranks)
     assert not same(first["ema"]["average"], second["ema"]["average"])
     assert case.startswith("low") or not same(first["state"]["weights"], second["state"]["weights"])
@@ -71,7 +69,8 @@ def test_each_rank_went_on_with_its_own(ranks, case):
 def test_a_checkpoint_of_async_holds_one_model(ranks, name):
     first, second = (rank[name] for rank in ranks)
     assert len(first["files"]) == 3
-    # The module's on_save_checkpoint saw what is saved, on both ranks, and nobody changed it until it was.
+    # on_save_checkpoint of the module sees the saved weights on both ranks; they do not change until
+    # the file is written.
     assert same(first["copies"], second["copies"])
     assert same(first["saved"], second["saved"])
     for saved, (trained, copied) in zip(first["saved"], first["files"], strict=True):
@@ -79,7 +78,7 @@ def test_a_checkpoint_of_async_holds_one_model(ranks, name):
         assert torch.equal(saved, copied)
 
 
-def test_async_goes_on_with_each_ranks_momenta(ranks):
+def test_async_resumes_with_each_ranks_momenta(ranks):
     for rank in ranks:
         (_, ended), (begun, _) = rank["async"]["momenta"], rank["async resumed"]["momenta"]
         assert len(ended) == 8
@@ -87,22 +86,21 @@ def test_async_goes_on_with_each_ranks_momenta(ranks):
     assert not same(ranks[0]["async"]["momenta"][1], ranks[1]["async"]["momenta"][1])
 
 
-def test_under_async_the_average_of_an_ema_is_validated_and_nobody_averages_it(ranks):
+def test_async_validates_the_average_of_an_ema_unchanged(ranks):
     first, second = (rank["async with ema"] for rank in ranks)
     for rank in (first, second):
         assert rank["validated"]
         assert all(rank["validated"])
         assert torch.equal(rank["end"], rank["ema"])
-    assert same(
-        first["after"], second["after"]
-    )  # after a validation all ranks have one model to train, still
+    # After a validation all ranks still train one model.
+    assert same(first["after"], second["after"])
 
 
-# --- what does not fit ---------------------------------------------------------------------------------------------------
+# --- states that are refused -------------------------------------------------------------------------
 
 
 def refused(tmp_path, then, now):
-    """Train by some options and go on by others; the error."""
+    """Train with some options and resume with others; return the error."""
 
     def fit(options, epochs, path=None):
         trainer = one_trainer(
@@ -118,6 +116,6 @@ def refused(tmp_path, then, now):
 
 def test_weights_in_other_buckets_are_refused(tmp_path):
     one = {"algorithm": "decentralized", "hierarchical": False}
-    told = refused(tmp_path, one, {**one, "bucket_bytes": 100})
-    assert "the checkpoint has each rank's weights in 1 buckets of" in told
-    assert "Fix: the same bucket_bytes and frozen parameters as in the run that saved it" in told
+    error = refused(tmp_path, one, {**one, "bucket_bytes": 100})
+    assert "the checkpoint has each rank's weights in 1 buckets of" in error
+    assert "Fix: the same bucket_bytes and frozen parameters as in the run that saved it" in error

@@ -113,14 +113,14 @@ def test_communication_goes_on_while_backward_does(one_script):
 
 def test_decentralized_exchanges_from_before_forward_to_after_backward(one_script):
     for kept in one_script:
-        assert kept["early"] == [("exchange has begun", True), ("training went on", True)]
+        assert kept["early"] == [("exchange has begun", True), ("training has continued", True)]
 
 
 def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script):
     for kept in one_script:
         assert kept["groups of async"] == [False, (0, 1)]
         assert kept["threads of async"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
-        assert kept["left of async"] == [[], []]
+        assert kept["leaks of async"] == [[], []]
 
 
 def test_a_closure_is_one_step_of_several_backwards(one_script):
@@ -203,7 +203,7 @@ def test_a_second_backward_is_named():
             loss.backward(retain_graph=True)
             return loss
 
-    assert "got its gradient twice in one backward" in refused(Twice())
+    assert "got its gradient twice in one step" in refused(Twice())
 
 
 def zero(gradient):

@@ -1,4 +1,4 @@
-"""What four ranks came to in ``weights_program.py``: one program for all tests of the algorithms that exchange weights."""
+"""Results of four ranks in ``weights_program.py``, for all tests of algorithms that exchange weights."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from .programs import Programs
 
 HERE = Path(__file__).parent
 RANKS = 4
-#: Seconds; on two idle cores the program takes 20.
+#: Seconds; the program takes 20 on two idle cores.
 DEADLINE = 240
 
 
@@ -24,7 +24,7 @@ programs: list[Programs] = []
 
 @functools.cache
 def found():
-    """By rank, the results by the case's name."""
+    """Return for each rank the results by the case's name."""
     folder = programs[0].once("weights", _run)
     if (failure := folder / "failure").exists():
         raise AssertionError(failure.read_text())
@@ -47,14 +47,14 @@ def _run(folder):
         except subprocess.TimeoutExpired:
             out.write(f"still running after {DEADLINE} s".encode())
         finally:
-            if process.poll() is None:  # the ranks are in its session
+            if process.poll() is None:  # kill the ranks too, which are in its session
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     assert code == 0, log.read_text(errors="replace")
 
 
-def assert_goes_on(name, steps):
-    """A run that was resumed on as many ranks is, bit by bit, what it is without an end."""
+def assert_resumes(name, steps):
+    """Check that a run that resumes on the same number of ranks equals an uninterrupted one."""
     for rank in found():
         resumed, whole = rank[f"{name} resumed"], rank[f"{name} uninterrupted"]
         assert resumed["steps"] == steps
@@ -62,8 +62,8 @@ def assert_goes_on(name, steps):
             assert torch.equal(mine, theirs)
 
 
-def assert_starts_anew(name, steps):
-    """One on another number of ranks has the steps, and rank 0's weights."""
+def assert_starts_from_rank_0(name, steps):
+    """Check that a run that resumes on another number of ranks has the steps and rank 0's weights."""
     start = reference.flat(reference.net())
     for rank in found():
         assert rank[f"{name} on other ranks"]["steps"] == steps

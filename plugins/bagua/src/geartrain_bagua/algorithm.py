@@ -1,14 +1,16 @@
-"""What an algorithm is: one way to keep ranks together. The strategy calls these methods; an algorithm overrides what it needs.
+"""The base class of algorithms: an algorithm is one way to keep ranks together.
 
+The strategy calls these methods; an algorithm overrides those that it needs.
 A step, in order, with ``m`` micro-batches::
 
-    start_step()                      # before the first forward
-      forward, backward               # m times; where one ends and the next begins, one ``computing()`` ends and another begins
-        reduce(bucket)                # in the communication thread, while the last backward goes on
-    end_backward()                    # every reduce is done, its error is raised here; then unscaling and clipping
-      optimizers step                 # also where a scaler skips one
+    start_step()               # before the first forward
+      forward, backward        # m times; between two of them ``computing()`` is left and re-entered
+        reduce(bucket)         # in the communication thread, during the last backward
+    end_backward()             # all reductions are done; raises their errors
+      unscale, clip            # after end_backward
+      optimizers step          # end_step follows also if a scaler skips an optimizer's step
     end_step()
-      on_step_end of plugins          # inside a ``computing()`` too
+      on_step_end of plugins   # inside ``computing()`` too
 """
 
 from __future__ import annotations
@@ -28,93 +30,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """A process group as an algorithm uses it."""
+    """A process group, with this process's rank in it."""
 
     group: dist.ProcessGroup
-    #: This process in the group, from 0.
+    #: This process's rank in the group, from 0.
     rank: int
     size: int
-    #: Global ranks of the group's members, by their rank in it.
+    #: Global ranks of the group's members, in the order of their ranks in the group.
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an algorithm works with, from ``set_up`` on."""
+    """The run, buckets, thread and process groups of an algorithm, from ``set_up`` to ``close``."""
 
     run: Run
-    #: Parameters that need gradients, in reverse order of the module's, as backward makes them.
+    #: The parameters that need gradients, in the reverse of the module's order, as in backward.
     buckets: Sequence[Bucket]
-    #: The communication thread; whatever runs there uses groups that nobody else uses.
+    #: The communication thread. Only this thread uses the three groups below.
     channel: Channel
-    #: All ranks, in a group of the communication thread's own.
+    #: All ranks.
     everyone: Peers
-    #: The ranks of this node; ``None`` where the algorithm is not hierarchical.
+    #: The ranks of this node; ``None`` if the algorithm is not hierarchical.
     node: Peers | None = None
-    #: Each node's first rank; ``None`` on the other ranks and where the algorithm is not hierarchical.
+    #: The first rank of each node; ``None`` on other ranks, and if ``node`` is ``None``.
     leaders: Peers | None = None
 
 
 class Algorithm:
-    """Does nothing: ranks train alone. ``__init__``'s typed arguments are the algorithm's options.
+    """Base class of algorithms. It does nothing: each rank trains alone.
 
-    Each run works with a shallow copy of the object that was chosen: what a run changes is made in ``set_up``, or taken up in
-    ``load_state_dict``. A method that is not overridden costs a step nothing.
+    The typed arguments of ``__init__`` are the algorithm's options.
+
+    Each run uses a shallow copy of the chosen object. Create state that a run changes in
+    ``set_up``, or take it from ``load_state_dict``. A method that is not overridden costs no time.
     """
 
-    #: What ``reduce`` is given in ``bucket.flat`` after each last backward: ``"gradients"``; ``None``: ``reduce`` is not called. It may
-    #: change between steps, on all ranks in the same one.
+    #: ``"gradients"``: after each last backward ``reduce`` is called with them in ``bucket.flat``.
+    #: ``None``: ``reduce`` is not called. It may change between steps, on all ranks at once.
     reduces: str | None = None
-    #: Buckets are padded with zeros to a multiple of the world's size.
+    #: True if buckets are padded with zeros to a multiple of the world size.
     pads: ClassVar[bool] = False
-    #: False if the strategy's ``average_gradients`` would break it: then manual optimisation and a Session are refused.
+    #: True if the strategy's ``average_gradients`` may replace this algorithm. If False, manual
+    #: optimisation and a Session are refused.
     averages_gradients: bool = False
-    #: Whether groups inside and between nodes are wanted; an option where it is one.
+    #: True if the algorithm uses groups inside and between nodes. It may be an option.
     hierarchical: bool = False
-    #: What the conformance kit may expect, beside what every algorithm shares.
+    #: Capabilities for the conformance kit that differ from the strategy's.
     capabilities: ClassVar[dict[str, Any]] = {}
 
     context: Context
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
-        """Refuse what cannot work, by raising ``UsageError``, before anything starts."""
+        """Raise ``UsageError`` for a plan that cannot work, before processes start.
+
+        Raises:
+            UsageError: the algorithm does not support the plan or the module.
+        """
 
     def set_up(self, context: Context) -> None:
-        """Begin: every rank has rank 0's weights, optimizers are made and, where a run is resumed, loaded."""
+        """Start a run. Every rank has rank 0's weights; resumed optimizers have their state."""
         self.context = context
 
     def start_step(self) -> None:
-        """Before a step's first forward."""
+        """Start a step: called before its first forward."""
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around what reads and writes weights: a step from its beginning to the second micro-batch, from each micro-batch to the next,
-        and from the last to the end, with optimizers and the module's hooks; and around the hook ``on_step_end``. A ``pause`` may come
-        inside of it."""
+        """Return a context manager around code that reads or writes weights.
+
+        A step enters it once per micro-batch. The first part includes the start of the step, the
+        last part the optimizers and the module's hooks. The hook ``on_step_end`` runs inside it
+        too. ``pause`` may be called inside it.
+        """
         return nullcontext()
 
     def reduce(self, bucket: Bucket) -> None:
-        """Replace ``bucket.flat``, this rank's gradients, by what the optimizers shall see. In the communication thread, one bucket at a
-        time, in the same order on every rank."""
+        """Replace ``bucket.flat``, this rank's gradients, by the gradients for the optimizers.
+
+        Called in the communication thread, one bucket at a time, in the same order on every rank.
+        """
 
     def end_backward(self) -> None:
-        """Every ``reduce`` is done and gradients are written back."""
+        """Finish backward: called when every ``reduce`` is done and gradients are written back."""
 
     def end_step(self) -> None:
-        """After all optimizers."""
+        """Finish a step: called after all optimizers."""
 
     def pause(self) -> None:
-        """An evaluation or a checkpoint comes: weights must stay as they are until ``resume`` or ``close``."""
+        """Keep the weights unchanged until ``resume`` or ``close``.
+
+        Called before an evaluation or a checkpoint.
+        """
 
     def resume(self) -> None:
-        """Training goes on, after a ``pause``: before ``start_step``."""
+        """Resume training after ``pause``: called before ``start_step``."""
 
     def close(self, failed: bool) -> None:
-        """The end of what ``set_up`` began, also after an error; must not wait for ranks that may be gone where ``failed``. The context
-        is taken away after it."""
+        """Release everything that ``set_up`` created. The strategy removes the context afterwards.
+
+        Args:
+            failed: the run failed; other ranks may be dead, so do not wait for them.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state for a checkpoint: tensors and plain values; also before ``set_up`` and after ``close``."""
+        """Return this rank's state for a checkpoint: tensors and plain values.
+
+        It may be called before ``set_up`` and after ``close``.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before ``set_up`` where a run is resumed."""
+        """Load a state of ``state_dict``: called before ``set_up`` if a run resumes."""

@@ -1,7 +1,7 @@
-"""Buckets: parameters whose gradients or weights travel together, flat.
+"""Buckets: parameters whose gradients or weights are sent together, in one flat tensor.
 
-Filled greedily in reverse order of the module's parameters, which is about the order in which backward makes gradients; a bucket closes
-when it holds 10 MiB, as Bagua's do.
+Buckets are filled in the reverse of the module's order, which is about the order of backward. A
+bucket is full when it holds 10 MiB, as in Bagua.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 
 from geartrain import TrainingError
 
-#: Bytes at which a bucket is closed: Bagua's default.
+#: Bytes at which a bucket is full: Bagua's default.
 BUCKET_BYTES = 10 * 2**20
 
 
 class Bucket:
-    """Some parameters of one type on one device.
+    """Some parameters of one dtype on one device.
 
     Args:
-        index: among the buckets, in the order in which they are reduced.
-        parameters: in the order in which they lie in ``flat``.
-        multiple: ``flat`` is padded with zeros so that its length divides by this.
+        index: position among the buckets, which are reduced in this order.
+        parameters: the parameters, in the order in which ``flat`` holds them.
+        multiple: ``flat`` is padded with zeros to a length that is a multiple of this.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], multiple: int = 1) -> None:
@@ -33,7 +33,7 @@ class Bucket:
         #: Elements without padding.
         self.numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
-        #: What travels: 1-d, padded with zeros.
+        #: The gradients or weights that ranks send: 1-d, padded with zeros.
         self.flat = torch.zeros(
             -(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.device
         )
@@ -46,10 +46,10 @@ class Bucket:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy gradients into ``flat``; zeros where there is none.
+        """Copy gradients into ``flat``; zeros for a parameter without a gradient.
 
         Raises:
-            TrainingError: one is sparse.
+            TrainingError: a gradient is sparse.
         """
         views, grads = self._with_gradients()
         if any(grad.layout is not torch.strided for grad in grads):
@@ -58,20 +58,18 @@ class Bucket:
             )
         if len(grads) < len(self.views) or self.numel < len(self.flat):
             self.flat.zero_()
-        if grads:
-            torch._foreach_copy_(
-                views, grads
-            )  # one call: a bucket may have hundreds of small gradients
+        if grads:  # one call: a bucket may have hundreds of small gradients
+            torch._foreach_copy_(views, grads)
 
     @torch.no_grad()
     def give_gradients(self) -> None:
-        """Copy ``flat`` into the gradients of those parameters that have one."""
+        """Copy ``flat`` into the gradients of the parameters that have one."""
         views, grads = self._with_gradients()
         if grads:
             torch._foreach_copy_(grads, views)
 
     def _with_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views and gradients of the parameters that have one."""
+        """Return the views and gradients of the parameters that have a gradient."""
         grads = [parameter.grad for parameter in self.parameters]
         if None not in grads:
             return self.views, grads  # type: ignore[return-value]
@@ -81,21 +79,18 @@ class Bucket:
 
     @torch.no_grad()
     def take_weights(self, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy weights into ``flat``, or into another tensor of its length; returns that."""
+        """Copy weights into ``self.flat``, or into ``flat`` of the same length; return it."""
         flat = self.flat if flat is None else flat
-        torch.cat(
-            [parameter.detach().reshape(-1) for parameter in self.parameters],
-            out=flat[: self.numel],
-        )
+        weights = [parameter.detach().reshape(-1) for parameter in self.parameters]
+        torch.cat(weights, out=flat[: self.numel])
         return flat
 
     @torch.no_grad()
     def give_weights(self, flat: torch.Tensor | None = None) -> None:
-        """Copy ``flat``, or another tensor of its length, into the weights."""
+        """Copy ``self.flat``, or ``flat`` of the same length, into the weights."""
         flat = self.flat if flat is None else flat
-        parts = torch.split(
-            flat[: self.numel], [parameter.numel() for parameter in self.parameters]
-        )
+        lengths = [parameter.numel() for parameter in self.parameters]
+        parts = torch.split(flat[: self.numel], lengths)
         for part, parameter in zip(parts, self.parameters, strict=True):
             parameter.copy_(part.view(parameter.shape))
 
@@ -103,17 +98,18 @@ class Bucket:
 def make_buckets(
     parameters: Iterable[nn.Parameter], multiple: int = 1, size: int = BUCKET_BYTES
 ) -> list[Bucket]:
-    """Buckets of the parameters that need gradients.
+    """Return buckets of the parameters that need gradients.
 
     Args:
-        parameters: in the module's order; each once.
-        size: bytes at which a bucket is closed.
+        parameters: the module's parameters, in its order; duplicates are dropped.
+        multiple: the length of each bucket is a multiple of this.
+        size: bytes at which a bucket is full.
     """
     trained = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     trained.reverse()
     groups: list[list[nn.Parameter]] = []
     for _, alike in groupby(trained, key=lambda parameter: (parameter.dtype, parameter.device)):
-        held = size  # a new group first
+        held = size  # start with a new group
         for parameter in alike:
             if held >= size:
                 groups.append([])

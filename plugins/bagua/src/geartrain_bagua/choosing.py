@@ -1,4 +1,7 @@
-"""Algorithms by name: entry points in ``geartrain_bagua.algorithms``, of which only the chosen one is imported."""
+"""Find algorithms by name, as entry points in ``geartrain_bagua.algorithms``.
+
+Only the chosen one is imported.
+"""
 
 from __future__ import annotations
 
@@ -17,43 +20,46 @@ from geartrain_bagua.algorithm import Algorithm
 
 #: The entry-point group of algorithms, of any distribution.
 GROUP = "geartrain_bagua.algorithms"
-#: The methods of an algorithm that its strategy calls.
+#: The methods of an algorithm that the strategy calls.
 _METHODS = frozenset(name for name, thing in vars(Algorithm).items() if inspect.isfunction(thing))
 
 
 def algorithm_class(given: Any) -> type[Algorithm]:
-    """The class of an algorithm: that of a name, or the one that is given.
+    """Return the class of an algorithm.
+
+    Args:
+        given: a name, a class or an object.
 
     Raises:
-        UsageError: no such name, one that two distributions claim, one that cannot be imported, or no algorithm.
+        UsageError: the name is unknown, two distributions claim it, its import fails, or ``given``
+            is no algorithm.
     """
     if isinstance(given, Algorithm):
         return type(given)
     cls = _load(_find(given)) if isinstance(given, str) else given
     if not (inspect.isclass(cls) and issubclass(cls, Algorithm)):
-        whose = (
-            f"algorithm {given!r} is {cls!r}" if isinstance(given, str) else f"algorithm={given!r}"
-        )
+        named = f"algorithm {given!r} is {cls!r}"
         raise UsageError(
-            f"{whose}, which is no geartrain_bagua.Algorithm. Fix: a name, or a subclass of it, or an object of one"
+            f"{named if isinstance(given, str) else f'algorithm={given!r}'}, which is no "
+            "geartrain_bagua.Algorithm. Fix: give a name, or a subclass of it, or an object of one"
         )
     return cls
 
 
 def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorithm]:
-    """An algorithm with its options, and the name under which checkpoints know it.
+    """Return an algorithm with its options, and its name in checkpoints.
 
     Raises:
-        UsageError: as :func:`algorithm_class`; an option that the algorithm does not have, or of another type.
+        UsageError: as :func:`algorithm_class`; an option is unknown or has a wrong type.
     """
     if isinstance(given, Algorithm):
         if options:
             raise UsageError(
-                f"algorithm={type(given).__name__}(...) is made already, and takes no {', '.join(options)}. Fix: give them there"
+                f"algorithm={type(given).__name__}(...) is made already, and takes no "
+                f"{', '.join(options)}. Fix: pass them to {type(given).__name__}(...)"
             )
-        refuse_misspelt(
-            given, f"algorithm {type(given).__name__}", _METHODS, ["capabilities"], Algorithm
-        )
+        label = f"algorithm {type(given).__name__}"
+        refuse_misspelt(given, label, _METHODS, ["capabilities"], Algorithm)
         return _name(type(given)), given
     cls = algorithm_class(given)
     name = _find(given).name if isinstance(given, str) else _name(cls)
@@ -63,19 +69,18 @@ def make_algorithm(given: Any, options: Mapping[str, Any]) -> tuple[str, Algorit
 
 
 def refuse_taken(cls: type[Algorithm], strategy: type) -> None:
-    """Refuse an algorithm with an option that the strategy has itself, and would take.
+    """Refuse an algorithm with an option of the strategy, which would never reach the algorithm.
 
     Raises:
-        UsageError: with the option.
+        UsageError: the algorithm has such an option.
     """
-    taken = [
-        option
-        for option in inspect.signature(cls).parameters
-        if option in inspect.signature(strategy).parameters and option != "options"
-    ]
+    of_strategy = inspect.signature(strategy).parameters
+    of_algorithm = inspect.signature(cls).parameters
+    taken = [option for option in of_algorithm if option in of_strategy and option != "options"]
     if taken:
         raise UsageError(
-            f"{cls.__name__}: its option {taken[0]!r} is one of {strategy.__name__}'s own. Fix: rename it"
+            f"{cls.__name__}: its option {taken[0]!r} is also an option of {strategy.__name__}. "
+            "Fix: rename it"
         )
 
 
@@ -87,29 +92,26 @@ def _find(name: str) -> EntryPoint:
         hint = nearest(name, names)
         known = f" Known: {', '.join(names)}." if hint.startswith("Did") else ""
         raise UsageError(f"there is no algorithm {name!r}. {hint}{known}")
-    if ours := [
-        entry_point
-        for entry_point in hits
-        if len(hits) > 1 and _label(entry_point).startswith("geartrain-bagua[")
-    ]:
-        others = ", ".join(
-            sorted(_label(entry_point) for entry_point in hits if entry_point not in ours)
-        )
+    ours = [hit for hit in hits if _label(hit).startswith("geartrain-bagua[")]
+    if len(hits) > 1 and ours:
+        others = ", ".join(sorted(_label(hit) for hit in hits if hit not in ours))
         warnings.warn(
-            f"algorithm {name!r} is geartrain-bagua's own; not used: {others}. Fix: uninstall the other",
+            f"algorithm {name!r} is geartrain-bagua's; not used: {others}. "
+            "Fix: uninstall the other distribution",
             stacklevel=2,
         )
         hits = ours
     if len(hits) > 1:
+        labels = " and ".join(sorted(map(_label, hits)))
         raise UsageError(
-            f"algorithm {name!r}: {' and '.join(sorted(map(_label, hits)))} claim the same name; uninstall one."
+            f"algorithm {name!r}: {labels} claim the same name. Fix: uninstall one of them"
         )
     found: EntryPoint = hits[0]
     return found
 
 
 def _name(cls: type[Algorithm]) -> str:
-    """The name of the entry point that loads a class, or the class's own where there is none. Nothing is imported for it."""
+    """Return the name of a class's entry point, or of the class without one. Imports nothing."""
     for entry_point in sorted(entry_points(group=GROUP), key=lambda entry_point: entry_point.name):
         found: Any = sys.modules.get(entry_point.module)
         for part in (entry_point.attr or "").split("."):
@@ -122,17 +124,13 @@ def _name(cls: type[Algorithm]) -> str:
 def _load(entry_point: EntryPoint) -> Any:
     try:
         return entry_point.load()
-    except (
-        BaseException
-    ) as error:  # it may fail in any way, sys.exit included; whoever chose it must read why
+    except BaseException as error:  # any error, including sys.exit: the user must see the cause
         if isinstance(error, KeyboardInterrupt):
             raise
         cause = f"{type(error).__name__}: {error}"
-        hint = (
-            f"pip install --force-reinstall {entry_point.dist.name}"
-            if entry_point.dist
-            else "reinstall it"
-        )
+        hint = "reinstall it"
+        if entry_point.dist:
+            hint = f"pip install --force-reinstall {entry_point.dist.name}"
         raise UsageError(
             f"algorithm {_label(entry_point)} could not be imported: {cause}. Fix: {hint}"
         ) from error
@@ -142,22 +140,19 @@ def _label(entry_point: EntryPoint) -> str:
     return f"{entry_point.dist.name if entry_point.dist else '?'}[{entry_point.name}]"
 
 
-# --- options -------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) -> None:
-    """Hold options to the typed arguments of the algorithm's ``__init__``."""
+    """Check options against the typed arguments of the algorithm's ``__init__``."""
     known = inspect.signature(cls).parameters
     own = f"Its options: {', '.join(known)}." if known else "It has none."
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option in options:
-        if option not in known and not any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
-        ):
+        if option not in known and not takes_any:
             hint = nearest(option, known)
-            raise UsageError(
-                f"the algorithm {name!r} has no option {option!r}. {hint if hint.startswith('Did') else ''}".rstrip()
-                + f" {own}"
-            )
+            hint = f" {hint}" if hint.startswith("Did") else ""
+            raise UsageError(f"the algorithm {name!r} has no option {option!r}.{hint} {own}")
     try:
         inspect.signature(cls).bind(**options)
     except TypeError as error:
@@ -166,14 +161,13 @@ def _check_options(cls: type[Algorithm], name: str, options: Mapping[str, Any]) 
     for option, value in options.items():
         if option in types_of and not _fits(value, types_of[option]):
             wanted = types_of[option]
-            what = (
-                wanted.__name__ if inspect.isclass(wanted) else str(wanted).replace("typing.", "")
-            )
-            raise UsageError(f"the algorithm {name!r}: {option}={value!r} is no {what}. {own}")
+            typed = str(wanted).replace("typing.", "")
+            typed = wanted.__name__ if inspect.isclass(wanted) else typed
+            raise UsageError(f"the algorithm {name!r}: {option}={value!r} is no {typed}. {own}")
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value is of an annotated type; what cannot be told is let through."""
+    """True if a value is of an annotated type, or if the type cannot be checked."""
     origin = get_origin(wanted)
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in get_args(wanted))

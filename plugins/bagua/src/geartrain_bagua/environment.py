@@ -1,4 +1,4 @@
-"""Environment variables of Bagua's that a user may still have set: one is honoured, the others are named in a warning."""
+"""Bagua's environment variables: one is used, the others are named in a warning."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import warnings
 from geartrain import UsageError
 from geartrain_bagua.buckets import BUCKET_BYTES
 
-#: Bytes at which a bucket is closed, as under Bagua.
+#: Bytes at which a bucket is full, as in Bagua.
 BUCKET_SIZE = "BAGUA_DEFAULT_BUCKET_SIZE"
-#: Bagua's, without its prefix: the autotune service's address.
+#: Bagua's variables without its prefix: the address of the autotune service.
 _OTHERS = ("AUTO_TUNE_SERVER_ADDR",)
 
 
 def bucket_bytes() -> int:
-    """Bytes at which a bucket is closed: ``BAGUA_DEFAULT_BUCKET_SIZE``, or Bagua's default of 10 MiB.
+    """Return ``BAGUA_DEFAULT_BUCKET_SIZE`` in bytes, or Bagua's default of 10 MiB.
 
     Raises:
-        UsageError: the variable is set and no whole number above 0.
+        UsageError: the variable is set, but is not a whole number above 0.
     """
     text = os.environ.get(BUCKET_SIZE, "").strip()
     if not text:
         return BUCKET_BYTES
     if not text.isdecimal() or int(text) == 0:
         raise UsageError(
-            f"{BUCKET_SIZE}={text!r} is no number of bytes above 0. Fix: {BUCKET_SIZE}={BUCKET_BYTES}, or unset it"
+            f"{BUCKET_SIZE}={text!r} must be a number of bytes above 0. "
+            f"Fix: {BUCKET_SIZE}={BUCKET_BYTES}, or unset it"
         )
     return int(text)
 
 
 def ignored() -> list[str]:
-    """Names of Bagua's variables that ask for something which is not here; 0 asks for nothing."""
+    """Return the names of Bagua's variables that are set but not supported; 0 counts as not set."""
     set_ = [name for name, value in os.environ.items() if value not in ("", "0")]
     return sorted(
         name
@@ -41,17 +42,17 @@ def ignored() -> list[str]:
 
 
 def check(label: str) -> None:
-    """Look at Bagua's variables, before anything starts.
+    """Check Bagua's variables before processes start; warn of those that are not supported.
 
     Args:
-        label: the strategy's, for the warning.
+        label: the strategy's label, for the warning.
 
     Raises:
-        UsageError: as ``bucket_bytes``.
+        UsageError: as :func:`bucket_bytes`.
     """
     bucket_bytes()
     if names := ignored():
         warnings.warn(
-            f"{label}: {', '.join(names)} changes nothing here: see docs/from-bagua.md",
+            f"{label}: {', '.join(names)} has no effect. Fix: unset it; see docs/from-bagua.md",
             stacklevel=2,
         )

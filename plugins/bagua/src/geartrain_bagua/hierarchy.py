@@ -1,4 +1,4 @@
-"""Process groups of the communication thread: all ranks, those of a node, and one of each node."""
+"""Process groups of the communication thread: all ranks, one node's ranks, one rank per node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geartrain_bagua.algorithm import Context, Peers
 
 
 def peers(ranks: Sequence[int], timeout: timedelta) -> Peers | None:
-    """A new group of some ranks; every rank calls this, with the same ones. ``None`` on a rank that is not among them."""
+    """Create a group of ``ranks``; return ``None`` on other ranks. Every rank must call this."""
     group = dist.new_group(list(ranks), timeout=timeout)
     here = dist.get_rank()
     if here not in ranks:
@@ -22,10 +22,10 @@ def peers(ranks: Sequence[int], timeout: timedelta) -> Peers | None:
 
 
 def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
-    """The ranks of this node, and each node's first one, which is ``None`` on the others.
+    """Return the ranks of this node, and the first ranks of all nodes (``None`` on other ranks).
 
     Raises:
-        UsageError: nodes with unequal numbers of ranks, whose means could not be averaged.
+        UsageError: nodes have different numbers of ranks, so the mean of their means is wrong.
     """
     table = run.hooks.log_sync(
         run=run, values=torch.tensor([run.world.node_rank], dtype=torch.float64)
@@ -33,13 +33,14 @@ def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
     nodes: dict[float, list[int]] = {}
     for rank, (node,) in enumerate(table.tolist()):
         nodes.setdefault(node, []).append(rank)
-    if len({len(ranks) for ranks in nodes.values()}) > 1:
+    counts = [len(ranks) for ranks in nodes.values()]
+    if len(set(counts)) > 1:
         raise UsageError(
-            f"hierarchical=True needs equally many ranks on each node, not {[len(r) for r in nodes.values()]}. Fix: hierarchical=False"
+            f"hierarchical=True needs equally many ranks on each node, not {counts}. "
+            "Fix: hierarchical=False"
         )
-    found = [
-        peers(ranks, timeout) for ranks in nodes.values()
-    ]  # every rank takes part in making each
+    # Every rank must take part in the creation of each group.
+    found = [peers(ranks, timeout) for ranks in nodes.values()]
     leaders = peers([ranks[0] for ranks in nodes.values()], timeout)
     return next(node for node in found if node is not None), leaders
 
@@ -47,18 +48,23 @@ def node_peers(run: Run, timeout: timedelta) -> tuple[Peers, Peers | None]:
 def across_nodes(
     context: Context, flat: torch.Tensor, average: bool, work: Callable[[torch.Tensor, Peers], None]
 ) -> None:
-    """Let ``work`` make ``flat`` the mean (or sum) over ranks, in place: over all of them, or where the algorithm is hierarchical over
-    each node's first ranks, of what each node has; all get the result. In the communication thread.
+    """Replace ``flat`` by the mean (or sum) over all ranks, in place, in the communication thread.
+
+    If the algorithm is hierarchical, reduce inside each node, call ``work`` on the first rank of
+    each node, and broadcast the result inside the node. Otherwise call ``work`` on all ranks.
 
     Args:
-        work: called with ``flat`` and those that it is to work among.
+        context: the algorithm's context.
+        flat: the tensor to reduce.
+        average: use the mean over ranks; if False, the sum.
+        work: reduces ``flat`` among the ranks of its second argument, in place.
     """
     node = context.node
-    if node is None or node.size == 1:  # alone on a node, every rank is its first one
+    if node is None or node.size == 1:  # with one rank per node, every rank is a first rank
         work(flat, context.everyone)
         return
     if average:
-        flat.div_(node.size)  # first: 16 bits could not hold the sum
+        flat.div_(node.size)  # before the sum, which could overflow in 16 bits
     dist.reduce(flat, node.ranks[0], group=node.group)
     if context.leaders is not None:
         work(flat, context.leaders)

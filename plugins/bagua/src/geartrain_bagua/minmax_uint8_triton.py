@@ -1,9 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator"
-"""The inner loops of MinMaxUInt8 as Triton kernels. Import it on CUDA only; ``minmax_uint8`` tells what is computed.
+"""The inner loops of MinMaxUInt8 as Triton kernels; ``minmax_uint8`` has the formulas.
 
-The bounds, and what follows from them, come from torch: one pass of its own reduction. A kernel then reads each element once and writes its
-code, or the reverse. Kernels must not contract, reorder or approximate, or ranks would decode apart: no fused multiply-add, a rounding
-that is exact, a division that rounds as IEEE 754 says.
+Import this module on CUDA only. torch computes the bounds, scale, upper and lower, with one
+reduction. A kernel then reads each element once and writes its code, or the reverse. Kernels must
+not contract, reorder or approximate; otherwise ranks would decode different values. So they use no
+fused multiply-add, an exact rounding, and a division that rounds as in IEEE 754.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # elements a program
+BLOCK = 4096  # elements per program
 
 
 def encode(chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor, codes: Tensor) -> None:
-    """Writes the codes of ``chunks`` ``[n, d]`` into ``codes``; the others are ``[n, 1]``. Rows may lie apart, elements may not."""
+    """Write the codes of ``chunks`` into ``codes``, both ``[n, d]``; the others are ``[n, 1]``.
+
+    Rows need not be contiguous; a matrix whose elements in a row are not contiguous is copied.
+    """
     chunks, codes_, (rows, columns) = _rows(chunks), _rows(codes), chunks.shape
     if chunks.numel():
         grid = (triton.cdiv(columns, BLOCK), rows)
@@ -37,7 +41,10 @@ def encode(chunks: Tensor, scale: Tensor, upper: Tensor, lower: Tensor, codes: T
 
 
 def decode(codes: Tensor, scale: Tensor, lower: Tensor, out: Tensor) -> None:
-    """Writes what ``codes`` ``[n, d]`` stand for into ``out``; the others are ``[n, 1]``. Rows may lie apart, elements may not."""
+    """Write the values of ``codes`` into ``out``, both ``[n, d]``; the others are ``[n, 1]``.
+
+    Rows need not be contiguous; a matrix whose elements in a row are not contiguous is copied.
+    """
     codes, out_, (rows, columns) = _rows(codes), _rows(out), codes.shape
     if codes.numel():
         grid = (triton.cdiv(columns, BLOCK), rows)
@@ -62,7 +69,7 @@ def _rows(matrix: Tensor) -> Tensor:
 
 @triton.jit
 def _rint(x):
-    # Halves go to even, as the sum is rounded; from 2**23 on every float32 is whole.
+    # The rounding of the sum rounds halves to even; from 2**23 on every float32 is an integer.
     size = tl.abs(x)
     whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
     return tl.where(x < 0, -whole, whole)

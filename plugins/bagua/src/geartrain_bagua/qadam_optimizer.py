@@ -1,4 +1,4 @@
-"""Adam with a warm-up, after which its variance stays as it is."""
+"""Adam with a warm-up, after which the variance is constant."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from geartrain import UsageError
 
 
 class QAdamOptimizer(Optimizer):
-    """Adam, whose momentum and variance follow the gradients in its first ``warmup_steps - 1`` steps; step number ``warmup_steps``
-    changes neither, and later ones the momentum alone. With the algorithm ``qadam`` the gradients of those are the momentum itself, which
-    ranks have averaged in 8 bits.
+    """Adam with a warm-up, for the algorithm ``qadam``; also usable alone.
 
-    Weight decay is added to gradients before they are mixed into the momentum, as Adam does, in the warm-up and after it; Bagua drops it
-    after.
+    The first ``warmup_steps - 1`` steps update the momentum and the variance. Step number
+    ``warmup_steps`` updates neither. Later steps update only the momentum. With the algorithm
+    ``qadam``, the gradient in these steps is the new momentum, which ranks have averaged in 8 bits.
+
+    Weight decay is added to gradients before they are mixed into the momentum, as in Adam, during
+    the warm-up and after it. Bagua drops it after the warm-up.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        warmup_steps: above 0. Long enough that each parameter has had gradients: one whose variance is still 0 then takes steps of
-            ``lr * momentum / eps``.
-        betas: of the momentum and the variance.
-        eps: added to the root of the variance.
-        weight_decay: times the weights, added to the gradients.
+        warmup_steps: a number above 0. Each parameter should get gradients in these steps: if its
+            variance is still 0 afterwards, its updates are ``lr * momentum / eps``.
+        betas: coefficients of the momentum and the variance.
+        eps: added to the square root of the variance.
+        weight_decay: factor of the weights, which are added to the gradients.
 
     Raises:
-        UsageError: a ``warmup_steps`` that is no whole number above 0; of the others, what Adam refuses.
+        UsageError: ``warmup_steps`` is no whole number above 0, or another argument has a value
+            that Adam refuses.
+
+    Source:
+        Tang et al. 2021, https://arxiv.org/abs/2102.02888; Bagua's ``QAdamOptimizer``.
     """
 
     def __init__(
@@ -46,38 +52,43 @@ class QAdamOptimizer(Optimizer):
             raise UsageError(
                 f"QAdamOptimizer: warmup_steps={warmup_steps!r} must be a whole number above 0."
             )
-        checks = (  # Adam's, in its words
+        checks = (  # with the texts of torch.optim.Adam
             ("learning rate", lr, lr >= 0.0),
             ("epsilon value", eps, eps >= 0.0),
             ("beta parameter at index 0", betas[0], 0.0 <= betas[0] < 1.0),
             ("beta parameter at index 1", betas[1], 0.0 <= betas[1] < 1.0),
             ("weight_decay value", weight_decay, weight_decay >= 0.0),
         )
-        for what, value, right in checks:
-            if not right:
+        for name, value, valid in checks:
+            if not valid:
+                below = ", below 1" if name.startswith("beta") else ""
                 raise UsageError(
-                    f"QAdamOptimizer: Invalid {what}: {value}. Fix: a number of 0 or more{', below 1' * what.startswith('beta')}"
+                    f"QAdamOptimizer: Invalid {name}: {value}. Fix: a number of 0 or more{below}"
                 )
         self.warmup_steps = warmup_steps
-        #: Whether somebody else mixes gradients into the momentum, and hands that over in their place.
+        #: True if the algorithm replaces gradients by the new momentum before ``step``.
         self.momentum_is_mixed = False
-        super().__init__(
-            params,
-            {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "step": 0},
-        )
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "step": 0})
 
     @property
     def steps(self) -> int:
-        """Steps done; in each group of ``param_groups`` and of ``state_dict()`` as ``step``."""
+        """Number of finished steps; each group of ``param_groups`` holds it as ``step``."""
         return int(self.param_groups[0]["step"])
 
     @property
     def is_warm(self) -> bool:
-        """Whether the step that comes is after the warm-up."""
+        """True if the next step is after the warm-up."""
         return self.steps + 1 > self.warmup_steps
 
     def mix(self, parameter: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> None:
-        """Replace a gradient by the momentum into which it is mixed; the optimizer's own stays as it is."""
+        """Replace a gradient by the new momentum; do not change the optimizer's momentum.
+
+        Args:
+            parameter: the parameter.
+            group: its group in ``param_groups``.
+            gradient: its gradient, of the parameter's shape; changed in place.
+        """
         first = group["betas"][0]
         if group["weight_decay"]:
             gradient.add_(parameter, alpha=group["weight_decay"])
@@ -117,8 +128,6 @@ class QAdamOptimizer(Optimizer):
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(parameter),
-                torch.zeros_like(parameter),
-            )
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state

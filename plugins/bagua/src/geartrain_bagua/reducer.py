@@ -1,4 +1,4 @@
-"""Gradients go to the communication thread while the last micro-batch's backward still makes others."""
+"""Send gradients to the communication thread during the backward of the last micro-batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from geartrain_bagua.channel import Job
 
 
 class GradientReducer:
-    """Lets an algorithm reduce each bucket, in the order of the buckets, as soon as its gradients and those of all before are there.
+    """Start the reduction of each bucket, in order, when its gradients and all earlier ones exist.
 
-    A context manager: around the forward and backward of a window's last micro-batch.
+    A context manager around the forward and backward of a step's last micro-batch.
 
     Args:
-        names: every parameter of the module, by its name; those in no bucket must stay without gradients.
-        unused: whether steps may leave parameters out; which ones then costs a collective a step.
+        context: the algorithm's context.
+        algorithm: its ``reduce`` is called for each bucket.
+        names: every parameter of the module, by name; those in no bucket must not get gradients.
+        unused: if True, a step may leave parameters unused; this costs one collective per step.
     """
 
     def __init__(
@@ -40,22 +42,23 @@ class GradientReducer:
         mine = set(self._parameters)
         self._others = [parameter for parameter in names.values() if parameter not in mine]
         self._counts = [len(bucket.parameters) for bucket in self._buckets]
-        #: Whether gradients are to be reduced now; how many each bucket still waits for; who has come; which bucket is next.
-        self._armed, self._waiting, self._came, self._next = (
-            False,
-            list(self._counts),
-            set[int](),
-            0,
-        )
+        #: True during the last micro-batch, when gradients are reduced.
+        self._armed = False
+        #: For each bucket, the number of gradients that are still missing.
+        self._waiting = list(self._counts)
+        #: Numbers of the parameters whose gradients exist.
+        self._came = set[int]()
+        #: The next bucket to submit.
+        self._next = 0
         self._jobs: list[Job] = []
-        #: Of what was sent during backward, at its end: parameter, gradient, and the version that counts changes in place.
+        #: Gradients that were sent during backward: parameter, gradient and the gradient's version
+        #: at the end of backward. In-place changes increase the version.
         self._sent: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
         self._will_note = False
+        pairs = [(bucket, parameter) for bucket in self._buckets for parameter in bucket.parameters]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket.index, number))  # type: ignore[no-untyped-call]
-            for number, (bucket, parameter) in enumerate(
-                (bucket, p) for bucket in self._buckets for p in bucket.parameters
-            )
+            for number, (bucket, parameter) in enumerate(pairs)
         ]
 
     def __enter__(self) -> None:
@@ -69,17 +72,17 @@ class GradientReducer:
         self._armed = False
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._jobs, self._sent = [], [], []
 
     def finish(self) -> None:
-        """Wait until everything is reduced, and put it into the gradients.
+        """Wait until all buckets are reduced, and copy the results into the gradients.
 
         Raises:
-            TrainingError: a parameter without a gradient where all must have one, or with one that no other rank would see; a gradient that
-                was changed after it was sent.
+            TrainingError: a parameter has no gradient, but all must have one; a parameter in no
+                bucket has a gradient; a gradient was changed after it was sent.
         """
         if self._algorithm.reduces is None:
             return
@@ -91,7 +94,7 @@ class GradientReducer:
             self._refuse_unused()
         while self._next < len(self._buckets):
             self._submit()
-        flags = self._ask_who_used_what() if self._unused else None
+        flags = self._find_used() if self._unused else None
         for bucket, job in zip(self._buckets, self._jobs, strict=True):
             job.result()
             if flags is None:
@@ -102,15 +105,16 @@ class GradientReducer:
         self._sent.clear()
 
     def _hook(self, index: int, number: int) -> Callable[[nn.Parameter], None]:
-        """What is called whenever backward has a parameter's gradient."""
+        """Return the hook that backward calls when a parameter's gradient is complete."""
 
         def came(parameter: nn.Parameter) -> None:
             if not self._armed:
                 return
             if number in self._came:
                 raise TrainingError(
-                    f"{self._names[parameter]} got its gradient twice in one backward, the second time after it may have been sent. "
-                    "Fix: one backward in each training_step, and use_reentrant=False in torch.utils.checkpoint"
+                    f"{self._names[parameter]} got its gradient twice in one step; the first may "
+                    "have been sent already. Fix: call backward once in each training_step, and "
+                    "pass use_reentrant=False to torch.utils.checkpoint"
                 )
             self._came.add(number)
             self._waiting[index] -= 1
@@ -118,13 +122,14 @@ class GradientReducer:
                 self._submit()
                 if not self._will_note:
                     self._will_note = True
-                    # Not at once: gradients may be views of one tensor, and then share a version that the next one's hook has yet to see.
+                    # At the end of backward: gradients may be views of one tensor, with a common
+                    # version that changes when the next one is accumulated.
                     torch.autograd.Variable._execution_engine.queue_callback(self._note_sent)
 
         return came
 
     def _note_sent(self) -> None:
-        """At the end of backward."""
+        """Note the versions of the sent gradients, at the end of backward."""
         self._will_note = False
         sent = [
             parameter for bucket in self._buckets[: self._next] for parameter in bucket.parameters
@@ -140,13 +145,11 @@ class GradientReducer:
         bucket.take_gradients()
         self._jobs.append(self._context.channel.submit(partial(self._algorithm.reduce, bucket)))
 
-    def _ask_who_used_what(self) -> Job:
-        """Which parameters have a gradient on any rank: 1 or 0 for each."""
+    def _find_used(self) -> Job:
+        """Find the parameters that have a gradient on any rank: the result has 1 or 0 for each."""
         here = [parameter.grad is not None for parameter in self._parameters]
-        flags, group = (
-            torch.tensor(here, dtype=torch.int32, device=self._context.run.device),
-            self._context.everyone.group,
-        )
+        flags = torch.tensor(here, dtype=torch.int32, device=self._context.run.device)
+        group = self._context.everyone.group
 
         def any_rank() -> torch.Tensor:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
@@ -155,7 +158,7 @@ class GradientReducer:
         return self._context.channel.submit(any_rank)
 
     def _give_used(self, used: Sequence[bool]) -> None:
-        """Gradients for all that any rank has used; what none has used stays as it is."""
+        """Copy gradients to the parameters that any rank has used."""
         for parameter, by_any in zip(self._parameters, used, strict=True):
             if by_any and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -166,24 +169,25 @@ class GradientReducer:
         for parameter, grad, version in self._sent:
             if parameter.grad is not grad or getattr(grad, "_version", 0) != version:
                 raise TrainingError(
-                    f"the gradient of {self._names[parameter]} was changed after it was sent to the other ranks, and would be overwritten. "
-                    "Fix: change gradients in on_before_optimizer_step, where they are reduced"
+                    f"the gradient of {self._names[parameter]} was changed after it was sent to "
+                    "the other ranks, and would be overwritten. Fix: change gradients in "
+                    "on_before_optimizer_step, after they are reduced"
                 )
 
     def _refuse_unused(self) -> None:
-        # One that was frozen after the start has no gradient on any rank.
+        # A parameter that was frozen after the start has no gradient on any rank.
         missing = [self._names[p] for p in self._parameters if p.grad is None and p.requires_grad]
         if missing:
             raise TrainingError(
-                f"{len(missing)} parameters got no gradient in this step, and other ranks may wait for them: {', '.join(missing[:5])}. "
-                "Fix: use them all, freeze those that are never used, or find_unused_parameters=True"
+                f"{len(missing)} parameters got no gradient in this step, and other ranks may wait "
+                f"for them: {', '.join(missing[:5])}. Fix: use them all, freeze those that are "
+                "never used, or set find_unused_parameters=True"
             )
 
     def _refuse_unfrozen(self) -> None:
-        odd = next(
-            self._names[parameter] for parameter in self._others if parameter.grad is not None
-        )
+        name = next(self._names[other] for other in self._others if other.grad is not None)
         raise TrainingError(
-            f"{odd} got a gradient, but needed none when training began, so it is in no bucket and would differ between ranks. "
+            f"{name} got a gradient, but needed none when training began, so it is in no bucket "
+            "and would differ between ranks. "
             "Fix: leave it unfrozen until on_fit_start, and freeze it there"
         )

@@ -1,6 +1,6 @@
-"""Processes and process group are ddp's; what travels between ranks, and when, is an algorithm's.
+"""The strategy ``bagua``: processes and process group of ddp, communication by an algorithm.
 
-Bagua: Gan et al. 2021, https://arxiv.org/abs/2107.01499
+Source: Bagua, Gan et al. 2021, https://arxiv.org/abs/2107.01499
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from geartrain_bagua.reducer import GradientReducer
 from geartrain_ddp import DDPStrategy
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-#: Hooks of the hot path and of pauses -> the methods of an algorithm for which they are there.
+#: Hooks of the hot path and of pauses -> the methods of an algorithm that need them.
 _FOR = {
     "micro_step": ("computing", "reduce"),
     "reduce_gradients": ("end_backward", "reduce"),
@@ -35,26 +35,34 @@ _FOR = {
     "on_step_end": ("computing",),
     "on_validation_start": ("pause", "resume"),
 }
-#: What ddp lets a subclass override, and nothing here would call: there is no DDP.
+#: Methods for subclasses of ddp that this strategy never calls, because it does not use DDP.
 _NOT_CALLED = ("configure_ddp", "ddp_device_ids")
 
 
 class BaguaStrategy(DDPStrategy):
-    """Starts or joins processes as ddp does, and keeps ranks together by one of Bagua's algorithms.
+    """Start or join processes as ddp does, and keep ranks together by one of Bagua's algorithms.
 
     Args:
-        algorithm: its name, its class or an object of it; see ``geartrain_bagua.algorithms`` for those there are.
-        bucket_bytes: bytes of gradients or weights that travel together; default that of ``BAGUA_DEFAULT_BUCKET_SIZE``, or 10 MiB.
-        find_unused_parameters: let steps leave parameters out, at a collective a step, instead of ending in an error.
-        process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
-        options: the algorithm's own.
+        algorithm: its name, its class or an object of it; ``geartrain_bagua.algorithms`` lists
+            them.
+        bucket_bytes: bytes of gradients or weights that are sent together; by default
+            ``BAGUA_DEFAULT_BUCKET_SIZE``, or 10 MiB.
+        find_unused_parameters: if True, a step may leave parameters unused, at the cost of one
+            collective per step. If False, an unused parameter is an error.
+        process_group_backend: backend of torch.distributed; by default nccl on cuda, gloo
+            elsewhere.
+        timeout: seconds that a rank waits for the others in one collective before the run fails.
+        options: options of the algorithm.
 
     Raises:
-        UsageError: no such algorithm, or options that it does not have; a subclass with a method that would not be called.
+        UsageError: the algorithm or one of the options is unknown, or a subclass has a method that
+            is never called.
+
+    Source:
+        Gan et al. 2021, https://arxiv.org/abs/2107.01499
     """
 
-    hookspecs: Any = None  # ddp's reduce_bucket is asked by DDP's buckets, which are not there
+    hookspecs: Any = None  # no reduce_bucket: only DDP's buckets call it
 
     def __init__(
         self,
@@ -69,8 +77,8 @@ class BaguaStrategy(DDPStrategy):
         for method in _NOT_CALLED:
             if getattr(type(self), method) is not getattr(DDPStrategy, method):
                 raise UsageError(
-                    f"{type(self).__name__}.{method} would never be called: bagua does not use DistributedDataParallel. "
-                    "Fix: wrap_model, or a subclass of DDPStrategy"
+                    f"{type(self).__name__}.{method} would never be called: bagua does not use "
+                    "DistributedDataParallel. Fix: use wrap_model, or a subclass of DDPStrategy"
                 )
         if bucket_bytes is not None and (
             isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1
@@ -79,10 +87,10 @@ class BaguaStrategy(DDPStrategy):
         self._bucket_bytes, self._unused = bucket_bytes, find_unused_parameters
         self._name, self._chosen = make_algorithm(algorithm, options)
         refuse_taken(type(self._chosen), type(self))
-        #: The algorithm of the run; before one, as it was chosen.
+        #: The run's copy of the algorithm; before a run, the chosen object.
         self.algorithm: Algorithm = self._chosen
         self.capabilities = {**self.capabilities, **self._chosen.capabilities}
-        #: Whether a checkpoint need not keep each rank's state: there is none.
+        #: True if the algorithm has no state, so a checkpoint does not keep a state for each rank.
         self.same_on_all_ranks = not _overridden(self._chosen, "state_dict")
         self._channel: Channel | None = None
         self._reducer: GradientReducer | None = None
@@ -91,20 +99,21 @@ class BaguaStrategy(DDPStrategy):
             if not any(_overridden(self._chosen, method) for method in methods):
                 vars(self)[hook] = None  # not a method: no hookimpl, so the loop does not call it
         self._computes = _overridden(self._chosen, "computing")
-        #: What ``computing`` gave for the part of a step that goes on.
+        #: The context manager of ``computing`` for the current part of a step.
         self._part = ExitStack()
 
     @classmethod
     def more_options(cls, given: dict[str, Any]) -> list[type]:
-        """The classes whose ``__init__`` has further options, for the command line: the chosen algorithm's."""
+        """Return the class of the chosen algorithm, whose options the command line accepts too."""
         chosen = algorithm_class(given.get("algorithm", "gradient_allreduce"))
         refuse_taken(chosen, cls)
         return [chosen]
 
-    # --- before anything starts ------------------------------------------------------------------------------------------
+    # --- before processes start -------------------------------------------------------------------
 
     @hookimpl
-    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]  # pluggy calls it by name
+    # pluggy calls it by name, so the type checker's override error does not matter.
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
         super().check_plan(plan)
         environment.check(plan.strategy.label)
         self._chosen.check_plan(plan, module)
@@ -114,54 +123,48 @@ class BaguaStrategy(DDPStrategy):
         label = f"{run.plan.strategy.label}: the algorithm {self._name!r}"
         if run.mode == "session" and not self._chosen.averages_gradients:
             raise UsageError(
-                f"{label} cannot follow a Session's own loop. Fix: algorithm='gradient_allreduce', or geartrain.Trainer"
+                f"{label} cannot follow a Session's own loop. "
+                "Fix: algorithm='gradient_allreduce', or geartrain.Trainer"
             )
         if run.command == "fit" and run.mode == "manual" and not self._chosen.averages_gradients:
             raise UsageError(
-                f"{label} and manual optimisation do not go together: there manual_backward averages gradients over all ranks. "
+                f"{label} does not support manual optimisation, in which manual_backward averages "
+                "gradients over all ranks. "
                 "Fix: algorithm='gradient_allreduce', or automatic_optimization = True"
             )
         return ProcessGroupStrategy.launch(self, run, worker)
 
-    # --- beginning and end -----------------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     @hookimpl
     def setup_process_group(self, run: Run) -> World:
-        self.algorithm, self._paused, self._failed, self._is_set_up = (
-            copy(self._chosen),
-            False,
-            False,
-            False,
-        )
+        self.algorithm = copy(self._chosen)
+        self._paused, self._failed, self._is_set_up = False, False, False
         return super().setup_process_group(run)
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        return ProcessGroupStrategy.wrap_model(
-            self, run, model
-        )  # not ddp's: nothing here wraps the model
+        return ProcessGroupStrategy.wrap_model(self, run, model)  # without ddp's wrapper
 
     @hookimpl(wrapper=True)
     def on_run_start(self, run: Run) -> Generator[None, Any, Any]:
-        # In manual optimisation manual_backward averages, and a Session has begun before this: see reduce_gradients.
+        # In manual optimisation manual_backward averages gradients, in a Session reduce_gradients.
         if run.command == "fit" and run.mode == "automatic":
             self._begin(run)
-        return (yield)  # plugins find the weights that this rank trains
+        return (yield)  # later: plugins must see the weights that this rank trains
 
     def _begin(self, run: Run) -> None:
         for optimizer in run.optimizers:
             _same_state(run, optimizer)
         everyone = peers(range(run.world.size), self.timeout)
         assert everyone is not None
-        node, leaders = (
-            node_peers(run, self.timeout) if self.algorithm.hierarchical else (None, None)
-        )
+        hierarchical = self.algorithm.hierarchical
+        node, leaders = node_peers(run, self.timeout) if hierarchical else (None, None)
         multiple = run.world.size if self.algorithm.pads else 1
         names = dict(run.module.named_parameters())
-        # Rank 0's: a variable may be set on one node only.
-        size = run.hooks.broadcast(
-            run=run, obj=self._bucket_bytes or environment.bucket_bytes(), src=0
-        )
+        size = self._bucket_bytes or environment.bucket_bytes()
+        # Use rank 0's size: the environment variable may be set on one node only.
+        size = run.hooks.broadcast(run=run, obj=size, src=0)
         buckets = make_buckets(names.values(), multiple, size)
         self._channel = Channel(run.device)
         context = Context(run, buckets, self._channel, everyone, node, leaders)
@@ -172,12 +175,13 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl(wrapper=True)
     def on_run_end(self) -> Generator[None, Any, Any]:
-        self._end()  # now, while every rank is still here, and before a plugin puts other weights into the module, as EMA does
+        # Every rank still exists, and plugins such as EMA have not yet replaced the weights.
+        self._end()
         return (yield)
 
     @hookimpl
     def on_exception(self) -> None:
-        self._failed = True  # of others, that may be gone
+        self._failed = True  # other ranks may be dead
 
     @hookimpl
     def teardown_process_group(self) -> None:
@@ -187,7 +191,10 @@ class BaguaStrategy(DDPStrategy):
             super().teardown_process_group()
 
     def _end(self) -> None:
-        """Let go of everything that refers to a process group, which must not outlive its run. Called twice, it does nothing."""
+        """Drop all references to process groups, which must not outlive the run.
+
+        A second call does nothing.
+        """
         channel, self._channel = self._channel, None
         if channel is None:
             return
@@ -199,10 +206,11 @@ class BaguaStrategy(DDPStrategy):
                 self._reducer.close()
             self._reducer = None
             vars(self.algorithm).pop("context", None)
-            # After a failure the thread may be in a collective that ends only when this run's connections are closed.
+            # After a failure the thread may be in a collective, which ends only when the run closes
+            # its connections.
             channel.close(0.0 if self._failed else self.timeout.total_seconds())
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def step(self) -> Generator[None, None, None]:
@@ -227,17 +235,10 @@ class BaguaStrategy(DDPStrategy):
     def reduce_gradients(self, run: Run) -> None:  # type: ignore[override]
         if self._channel is None:
             if run.mode == "session":
-                parameters = list(
-                    dict.fromkeys(
-                        p
-                        for o in run.optimizers
-                        for group in o.param_groups
-                        for p in group["params"]
-                    )
-                )
-                self.average_gradients(
-                    run, parameters, [parameter.grad is not None for parameter in parameters]
-                )
+                groups = [group for o in run.optimizers for group in o.param_groups]
+                parameters = list(dict.fromkeys(p for group in groups for p in group["params"]))
+                used = [parameter.grad is not None for parameter in parameters]
+                self.average_gradients(run, parameters, used)
             return
         if self._reducer is not None:
             self._reducer.finish()
@@ -245,42 +246,47 @@ class BaguaStrategy(DDPStrategy):
 
     @hookimpl(wrapper=True)
     def on_step_end(self) -> Generator[None, Any, Any]:
-        with self._computing():  # plugins read and write weights there, as EMA does
+        with self._computing():  # plugins such as EMA read and write weights
             return (yield)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """Return the algorithm's context. There is none if ``average_gradients`` replaces the algorithm, as in manual optimisation."""
+        """Return ``computing`` of the algorithm.
+
+        It does nothing if ``average_gradients`` replaces the algorithm, as in manual optimisation.
+        """
         return _NOTHING if self._channel is None else self.algorithm.computing()
 
-    # --- pauses and checkpoints ------------------------------------------------------------------------------------------
+    # --- pauses and checkpoints -------------------------------------------------------------------
 
     @hookimpl(wrapper=True)
     def on_validation_start(self) -> Generator[None, Any, Any]:
-        self._pause()  # before a plugin puts other weights into the module
+        self._pause()  # before a plugin replaces the weights
         return (yield)
 
     def _pause(self) -> None:
-        """Let weights stay as they are until the next step."""
+        """Keep the weights unchanged until the next step."""
         if self._channel is not None and not self._paused:
             self._paused = True
             self.algorithm.pause()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the algorithm's, under its name. Core asks for it on every rank, before it looks at anything else that a
-        checkpoint is made of."""
+        """Return the algorithm's name and its state on this rank.
+
+        Core calls this on every rank, before it reads any other part of a checkpoint.
+        """
         self._pause()
         return {"algorithm": self._name, "state": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state; before training starts.
+        """Load a state of ``state_dict``, before training starts.
 
         Raises:
-            UsageError: it is of another algorithm.
+            UsageError: the state is of another algorithm.
         """
         if state["algorithm"] != self._name:
             raise UsageError(
-                f"the checkpoint is of the algorithm {state['algorithm']!r}, and this run's is {self._name!r}. "
-                f"Fix: algorithm={state['algorithm']!r}, or start from its weights alone"
+                f"the checkpoint is of the algorithm {state['algorithm']!r}, and this run's is "
+                f"{self._name!r}. Fix: algorithm={state['algorithm']!r}, or load only its weights"
             )
         self.algorithm.load_state_dict(state["state"])
 
@@ -290,7 +296,7 @@ def _overridden(algorithm: Algorithm, method: str) -> bool:
 
 
 def _same_state(run: Run, optimizer: Optimizer) -> None:
-    """Give an optimizer the state and the options of rank 0's."""
+    """Copy the state and the options of rank 0's optimizer to this rank's."""
     if run.world.size == 1:
         return
     mine = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)

@@ -1,4 +1,4 @@
-"""A lock for two threads, training and communication, of which the one that waits comes next."""
+"""A fair lock for two threads, training and communication: a waiting thread gets the next turn."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from contextlib import contextmanager
 
 
 class Turns:
-    """Who may touch the weights.
+    """Give one of two threads access to the weights.
 
-    A plain lock is not enough: training lets go of it for microseconds between two steps, and communication would seldom get it.
+    A plain lock is not enough: training releases it only for microseconds between two steps, so
+    communication would rarely get it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._depth = 0  # of training, which may enter again inside itself
-        self._wanted = False  # by communication, until it has had its turn
+        self._depth = 0  # of training's turns, which may be nested
+        self._wanted = False  # True while communication waits for its turn or has it
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Training's turn."""
+        """Hold training's turn; it may be nested."""
         with self._changed:
             while self._wanted and not self._depth:
                 self._changed.wait()
@@ -34,7 +35,7 @@ class Turns:
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """Inside training's turn, if it is one: communication may have its own meanwhile, as often as it likes."""
+        """Release training's turn, if it is held; communication may take any number of turns."""
         with self._changed:
             depth, self._depth = self._depth, 0
             self._changed.notify_all()
@@ -48,7 +49,7 @@ class Turns:
 
     @contextmanager
     def communication(self) -> Iterator[None]:
-        """Communication's turn, which training that comes later waits for."""
+        """Hold communication's turn; training that wants a turn later waits for it."""
         with self._changed:
             self._wanted = True
             while self._depth:

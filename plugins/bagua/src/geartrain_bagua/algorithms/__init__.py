@@ -1,1 +1,1 @@
-"""The algorithms that geartrain-bagua ships, each chosen by its entry point in ``geartrain_bagua.algorithms``."""
+"""geartrain-bagua's algorithms, each an entry point in ``geartrain_bagua.algorithms``."""

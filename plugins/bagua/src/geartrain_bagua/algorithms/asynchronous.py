@@ -1,6 +1,6 @@
-"""Ranks train at their own pace, and a thread averages their weights meanwhile.
+"""Asynchronous model averaging: each rank trains at its own speed; a thread averages the weights.
 
-Asynchronous model averaging, as Bagua has it; see also Lian et al. 2018, https://arxiv.org/abs/1710.06952
+Source: Bagua's asynchronous algorithm; see also Lian et al. 2018, https://arxiv.org/abs/1710.06952
 """
 
 from __future__ import annotations
@@ -30,23 +30,33 @@ from geartrain_bagua.turns import Turns
 
 
 class Asynchronous(Algorithm):
-    """Average weights every ``sync_interval_ms``, whatever step each rank is at; no rank waits for another's step.
+    """Average weights every ``sync_interval_ms``. No rank waits for another rank's step.
 
-    Warm-up averages gradients. Then a thread, in rounds: it copies the weights, averages the copies over all ranks, and adds to the weights
-    by how much the average differs from its copy, so that what training did meanwhile is kept. It touches weights between a rank's steps
-    and micro-batches only.
+    The first ``warmup_steps`` steps average gradients. Then a thread works in rounds:
 
-    Before a validation or a checkpoint, and at the end of training, all ranks' threads stop in the same round and average once more, while
-    no rank trains: then every rank has the same weights, bit by bit, and what is validated and saved is one model. (Bagua leaves ranks with
-    weights of their own there.) How many rounds fall between two steps depends on time: two runs are never the same.
+    1. Copy the weights.
+    2. Average the copies over all ranks.
+    3. Add the difference between the average and the copy to the weights. This keeps the updates
+       that training made in the meantime.
+
+    The thread reads and writes weights only between a rank's steps and micro-batches.
+
+    Before a validation or a checkpoint, and at the end of training, the threads of all ranks stop
+    in the same round. They average once more while no rank trains. Then every rank has the same
+    weights, bit by bit, so one model is validated and saved. (In Bagua the ranks' weights differ at
+    these points.) The number of rounds between two steps depends on time, so no two runs are equal.
 
     Args:
-        peer_selection_mode: ``"all"``: the mean over all ranks; there is no other.
+        peer_selection_mode: ``"all"``: the mean over all ranks. It is the only mode.
         sync_interval_ms: milliseconds between two rounds.
-        warmup_steps: steps that average gradients first.
+        warmup_steps: number of first steps that average gradients.
 
     Raises:
-        UsageError: another mode, an interval that is not above 0, or a negative number of steps.
+        UsageError: the mode is unknown, the interval is not above 0, or ``warmup_steps`` is
+            negative.
+
+    Source:
+        Bagua's asynchronous model average; Lian et al. 2018, https://arxiv.org/abs/1710.06952
     """
 
     capabilities: ClassVar[dict[str, Any]] = {
@@ -54,9 +64,9 @@ class Asynchronous(Algorithm):
         "unused_parameters": True,
         "convergence": 0.15,
     }
-    #: Training steps done; evaluation does not count.
+    #: Finished training steps; evaluation does not count.
     steps = 0
-    #: Rounds that averaged weights.
+    #: Finished rounds.
     rounds = 0
     _turns: Turns
     _thread: Channel | None = None
@@ -69,7 +79,8 @@ class Asynchronous(Algorithm):
     ) -> None:
         if peer_selection_mode != "all":
             raise UsageError(
-                f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all', the only one of algorithm='async'"
+                f"peer_selection_mode={peer_selection_mode!r} is unknown. "
+                "Fix: use 'all', the only mode of algorithm='async'"
             )
         if not 0 < sync_interval_ms < threading.TIMEOUT_MAX:
             raise UsageError(
@@ -82,7 +93,7 @@ class Asynchronous(Algorithm):
 
     @property
     def warm(self) -> bool:
-        """Whether warm-up is over."""
+        """True after the warm-up."""
         return self.steps >= self.warmup_steps
 
     def set_up(self, context: Context) -> None:
@@ -97,19 +108,16 @@ class Asynchronous(Algorithm):
         self._frozen = frozen(context)
         self._turns, self._stop, self._leave = Turns(), threading.Event(), threading.Event()
 
-    # --- training's thread -----------------------------------------------------------------------------------------------
+    # --- training thread --------------------------------------------------------------------------
 
     def start_step(self) -> None:
         refuse_unfrozen(self._frozen)
         if self._running is not None and self._running.done():
-            self._running.result()  # it failed: nothing else ends it while training goes on
-        elif (
-            self._running is None
-            and self.warm
-            and self.context.buckets
-            and self.context.everyone.size > 1
-        ):
-            device = self.context.buckets[0].flat.device
+            self._running.result()  # raises: during training the thread ends only by an error
+            return
+        context = self.context
+        if self._running is None and self.warm and context.buckets and context.everyone.size > 1:
+            device = context.buckets[0].flat.device
             self._thread = self._thread or Channel(device, "geartrain-bagua-async")
             self._stop.clear()
             training = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -119,22 +127,21 @@ class Asynchronous(Algorithm):
         return self._turns.training()
 
     def reduce(self, bucket: Bucket) -> None:
-        dist.all_reduce(
-            bucket.flat.div_(self.context.everyone.size), group=self.context.everyone.group
-        )
+        everyone = self.context.everyone
+        dist.all_reduce(bucket.flat.div_(everyone.size), group=everyone.group)
 
     def end_step(self) -> None:
         self.steps += 1
         self.reduces = None if self.warm else "gradients"
 
     def pause(self) -> None:
-        # Nothing else is to be agreed on: ranks pause and resume at the same points, and a rank that comes late is averaged until then.
+        # Ranks pause and resume at the same points, so they need not agree on more. Until the
+        # slowest rank pauses, rounds continue and average its weights too.
         self._stop.set()
         running, self._running = self._running, None
         if running is not None:
-            with (
-                self._turns.given_up()
-            ):  # a checkpoint may be saved in on_step_end: the last round must not wait for its end
+            # A plugin may save in on_step_end; the last round must not wait for the hook's end.
+            with self._turns.given_up():
                 running.result()
 
     def close(self, failed: bool) -> None:
@@ -149,7 +156,10 @@ class Asynchronous(Algorithm):
                 self._thread.close(self._unwind)
 
     def state_dict(self) -> dict[str, Any]:
-        """Training steps, and this rank's optimizers and schedulers; weights are everybody's in a checkpoint."""
+        """Return the number of steps and the states of this rank's optimizers and schedulers.
+
+        Weights are not included: in a checkpoint all ranks have the same.
+        """
         if self._run is None:
             return self._loaded or {"steps": 0}
         return {"steps": self.steps, **states(self._run)}
@@ -157,11 +167,11 @@ class Asynchronous(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
 
-    # --- communication's thread ------------------------------------------------------------------------------------------
+    # --- communication thread ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _communicate(self, training: torch.cuda.Stream | None) -> None:
-        """Rounds until all ranks want to stop, and then the last one."""
+        """Run rounds until all ranks want to stop, then the last round."""
         everyone, buckets = self.context.everyone, self.context.buckets
         copies = [torch.empty_like(bucket.flat) for bucket in buckets]
         flag = torch.zeros(1, dtype=torch.int32, device=buckets[0].flat.device)
@@ -178,7 +188,7 @@ class Asynchronous(Algorithm):
             with self._turn(training):
                 for bucket, copy in zip(buckets, copies, strict=True):
                     if last:
-                        bucket.give_weights()  # nobody trains: all ranks take the same bits
+                        bucket.give_weights()  # no rank trains now: all ranks take the same bits
                     else:
                         _shift(bucket, copy)
             self.rounds += 1
@@ -188,7 +198,11 @@ class Asynchronous(Algorithm):
 
     @contextmanager
     def _turn(self, training: torch.cuda.Stream | None) -> Iterator[None]:
-        """Communication's turn. On CUDA, where it has a stream of its own, the streams keep to turns as well, and the CPU does not wait."""
+        """Hold the communication thread's turn.
+
+        On CUDA this thread uses another stream than training. The streams wait for each other, so
+        the CPU does not wait.
+        """
         with self._turns.communication():
             if training is not None:
                 torch.cuda.current_stream(training.device).wait_stream(training)
@@ -198,7 +212,7 @@ class Asynchronous(Algorithm):
 
 
 def _shift(bucket: Bucket, copy: torch.Tensor) -> None:
-    """Add to the weights by how much their average differs from the copy of which it was taken."""
+    """Add the difference between the average in ``bucket.flat`` and ``copy`` to the weights."""
     bucket.flat.sub_(copy)
     for parameter, by in zip(bucket.parameters, bucket.views, strict=True):
         parameter.add_(by)

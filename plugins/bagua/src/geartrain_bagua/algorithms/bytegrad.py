@@ -1,4 +1,4 @@
-"""Gradients are averaged in 8 bits, during backward: a quarter of the bytes, where the network is what one waits for."""
+"""Average gradients in 8 bits during backward: a quarter of the bytes, for slow networks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ class ByteGrad(Algorithm):
     """Average gradients over all ranks in 8 bits, without error feedback.
 
     Args:
-        hierarchical: in full precision inside each node, and in 8 bits among nodes alone.
-        average: the mean over ranks; otherwise the sum.
+        hierarchical: use full precision inside each node and 8 bits only between nodes.
+        average: use the mean over ranks; if False, the sum.
+
+    Source:
+        Bagua's ``ByteGradAlgorithm``.
     """
 
     reduces = "gradients"

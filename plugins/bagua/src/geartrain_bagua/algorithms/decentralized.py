@@ -1,6 +1,6 @@
-"""Weights are averaged, not gradients; a rank steps from the average with gradients of the weights it had.
+"""Average weights, not gradients; update the average with the gradients of the old weights.
 
-Decentralized parallel SGD: Lian et al. 2017, https://arxiv.org/abs/1705.09056
+Source: decentralized parallel SGD, Lian et al. 2017, https://arxiv.org/abs/1705.09056
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from geartrain_bagua.hierarchy import across_nodes
 
 
 class Decentralized(OwnWeights):
-    """Average weights while forward and backward go on: ``x = mean(x) - lr * g(x)``, with ``g`` of the rank's own ``x``.
+    """Average weights during forward and backward: ``x = mean(x) - lr * g(x)``.
 
-    The exchange starts once a step, before its first micro-batch, with the weights of that moment. After the last backward the average
-    replaces the weights, then gradients are clipped and optimizers step; momentum stays the rank's own.
+    ``g`` is the gradient at the rank's own ``x``. The exchange starts once per step, before the
+    first micro-batch, with the weights of that moment. After the last backward the average replaces
+    the weights. Then gradients are clipped and optimizers step. Each rank keeps its own momentum.
 
     Args:
-        hierarchical: average inside each node first, then only each node's first rank exchanges with those of others. On one node
-            that is the average over all.
-        peer_selection_mode: ``"all"``: the mean over all ranks. ``"shift_one"``: the mean of two, with another partner each time; an
-            even number of ranks, or of nodes where hierarchical; one process has none.
-        communication_interval: average in the first step and every so many steps.
+        hierarchical: average inside each node first; then only the first rank of each node
+            communicates with other nodes. On one node this is the average over all ranks.
+        peer_selection_mode: ``"all"``: the mean over all ranks. ``"shift_one"``: the mean of two
+            ranks, with another partner each time. It needs an even number of ranks, or of nodes
+            if ``hierarchical``. A single process has no partner and trains alone.
+        communication_interval: steps between two averages; the first step always averages.
 
     Raises:
-        UsageError: another mode, or an interval under 1.
+        UsageError: the mode is unknown, or the interval is less than 1.
+
+    Source:
+        Lian et al. 2017, https://arxiv.org/abs/1705.09056; Bagua's ``DecentralizedAlgorithm``.
     """
 
     _averages: list[Job]
@@ -45,7 +50,8 @@ class Decentralized(OwnWeights):
         super().__init__(hierarchical, communication_interval)
         if peer_selection_mode not in ("all", "shift_one"):
             raise UsageError(
-                f"peer_selection_mode={peer_selection_mode!r} is unknown. Fix: 'all' or 'shift_one'"
+                f"peer_selection_mode={peer_selection_mode!r} is unknown. "
+                "Fix: use 'all' or 'shift_one'"
             )
         self.peer_selection_mode = peer_selection_mode
 
@@ -58,11 +64,8 @@ class Decentralized(OwnWeights):
         super().set_up(context)
         self._averages = []
         among = context.everyone if context.node is None else context.leaders
-        if (
-            self.peer_selection_mode == "shift_one"
-            and among is not None
-            and context.everyone.size > 1
-        ):
+        pairs = self.peer_selection_mode == "shift_one" and context.everyone.size > 1
+        if pairs and among is not None:
             _check_even(among.size, self.hierarchical)
 
     def start_step(self) -> None:
@@ -80,7 +83,7 @@ class Decentralized(OwnWeights):
             bucket.give_weights()
 
     def _exchange(self, flat: torch.Tensor, among: Peers, number: int) -> None:
-        if among.size == 1:  # nobody to exchange with
+        if among.size == 1:  # no partner
             return
         if self.peer_selection_mode == "all":
             dist.all_reduce(flat, group=among.group)
@@ -91,30 +94,26 @@ class Decentralized(OwnWeights):
 
 
 def partner(among: Peers, number: int) -> int:
-    """The rank with which this one averages in exchange ``number``, from 0: ranks of the lower half meet those of the upper in turn."""
+    """Return the rank with which this rank averages in exchange ``number``, from 0.
+
+    Each rank of the lower half is paired with each rank of the upper half in turn.
+    """
     half = among.size // 2
-    return (
-        (number + among.rank) % half + half
-        if among.rank < half
-        else (among.rank - half - number) % half
-    )
+    if among.rank < half:
+        return (number + among.rank) % half + half
+    return (among.rank - half - number) % half
 
 
 def _check_even(number: int, hierarchical: bool, plan: Plan | None = None) -> None:
-    """Refuse an odd number of partners.
-
-    Raises:
-        UsageError: the number is odd.
-    """
+    """Raise ``UsageError`` for an odd number of partners."""
     if number % 2 == 0:
         return
     whose = "" if plan is None else f"{plan.strategy.label}: "
-    one, several, fix = (
-        ("node", "nodes", "hierarchical=False")
-        if hierarchical
-        else ("process", "processes", "an even number")
-    )
-    what = f"there is 1 {one}" if number == 1 else f"there are {number} {several}"
+    one, several, fix = ("process", "processes", "use an even number of processes")
+    if hierarchical:
+        one, several, fix = ("node", "nodes", "use hierarchical=False")
+    count = f"1 {one}" if number == 1 else f"{number} {several}"
     raise UsageError(
-        f"{whose}the algorithm 'decentralized' with peer_selection_mode='shift_one' makes pairs, and {what}. Fix: {fix}, or 'all'"
+        f"{whose}the algorithm 'decentralized' with peer_selection_mode='shift_one' needs an even "
+        f"number of {several}, not {count}. Fix: {fix}, or peer_selection_mode='all'"
     )

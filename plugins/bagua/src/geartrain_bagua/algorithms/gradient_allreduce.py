@@ -1,4 +1,4 @@
-"""Gradients are averaged over all ranks during backward, in full precision: what DDP and Horovod do too."""
+"""Average gradients over all ranks during backward, in full precision, as DDP and Horovod do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ class GradientAllReduce(Algorithm):
     """Average gradients over all ranks.
 
     Args:
-        hierarchical: reduce inside each node first, then among nodes.
-        average: the mean over ranks; otherwise the sum.
+        hierarchical: reduce inside each node first, then between nodes.
+        average: use the mean over ranks; if False, the sum.
+
+    Source:
+        Bagua's ``GradientAllReduceAlgorithm``.
     """
 
     reduces = "gradients"
@@ -23,14 +26,13 @@ class GradientAllReduce(Algorithm):
     def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
         self.hierarchical = hierarchical
         self.average = average
-        self.averages_gradients = (
-            average and not hierarchical
-        )  # then ``average_gradients`` of the strategy is the same
+        # In this case the strategy's ``average_gradients`` computes the same.
+        self.averages_gradients = average and not hierarchical
 
     def reduce(self, bucket: Bucket) -> None:
         across_nodes(self.context, bucket.flat, self.average, self._all_reduce)
 
     def _all_reduce(self, flat: torch.Tensor, among: Peers) -> None:
         if self.average:
-            flat.div_(among.size)  # first: 16 bits could not hold the sum
+            flat.div_(among.size)  # before the sum, which could overflow in 16 bits
         dist.all_reduce(flat, group=among.group)

@@ -1,4 +1,4 @@
-"""Gradients are averaged in 16 bits, during backward: half of the bytes."""
+"""Average gradients in 16 bits during backward: half of the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class HalfAllReduce(Algorithm):
     """Average gradients over all ranks in 16 bits.
 
     Args:
-        dtype: ``"bf16"``, which has float32's range and 8 bits of precision, or ``"fp16"``, which has 11 and overflows above 65,504.
+        dtype: ``"bf16"``, with float32's range and 8 bits of precision, or ``"fp16"``, with 11
+            bits of precision, which overflows above 65,504.
     """
 
     reduces = "gradients"
@@ -27,7 +28,7 @@ class HalfAllReduce(Algorithm):
         self.dtype = dtype
 
     def reduce(self, bucket: Bucket) -> None:
-        # Divided first: 16 bits could not hold the sum.
+        # Divide before the sum, which could overflow in 16 bits.
         half = (bucket.flat / self.context.everyone.size).to(_DTYPES[self.dtype])
         dist.all_reduce(half, group=self.context.everyone.group)
         bucket.flat.copy_(half)

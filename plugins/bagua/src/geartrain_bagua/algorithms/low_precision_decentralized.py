@@ -1,6 +1,6 @@
-"""Ranks in a ring tell their neighbours how their weights changed, a byte an element.
+"""Ranks in a ring send the changes of their weights to their neighbours, one byte per element.
 
-Difference compression: Tang et al. 2018, https://arxiv.org/abs/1803.06443
+Source: difference compression, Tang et al. 2018, https://arxiv.org/abs/1803.06443
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from geartrain_bagua.minmax_uint8 import compress, decompress
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What is known of a bucket's weights on this rank and on its neighbours; each ``[numel]``."""
+    """Copies of a bucket's weights on this rank and on its two neighbours, each ``[numel]``."""
 
     own: torch.Tensor
     left: torch.Tensor
@@ -29,25 +29,34 @@ class Replicas:
 
 
 class LowPrecisionDecentralized(OwnWeights):
-    """After the optimizers, each bucket moves towards the mean of the rank and its two neighbours in the ring of ranks::
+    """After the optimizers, move each bucket towards the mean of this rank and its two neighbours.
+
+    In the ring of ranks::
 
         d = x + left / 3 + right / 3 - 5 / 3 * own
-        x = own = own + Q(d);  left += Q(d of the left one);  right += Q(d of the right one)
+        x = own = own + Q(d)
+        left += Q(d of the left neighbour);  right += Q(d of the right neighbour)
 
-    ``Q`` is MinMaxUInt8 with the bucket as one chunk. All ranks decode the same bytes, so what a rank holds of its neighbour is, bit by
-    bit, what the neighbour holds of itself. Of two ranks each is the other's left and right neighbour: its message then goes once.
-    One rank alone trains as if there were no strategy.
+    ``Q`` is MinMaxUInt8 with the bucket as one chunk. All ranks decode the same bytes, so a rank's
+    copy of its neighbour is equal, bit by bit, to the neighbour's copy of itself. In a ring of two,
+    each rank is the other's left and right neighbour, and its message is sent once. A single rank
+    trains as without a strategy.
 
     Args:
-        hierarchical: average inside each node first; the ring is of each node's first rank, and its outcome is the node's. On one node the
-            ring is of one, which is its own neighbour: the mean over its ranks moves by what a byte can tell, as it will on many nodes.
-        communication_interval: exchange in the first step and every so many steps.
+        hierarchical: average inside each node first. The ring has the first rank of each node, and
+            all ranks of the node get its result. On one node the ring has one rank, which is its
+            own neighbour: the mean over the node changes in steps of one byte, as on many nodes.
+        communication_interval: steps between two exchanges; the first step always exchanges.
 
     Raises:
-        UsageError: an interval under 1.
+        UsageError: the interval is less than 1.
+
+    Source:
+        Tang et al. 2018, https://arxiv.org/abs/1803.06443; Bagua's
+        ``LowPrecisionDecentralizedAlgorithm``.
     """
 
-    #: By bucket; empty on ranks that are not in the ring.
+    #: One for each bucket; empty on ranks that are not in the ring.
     replicas: Sequence[Replicas] = ()
 
     def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
@@ -66,11 +75,9 @@ class LowPrecisionDecentralized(OwnWeights):
             exchanges = []
             for bucket in self.context.buckets:
                 exchange = partial(self._exchange, index=bucket.index)
-                exchanges.append(
-                    self.context.channel.submit(
-                        partial(across_nodes, self.context, bucket.take_weights(), True, exchange)
-                    )
-                )
+                weights = bucket.take_weights()
+                work = partial(across_nodes, self.context, weights, True, exchange)
+                exchanges.append(self.context.channel.submit(work))
             for bucket, job in zip(self.context.buckets, exchanges, strict=True):
                 job.result()
                 bucket.give_weights()
@@ -98,7 +105,8 @@ class LowPrecisionDecentralized(OwnWeights):
         if len(state["replicas"]) != len(self.replicas):
             now, then = ("in the ring", "not") if self.replicas else ("not in the ring", "was")
             raise UsageError(
-                f"this rank is {now} of nodes, and {then} when the checkpoint was saved. {SAME_AS_THEN.format('nodes')}"
+                f"this rank is {now} of nodes, and {then} when the checkpoint was saved. "
+                f"{SAME_AS_THEN.format('nodes')}"
             )
         super().restore(state)
         for known, kept in zip(self.replicas, state["replicas"], strict=True):

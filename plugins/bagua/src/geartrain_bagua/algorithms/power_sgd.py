@@ -1,6 +1,6 @@
-"""Gradients of matrices travel as the product of two thin ones: a single power iteration a step, with error feedback.
+"""Send each gradient matrix as a product of two thin matrices, with error feedback.
 
-PowerSGD: Vogels et al. 2019, https://arxiv.org/abs/1905.13727
+Source: PowerSGD, Vogels et al. 2019, https://arxiv.org/abs/1905.13727
 """
 
 from __future__ import annotations
@@ -18,38 +18,42 @@ from geartrain_bagua.buckets import Bucket
 
 
 class LowRank:
-    """A parameter's gradient as a matrix, and what is kept of it from step to step.
+    """A parameter's gradient as a matrix, and its state from step to step.
 
     Args:
-        view: where the gradient lies in its bucket; all dimensions after the first are columns.
-        rank: columns of the thin matrices.
-        seed: of the first ``q``, which is the same on every rank.
+        view: the gradient in its bucket; all dimensions after the first are columns.
+        rank: number of columns of the thin matrices.
+        seed: seed of the first ``q``, so that it is the same on every rank.
     """
 
     def __init__(self, view: torch.Tensor, rank: int, seed: int) -> None:
         self.view = view
         rows, columns = view.shape[0], view.numel() // view.shape[0]
-        dtype = torch.promote_types(view.dtype, torch.float32)  # qr knows no shorter floats
-        #: What this rank's gradients had and the approximations left out, so far: added to the next one.
+        dtype = torch.promote_types(view.dtype, torch.float32)  # qr supports no shorter floats
+        #: Sum of this rank's approximation errors so far; added to the next gradient.
         self.error = torch.zeros(rows, columns, dtype=dtype, device=view.device)
-        #: The right factor; the last step's is where the next power iteration starts.
-        self.q = torch.randn(
-            columns, rank, dtype=dtype, generator=torch.Generator().manual_seed(seed)
-        ).to(view.device)
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randn(columns, rank, dtype=dtype, generator=generator)
+        #: The right factor; the next power iteration starts from it.
+        self.q = q.to(view.device)
 
     def left(self) -> torch.Tensor:
-        """This rank's left factor, ``[rows, rank]``. ``error`` then has all that should be sent."""
+        """Add the gradient to ``error``; return this rank's left factor, ``[rows, rank]``."""
         self.error += self.view.view(self.error.shape)
         return self.error @ self.q
 
     def right(self, left: torch.Tensor) -> torch.Tensor:
-        """This rank's right factor, ``[columns, rank]``, for the mean of the left ones, made orthonormal."""
+        """Return this rank's right factor, ``[columns, rank]``.
+
+        Args:
+            left: the mean of the left factors, ``[rows, rank]``; made orthonormal here.
+        """
         self.p: torch.Tensor = torch.linalg.qr(left).Q
         right: torch.Tensor = self.error.t() @ self.p
         return right
 
     def settle(self, right: torch.Tensor) -> None:
-        """Put the approximation into the bucket; keep what it left out."""
+        """Copy the approximation into the bucket; keep its error."""
         self.q.copy_(right)
         approximation = self.p @ self.q.t()
         del self.p
@@ -58,21 +62,25 @@ class LowRank:
 
 
 class PowerSGD(Algorithm):
-    """Average gradients over all ranks, those of matrices approximately.
+    """Average gradients over all ranks; approximate matrices by one power iteration per step.
 
     Args:
-        matrix_rank: columns of the thin matrices. More is closer to the gradient, and more to send.
-        min_compression_rate: parameters for which the thin matrices would not be smaller by more than this factor, biases among them,
-            are averaged as they are.
-        warmup_steps: steps at the beginning in which all are.
+        matrix_rank: number of columns of the thin matrices. A larger number gives a better
+            approximation and more bytes to send.
+        min_compression_rate: a parameter is compressed only if its thin matrices are smaller by
+            more than this factor. Others, such as biases, are averaged in full.
+        warmup_steps: number of first steps in which all gradients are averaged in full.
 
     Raises:
-        UsageError: a number out of its range.
+        UsageError: a number is out of its range.
+
+    Source:
+        Vogels et al. 2019, https://arxiv.org/abs/1905.13727
     """
 
     reduces = "gradients"
     capabilities: ClassVar[dict[str, Any]] = {"convergence": 0.1}
-    #: Steps done.
+    #: Finished steps.
     steps = 0
     _low: Sequence[dict[str, LowRank]] = ()
     _ranks = 0
@@ -85,21 +93,20 @@ class PowerSGD(Algorithm):
             raise UsageError(f"matrix_rank={matrix_rank!r} must be 1 or more.")
         if min_compression_rate < 1:
             raise UsageError(
-                f"min_compression_rate={min_compression_rate!r} must be 1 or more: less would send more than there is."
+                f"min_compression_rate={min_compression_rate!r} must be 1 or more: "
+                "with less, compression would send more bytes."
             )
         if warmup_steps < 0:
             raise UsageError(f"warmup_steps={warmup_steps!r} must be 0 or more steps.")
-        self.matrix_rank, self.min_compression_rate, self.warmup_steps = (
-            matrix_rank,
-            min_compression_rate,
-            warmup_steps,
-        )
+        self.matrix_rank, self.warmup_steps = matrix_rank, warmup_steps
+        self.min_compression_rate = min_compression_rate
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         if plan.precision.name == "16-mixed":
             raise UsageError(
-                f"{plan.strategy.label}: the algorithm 'power_sgd' carries over what it left out of a step's gradients, and the scaler of "
-                "precision 16-mixed changes their scale between steps. Fix: precision='bf16-mixed', or another algorithm"
+                f"{plan.strategy.label}: the algorithm 'power_sgd' adds the error of a step to the "
+                "next step's gradients, but the scaler of precision 16-mixed changes their scale "
+                "between steps. Fix: precision='bf16-mixed', or another algorithm"
             )
 
     def set_up(self, context: Context) -> None:
@@ -141,7 +148,7 @@ class PowerSGD(Algorithm):
         self.steps += 1
 
     def _approximate(self, bucket: Bucket, low: Sequence[LowRank]) -> None:
-        """Two collectives: one for all left factors and what is sent as it is, one for all right factors."""
+        """Average a bucket in two collectives; the first also has all uncompressed gradients."""
         thin = {id(matrix.view) for matrix in low}
         whole = [view for view in bucket.views if id(view) not in thin]
         lefts = [matrix.left() for matrix in low]
@@ -152,22 +159,21 @@ class PowerSGD(Algorithm):
             matrix.settle(right)
 
     def _mean(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor's mean over ranks, in place, in one collective."""
+        """Replace each tensor by its mean over ranks, in one collective."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._mean_of(flat)
-        for tensor, mean in zip(
-            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-        ):
+        means = torch.split(flat, [tensor.numel() for tensor in tensors])
+        for tensor, mean in zip(tensors, means, strict=True):
             tensor.copy_(mean.view(tensor.shape))
 
     def _mean_of(self, flat: torch.Tensor) -> None:
-        flat.div_(self._ranks)  # first: 16 bits could not hold the sum
+        flat.div_(self._ranks)  # before the sum, which could overflow in 16 bits
         dist.all_reduce(flat, group=self.context.everyone.group)
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps done, and by parameter this rank's error and the right factor."""
+        """Return finished steps and, for each compressed parameter, the error and right factor."""
         if not self._ranks:
             return self._loaded or {"steps": 0, "ranks": 0, "low": {}}
         low = {
@@ -182,14 +188,10 @@ class PowerSGD(Algorithm):
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        for name, matrix in (
-            (name, matrix) for bucket in self._low for name, matrix in bucket.items()
-        ):
+        for name, matrix in (pair for bucket in self._low for pair in bucket.items()):
             kept = state["low"].get(name)
             if kept is None or kept["q"].shape != matrix.q.shape:
-                continue  # other options than before: this matrix begins anew
+                continue  # the options have changed: this matrix starts from scratch
             matrix.q.copy_(kept["q"])
-            if (
-                state["ranks"] == self._ranks
-            ):  # otherwise errors are of ranks that are no longer there
+            if state["ranks"] == self._ranks:  # errors are per rank
                 matrix.error.copy_(kept["error"])

@@ -1,6 +1,7 @@
-"""Adam whose momentum travels in 8 bits, once its variance has settled.
+"""Adam that averages its momentum in 8 bits, after a warm-up that fixes the variance.
 
-1-bit Adam: Tang et al. 2021, https://arxiv.org/abs/2102.02888; here, as in Bagua, in 8 bits and without error feedback.
+Source: 1-bit Adam, Tang et al. 2021, https://arxiv.org/abs/2102.02888; here, as in Bagua, with 8
+bits and without error feedback.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from geartrain_bagua.qadam_optimizer import QAdamOptimizer
 
 
 class QAdam(Algorithm):
-    """While ``QAdamOptimizer`` warms up, average gradients over all ranks in full precision; then each rank mixes its own into the
-    momentum, and that is averaged in 8 bits.
+    """Average gradients in full precision during the warm-up, then momenta in 8 bits.
+
+    The warm-up is that of ``QAdamOptimizer``. After it, each rank mixes its own gradients into the
+    momentum, and the ranks average the result.
 
     Args:
-        hierarchical: in full precision inside each node, and in 8 bits among nodes alone.
+        hierarchical: use full precision inside each node and 8 bits only between nodes.
+
+    Source:
+        Tang et al. 2021, https://arxiv.org/abs/2102.02888; Bagua's ``QAdamAlgorithm``.
     """
 
     reduces = "gradients"
@@ -34,16 +40,16 @@ class QAdam(Algorithm):
         self.hierarchical = hierarchical
 
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
-        # Both would be done to the momentum, which is mixed during backward.
+        # Gradients are mixed in during backward: unscaling or clipping would change the momentum.
+        mixes = f"{plan.strategy.label}: the algorithm 'qadam' mixes gradients into the momentum"
         if plan.precision.name == "16-mixed":
             raise UsageError(
-                f"{plan.strategy.label}: the algorithm 'qadam' mixes gradients into the momentum before they are unscaled. "
+                f"{mixes} before they are unscaled. "
                 "Fix: precision='bf16-mixed', or another algorithm"
             )
         if plan.options.gradient_clip_val is not None:
             raise UsageError(
-                f"{plan.strategy.label}: the algorithm 'qadam' mixes gradients into the momentum before they are clipped. "
-                "Fix: no gradient_clip_val, or another algorithm"
+                f"{mixes} before they are clipped. Fix: no gradient_clip_val, or another algorithm"
             )
 
     def set_up(self, context: Context) -> None:
@@ -52,12 +58,14 @@ class QAdam(Algorithm):
         if len(run.optimizers) != 1 or not isinstance(run.optimizers[0], QAdamOptimizer):
             found = ", ".join(type(optimizer).__name__ for optimizer in run.optimizers) or "none"
             raise UsageError(
-                f"the algorithm 'qadam' needs exactly one optimizer, a QAdamOptimizer, and configure_optimizers gave {found}. "
-                "Fix: from geartrain.strategies import QAdamOptimizer"
+                "the algorithm 'qadam' needs exactly one optimizer, a QAdamOptimizer, but "
+                f"configure_optimizers returned {found}. "
+                "Fix: return one geartrain.strategies.QAdamOptimizer"
             )
         if len(run.schedulers) > 1:
             raise UsageError(
-                f"the algorithm 'qadam' goes with one scheduler at most, and there are {len(run.schedulers)}. Fix: one"
+                "the algorithm 'qadam' supports one scheduler at most, but configure_optimizers "
+                f"returned {len(run.schedulers)}. Fix: return one"
             )
         self._optimizer = run.optimizers[0]
         self._optimizer.momentum_is_mixed = True
@@ -79,7 +87,7 @@ class QAdam(Algorithm):
 
     @torch.no_grad()
     def _mix(self, bucket: Bucket) -> None:
-        """Let ``bucket.flat`` be this rank's momentum: the one that all ranks have, with this rank's gradients."""
+        """Replace the gradients in ``bucket.flat`` by the momentum with this rank's gradients."""
         for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
             if (group := self._group_of.get(parameter)) is not None:
                 self._optimizer.mix(parameter, group, view)

@@ -1,4 +1,4 @@
-"""What the algorithms share that exchange weights and not gradients: each rank has weights of its own."""
+"""Shared code of the algorithms that exchange weights, so that each rank has different weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from geartrain.plugin_api import load_optimizer, not_plain
 from geartrain_bagua.algorithm import Algorithm, Context, Peers
 from geartrain_bagua.buckets import Bucket
 
-#: The end of an error.
+#: The end of an error message about a checkpoint.
 SAME_AS_THEN = (
-    "Fix: the same {} as in the run that saved it, or start from its weights alone with checkpoint="
+    "Fix: the same {} as in the run that saved it, or load only its weights with checkpoint="
 )
 
 
 class OwnWeights(Algorithm):
-    """Ranks whose weights differ, and communicate every ``communication_interval`` steps, from the first on.
+    """Base of algorithms whose weights differ between ranks.
 
-    What a checkpoint keeps as the model is rank 0's; ``state_dict`` has this rank's own, with the state of its optimizers and schedulers,
-    and a run that resumes on as many ranks goes on with them. Validation is of each rank's own model: its metrics are means over ranks of
-    different models. Where the precision is 16-mixed, each rank's scaler skips steps by itself, and schedulers wait with it: communication
-    does not depend on it, so ranks still match.
+    Ranks communicate every ``communication_interval`` steps, from the first step on.
+
+    The model in a checkpoint is rank 0's. ``state_dict`` has this rank's weights and the states of
+    its optimizers and schedulers; a run that resumes on the same number of ranks continues with
+    them. Each rank validates its own model, so metrics are means over different models. With
+    precision 16-mixed, each rank's scaler skips steps independently, and schedulers skip with it.
+    Communication does not depend on skipped steps, so the ranks' collectives still match.
     """
 
     capabilities: ClassVar[dict[str, Any]] = {
@@ -34,7 +37,7 @@ class OwnWeights(Algorithm):
         "unused_parameters": True,
         "convergence": 0.1,
     }
-    #: Training steps done.
+    #: Finished training steps.
     steps = 0
     _ranks = 0
     _run: Run
@@ -51,7 +54,7 @@ class OwnWeights(Algorithm):
 
     @property
     def due(self) -> bool:
-        """Whether this step communicates."""
+        """True if this step communicates."""
         return self.steps % self.communication_interval == 0 and self._ranks > 1
 
     def set_up(self, context: Context) -> None:
@@ -63,25 +66,22 @@ class OwnWeights(Algorithm):
         if state is None:
             return
         self.steps = state["steps"]
-        if (
-            state["ranks"] == self._ranks
-        ):  # other ranks' weights are of no use here: training goes on from rank 0's
+        if state["ranks"] == self._ranks:  # with another number, start from rank 0's weights
             self.restore(state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` kept of as many ranks as there are now.
+        """Load the state of a run with the same number of ranks.
 
         Raises:
-            UsageError: of other buckets.
+            UsageError: the state has other buckets.
         """
-        then, now = (
-            [len(weights) for weights in state["weights"]],
-            [len(bucket.flat) for bucket in self.context.buckets],
-        )
+        then = [len(weights) for weights in state["weights"]]
+        now = [len(bucket.flat) for bucket in self.context.buckets]
         if then != now:
             raise UsageError(
-                f"the checkpoint has each rank's weights in {len(then)} buckets of {sum(then)} elements, and here they are {len(now)} of "
-                f"{sum(now)}. {SAME_AS_THEN.format('bucket_bytes and frozen parameters')}"
+                f"the checkpoint has each rank's weights in {len(then)} buckets of {sum(then)} "
+                f"elements, but this run has {len(now)} buckets of {sum(now)} elements. "
+                f"{SAME_AS_THEN.format('bucket_bytes and frozen parameters')}"
             )
         for bucket, weights in zip(self.context.buckets, state["weights"], strict=True):
             bucket.give_weights(weights)
@@ -104,8 +104,10 @@ class OwnWeights(Algorithm):
 
 
 def states(run: Run) -> dict[str, list[Any]]:
-    """States of this rank's optimizers, whose momenta are of its own gradients, and of its schedulers; ``None`` for one that a file could
-    not hold."""
+    """Return the states of this rank's optimizers and schedulers.
+
+    The state of a scheduler is ``None`` if a checkpoint cannot hold it.
+    """
     of_schedulers: list[dict[str, Any]] = [
         getattr(schedule.scheduler, "state_dict", dict)() for schedule in run.schedulers
     ]
@@ -118,7 +120,7 @@ def states(run: Run) -> dict[str, list[Any]]:
 
 
 def give_states(run: Run, kept: Mapping[str, list[Any]]) -> None:
-    """Give optimizers and schedulers what :func:`states` found."""
+    """Load states that :func:`states` returned into the optimizers and schedulers."""
     for optimizer, state in zip(run.optimizers, kept["optimizers"], strict=True):
         load_optimizer(optimizer, state)
     for schedule, state in zip(run.schedulers, kept["schedulers"], strict=True):
@@ -127,21 +129,18 @@ def give_states(run: Run, kept: Mapping[str, list[Any]]) -> None:
 
 
 def refuse_closure(context: Context) -> None:
-    """Refuse LBFGS and its like.
-
-    Raises:
-        UsageError: the optimizer computes the loss itself.
-    """
+    """Raise ``UsageError`` for optimizers that need a closure, such as LBFGS."""
     if context.run.needs_closure:
         raise UsageError(
-            "each rank has weights of its own under this algorithm, and an optimizer that needs a closure, such as LBFGS, would go another "
-            "way on each, by a loss that is the mean over all, and ask for it another number of times: ranks would wait for each other for "
-            "ever. Fix: another optimizer, or an algorithm that averages gradients"
+            "this algorithm keeps different weights on each rank, so an optimizer that needs a "
+            "closure, such as LBFGS, would call it a different number of times on each rank, and "
+            "the ranks would deadlock. Fix: another optimizer, or an algorithm that averages "
+            "gradients"
         )
 
 
 def frozen(context: Context) -> dict[str, nn.Parameter]:
-    """The parameters that are in no bucket, by name."""
+    """Return the parameters that are in no bucket, by name."""
     return {
         name: parameter
         for name, parameter in context.run.module.named_parameters()
@@ -150,22 +149,22 @@ def frozen(context: Context) -> dict[str, nn.Parameter]:
 
 
 def refuse_unfrozen(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse to train what is in no bucket.
-
-    Raises:
-        TrainingError: one that was frozen no longer is.
-    """
+    """Raise ``TrainingError`` if one of the parameters, which are in no bucket, is trained now."""
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             raise TrainingError(
-                f"{name} needs a gradient, but needed none when training began, so it is in no bucket and would differ between ranks for "
-                "ever. Fix: leave it unfrozen until on_fit_start, and freeze it there"
+                f"{name} needs a gradient, but needed none when training began, so it is in no "
+                "bucket, and ranks would never exchange it. "
+                "Fix: leave it unfrozen until on_fit_start, and freeze it there"
             )
 
 
 def swap(peers: Peers, message: torch.Tensor, others: Iterable[int]) -> dict[int, torch.Tensor]:
-    """Send ``message`` to other ranks of the group and get theirs, by rank. A rank that is named twice gets it once; oneself is answered
-    by oneself."""
+    """Send ``message`` to other ranks of the group; return their messages, by rank.
+
+    A rank that is named twice gets the message once. This rank may be named: it gets its own
+    message.
+    """
     got = {other: message if other == peers.rank else torch.empty_like(message) for other in others}
     away = {other: answer for other, answer in got.items() if other != peers.rank}
     if away:
