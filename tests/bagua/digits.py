@@ -1,6 +1,6 @@
-"""Train examples/digits.py with each algorithm on two ranks: ``python digits.py ROOT ALGORITHM...``.
+"""Train examples/digits.py with each algorithm on two ranks; rank 0 prints a line for each.
 
-Rank 0 prints a line for each algorithm.
+Usage: ``python digits.py ROOT ALGORITHM...``
 """
 
 import sys

@@ -1,7 +1,7 @@
 """MinMaxUInt8 on Python floats, one element at a time. It shares no code with the plugin.
 
-Every operation is computed in float64 and rounded to float32 once. For a sum, product or quotient of
-two float32 numbers the result is that of float32, because float64 has more than twice the digits
+Every operation is computed in float64 and rounded to float32 once. For a sum, product or quotient
+of two float32 numbers the result is that of float32, because float64 has more than twice the digits
 (Figueroa 1995, "When is double rounding innocuous?").
 """
 

@@ -1,4 +1,4 @@
-"""Run programs of several ranks once for all of xdist's workers; several test files read results."""
+"""Run programs of several ranks once for all of xdist's workers and for several test files."""
 
 import fcntl
 import functools

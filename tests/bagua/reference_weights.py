@@ -1,7 +1,7 @@
 """The algorithms that exchange weights, as plain loops over ranks in one process.
 
-The only code of the plugin here is the plain form of MinMaxUInt8, which other tests compare with the
-formula.
+The only code of the plugin here is the plain form of MinMaxUInt8, which other tests compare with
+the formula.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Two ranks: the order of an algorithm's calls, manual optimisation, a session, overflows, leaks."""
+"""Two ranks: order of an algorithm's calls, manual optimisation, a session, overflows, leaks."""
 
 import os
 import threading

@@ -10,8 +10,8 @@ from geartrain_testing.launching import free_port, launched
 
 from .ranks import PREAMBLE
 
-#: Case -> the strategy's options. In two buckets, 33 and 68 elements are padded to 36 and 68; in one
-#: bucket, the 101 elements are padded to 104.
+#: Case -> the strategy's options. In two buckets, 33 and 68 elements are padded to 36 and 68; in
+#: one bucket, the 101 elements are padded to 104.
 CASES = {
     "gradient_allreduce": {},
     "gradient_allreduce, hierarchical": {"hierarchical": True},

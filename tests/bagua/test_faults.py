@@ -1,4 +1,4 @@
-"""If a rank fails, with any algorithm, the run ends, names the first error and leaves no process."""
+"""If a rank fails, the run ends, names the first error and leaves no process."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ ALGORITHMS = {
     "async": ({"algorithm": "async", "sync_interval_ms": 10}, ""),
 }
 matrix = pytest.mark.matrix
-#: Faults for each algorithm. tests/ddp has the other faults, because core ends a run in the same way
-#: with each algorithm. The faults here are at points where an algorithm communicates: during
+#: Faults for each algorithm. tests/ddp has the other faults, because core ends a run in the same
+#: way with each algorithm. The faults here are at points where an algorithm communicates: during
 #: backward, and in the thread of ``async``, which communicates at any time. bytegrad and qadam use
 #: the groups of gradient_allreduce.
 EVERYWHERE = [(1, "exception", "backward")]

@@ -1,4 +1,4 @@
-"""Bagua's compression: the fast paths, the plain lines and the formula on Python's own numbers agree bit for bit."""
+"""Bagua's compression: fast code, plain code and the formula on Python floats agree bit by bit."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ ODD = torch.tensor(
 
 @st.composite
 def chunks(draw) -> torch.Tensor:
-    """Chunks of unequal use: numbers of one size about an offset, of all sizes, the same number again and again, any floats at all."""
+    """Draw chunks: numbers of one size, with an offset, of all sizes, constants, and any floats."""
     columns = draw(st.sampled_from(WIDTHS))
     noise = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     rows = [row(draw, columns, noise) for _ in range(draw(st.integers(0, 4)))]
@@ -69,20 +69,18 @@ def row(draw, columns: int, noise: torch.Generator) -> torch.Tensor:
     if kind == "all sizes":
         return values * 10 ** torch.empty(columns).uniform_(-44, 38, generator=noise)
     scaled = values * draw(st.sampled_from([1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 1e4, 1e37]))
-    return (
-        scaled + draw(st.sampled_from([1e-30, 0.01, 1.0, -3.0, 1e6]))
-        if kind == "offset"
-        else scaled
-    )
+    if kind == "offset":
+        scaled = scaled + draw(st.sampled_from([1e-30, 0.01, 1.0, -3.0, 1e6]))
+    return scaled
 
 
 def bits(x: torch.Tensor) -> list:
-    """Floats as their bits, any NaN as one."""
+    """Return the bits of floats; every NaN has the same bits."""
     return torch.where(x.isnan(), torch.nan, x).contiguous().view(torch.int32).tolist()
 
 
 def assert_same(got: tuple, expected: tuple) -> None:
-    """Codes, bounds and what was decoded."""
+    """Compare codes, bounds and decoded values."""
     assert got[0].dtype == expected[0].dtype == torch.uint8
     assert got[0].tolist() == expected[0].tolist()
     assert [bits(x) for x in got[1:]] == [bits(x) for x in expected[1:]]
@@ -92,11 +90,8 @@ def by_formula(x: torch.Tensor) -> tuple:
     parts = [formula.encode(chunk) for chunk in x.tolist()]
     back = [formula.decode(*part) for part in parts]
     codes = torch.tensor([codes for codes, _ in parts], dtype=torch.uint8).view(x.shape)
-    return (
-        codes,
-        torch.tensor([bounds for _, bounds in parts]).view(-1, 2),
-        torch.tensor(back).view(x.shape),
-    )
+    bounds = torch.tensor([bounds for _, bounds in parts]).view(-1, 2)
+    return codes, bounds, torch.tensor(back).view(x.shape)
 
 
 def plainly(x: torch.Tensor) -> tuple:
@@ -122,7 +117,7 @@ def test_equal_codes_for_any_input(x, tile):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 1_000_003), (3, 300_001), (700, 1_001), (300_000, 3)])
-def test_equal_codes_where_tiles_and_threads_divide_the_work(shape, threads):
+def test_equal_codes_if_tiles_and_threads_divide_the_work(shape, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -136,31 +131,26 @@ def test_equal_codes_where_tiles_and_threads_divide_the_work(shape, threads):
         torch.set_num_threads(before)
 
 
-def test_each_chunk_is_d_plus_8_bytes_its_bounds_then_its_codes():
+def test_a_chunk_of_d_elements_has_8_bytes_of_bounds_and_d_codes():
     x = torch.randn(3, 1001)
     wire, (codes, bounds) = compress(x), encode(x)
     assert (wire.dtype, wire.shape, wire.is_contiguous()) == (torch.uint8, (3, 1009), True)
-    assert (
-        wire[1, :8].clone().view(torch.float32).tolist()
-        == [x[1].min(), x[1].max()]
-        == bounds[1].tolist()
-    )
+    sent = wire[1, :8].clone().view(torch.float32).tolist()
+    assert sent == [x[1].min(), x[1].max()] == bounds[1].tolist()
     assert torch.equal(wire[:, 8:], codes)
     out = torch.empty_like(x)
     assert decompress(wire, out) is out
     assert torch.equal(out, decode(codes, bounds))
-    assert torch.equal(decompress(wire[1:2].clone()), out[1:2])  # a chunk is understood alone
+    assert torch.equal(decompress(wire[1:2].clone()), out[1:2])  # one chunk decodes alone
 
 
-# 256 steps, that is the chunk's width: where ``lower`` is no longer exact, and the greatest wraps.
+# If ``lower`` is not exact, the maximum may wrap: the error is 256 steps, the chunk's width.
 @pytest.mark.parametrize(
     ("times", "steps"), [(0, 0.52), (400, 0.52), (60_000, 2), (1_000_000, 300)]
 )
 def test_the_error_in_steps_and_zeros_are_exact(times, steps):
     x = torch.randn(64, 4097, generator=torch.Generator().manual_seed(2))
-    x += (
-        times * (x.amax(1) - x.amin(1))[:, None]
-    )  # so many times farther from zero than they are wide
+    x += times * (x.amax(1) - x.amin(1))[:, None]  # an offset of ``times`` the width
     x *= torch.logspace(-2, 6, 64)[:, None]
     if not times:
         x[:, ::7] = 0
@@ -171,11 +161,11 @@ def test_the_error_in_steps_and_zeros_are_exact(times, steps):
     assert not back[x == 0].any()
 
 
-def test_a_chunk_that_is_not_finite_decodes_to_nan_and_the_others_do_not_notice():
+def test_a_chunk_that_is_not_finite_decodes_to_nan_and_others_do_not_change():
     x = torch.randn(7, 50)
     for i, value in enumerate([torch.inf, -torch.inf, torch.nan]):
         x[i, 3 * i] = value
-    x[3, 0], x[3, 1] = 3e38, -3e38  # wider than float32 goes
+    x[3, 0], x[3, 1] = 3e38, -3e38  # the width overflows float32
     x[4, 0], x[4, 1] = torch.inf, -torch.inf
     for decoded in (decompress(compress(x)), decode_plain(*encode_plain(x))):
         assert decoded[:5].isnan().all()
@@ -186,7 +176,7 @@ def test_a_chunk_that_is_not_finite_decodes_to_nan_and_the_others_do_not_notice(
 @pytest.mark.parametrize(
     "value", [0.0, 1e-45, -1e-9, 0.0066, 1.0, -1.0, 3.7, 1e6, -12345.678, 1e29]
 )
-def test_a_constant_chunk_decodes_right_also_where_its_code_wraps(value):
+def test_a_constant_chunk_decodes_correctly_even_if_its_code_wraps(value):
     x = torch.full((2, 33), value)
     codes, bounds = encode(x)
     torch.testing.assert_close(decode(codes, bounds), x, rtol=2e-5, atol=2e-10)
@@ -200,8 +190,8 @@ def test_the_raw_code_256_wraps_to_0():
 
 
 @pytest.mark.parametrize("value", [1.0, 1e30, torch.nan, torch.inf])
-def test_no_float_that_is_no_byte_is_converted(value):
-    """What a conversion makes of one is undefined: a fast path that works on one processor says nothing about another."""
+def test_only_floats_of_0_to_255_are_converted_to_bytes(value):
+    """Other conversions are undefined: the result on one processor proves nothing about others."""
     x = torch.cat([torch.randn(1, 40), torch.full((1, 40), value)])
     with mock.patch.object(minmax_uint8, "_encoded", wraps=minmax_uint8._encoded) as by_plain_lines:
         encode(x)
@@ -209,7 +199,7 @@ def test_no_float_that_is_no_byte_is_converted(value):
     torch.testing.assert_close(chunk, x[1:], rtol=0, atol=0, equal_nan=True)
 
 
-# The least element's level is one under ``lower``. Wrapped to 255 it would come back as the greatest.
+# The minimum's level is ``lower`` - 1. If it wrapped to 255, it would decode to the maximum.
 @pytest.mark.parametrize(
     ("least", "greatest"),
     [
@@ -218,7 +208,7 @@ def test_no_float_that_is_no_byte_is_converted(value):
         ("0x1.157ecep+66", "0x1.15b012p+66"),
     ],
 )
-def test_the_least_never_comes_back_as_the_greatest(least, greatest):
+def test_the_minimum_never_decodes_to_the_maximum(least, greatest):
     x = torch.tensor([float.fromhex(least), float.fromhex(greatest)]).repeat(1, 20)
     scale, _, lower = minmax_uint8._grid(torch.tensor([[x[0, 0], x[0, 1]]]))
     assert (torch.round(x[0, 0] * scale) - lower).item() == -1
@@ -241,7 +231,7 @@ def test_float64_is_rounded_to_float32_first():
     assert decompress(compress(x)).isnan().all(1).tolist() == [False, True, False]
 
 
-def test_what_torch_is_set_to_changes_nothing():
+def test_torchs_settings_do_not_change_the_result():
     x = torch.randn(2, 100)
     expected = fast(x)
     x.requires_grad_()
@@ -256,7 +246,7 @@ def test_what_torch_is_set_to_changes_nothing():
         assert_same(fast(x), expected)
 
 
-def test_rows_and_elements_may_lie_apart():
+def test_rows_and_elements_need_not_be_contiguous():
     x = torch.randn(200, 90)
     assert_same(fast(x.t()), fast(x.t().contiguous()))
     assert_same(fast(x[::3, 5:60]), fast(x[::3, 5:60].contiguous()))
@@ -269,27 +259,27 @@ def test_rows_and_elements_may_lie_apart():
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(4), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)]
 )
-def test_what_is_no_matrix_of_floats_is_refused(wrong):
+def test_only_a_matrix_of_floats_is_accepted(wrong):
     for compressing in (encode, encode_plain):
         with pytest.raises(ValueError, match=r"floats of shape \[chunks, elements\].*Fix: "):
             compressing(wrong)
 
 
-def test_costs_less_than_the_bytes_it_saves_at_1_gbit_a_second():
+def test_compression_takes_less_time_than_it_saves_at_1_gbit_per_second():
     x = torch.randn(2, 10 * MB // 8)
     saved = (x.numel() * 4 - compress(x).numel()) * 8 / 1e9
     assert saved == pytest.approx(0.0629, rel=0.01)
     before, times = torch.get_num_threads(), []
-    torch.set_num_threads(1)  # of one thread, CPU time is what it takes on an idle machine
+    torch.set_num_threads(1)  # then CPU time equals the wall time of an idle machine
     for _ in range(20):
         start = time.process_time()
         decompress(compress(x))
         times.append(time.process_time() - start)
     torch.set_num_threads(before)
-    assert min(times) < saved  # about a twelfth of it
+    assert min(times) < saved  # about a twelfth
 
 
-# --- the Triton kernels ---------------------------------------------------------------------------------------------------
+# --- the Triton kernels ---------------------------------------------------------------------------
 
 INTERPRETED = """
 import torch
@@ -300,21 +290,19 @@ print("agreed")
 
 
 def kernels_agree(device: str) -> None:
-    """Compare the kernels with the plain lines, on chunks like those of ``chunks``."""
+    """Compare the kernels with the plain code, on chunks like those of ``chunks``."""
     from geartrain_bagua import minmax_uint8_triton as kernels
 
     noise = torch.Generator().manual_seed(3)
     for columns in (1, 2, 31, 33, 129, 4096, 5001):
         x = torch.randn(12, columns, generator=noise)
-        x *= torch.tensor([1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 10.0, 1e4, 1e37, 1.0, 0.0, 1.0])[
-            :, None
-        ]
+        sizes = [1e-43, 1e-20, 1e-9, 1e-7, 1e-4, 1.0, 10.0, 1e4, 1e37, 1.0, 0.0, 1.0]
+        x *= torch.tensor(sizes)[:, None]
         x += torch.tensor([0, 0, 0, 0, 0.01, 1.0, -3.0, 1e6, 0, 0, 1.0, 1e30])[:, None]
         x[9, :: max(columns // 14, 1)] = ODD.repeat(2)[: len(x[9, :: max(columns // 14, 1)])]
         if columns > 1:
-            x[11] = torch.tensor(
-                [float.fromhex("0x1.d3f5d4p-1"), float.fromhex("0x1.daec78p-1")]
-            ).repeat(columns)[:columns]
+            pair = [float.fromhex("0x1.d3f5d4p-1"), float.fromhex("0x1.daec78p-1")]
+            x[11] = torch.tensor(pair).repeat(columns)[:columns]
         x = x.to(device)
         scale, upper, lower = minmax_uint8._grid(minmax_uint8._bounds(x))
         wire = torch.full((12, columns + 8), 77, dtype=torch.uint8, device=device)
@@ -328,9 +316,7 @@ def kernels_agree(device: str) -> None:
 
 
 def test_triton_kernels_in_tritons_interpreter():
-    pytest.importorskip(
-        "triton", reason="triton is not installed: torch's CPU builds come without it"
-    )
+    pytest.importorskip("triton", reason="triton is not installed: CPU builds of torch lack it")
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         cwd=Path(__file__).parents[2],
@@ -355,7 +341,10 @@ def test_on_cuda_with_triton_and_without():
 
 
 def test_without_triton_nothing_imports_it():
-    program = "import sys, torch; from geartrain_bagua.minmax_uint8 import *; compress(torch.randn(2, 9)); print('triton' in sys.modules)"
+    program = (
+        "import sys, torch; from geartrain_bagua.minmax_uint8 import *; "
+        "compress(torch.randn(2, 9)); print('triton' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
     )

@@ -1,4 +1,4 @@
-"""PowerSGD on two ranks and many buckets against the paper's algorithm for both ranks at once, in one process."""
+"""PowerSGD on two ranks with many buckets equals the paper's algorithm in one process."""
 
 import re
 
@@ -22,12 +22,18 @@ PROGRAMS = ("power_sgd",)
 
 @pytest.fixture
 def found(kept):
-    """What each rank came to."""
+    """Return the results of each rank."""
     return kept("power_sgd")
 
 
 def by_hand(approximate, steps=range(STEPS), weights=None):
-    """Both ranks' training in this process; ``approximate`` makes one gradient of two. The weights."""
+    """Train both ranks in this process; return the weights.
+
+    Args:
+        approximate: makes one gradient from the two ranks' gradients.
+        steps: the steps to train.
+        weights: the weights to start from.
+    """
     model, (x, y) = net(), data().tensors
     model.load_state_dict(weights or {}, strict=weights is not None)
     named = dict(model.named_parameters())
@@ -69,14 +75,13 @@ def test_ranks_have_the_same_weights(found, case):
         assert torch.equal(weights, found[1][case]["weights"][name])
 
 
-def test_what_is_left_out_is_this_ranks_own_and_is_kept_for_the_next_step(found):
+def test_each_rank_keeps_its_own_error_for_the_next_step(found):
     expected = reference.PowerSGD(2)
     by_hand(expected)
     for rank in range(RANKS):
         low = found[rank]["rank 2"]["state"]["low"]
-        assert (
-            low.keys() == expected.errors.keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
-        )
+        names = {"net.0.weight", "net.2.weight", "net.4.weight"}
+        assert low.keys() == expected.errors.keys() == names
         for name, kept in low.items():
             close(kept["error"], expected.errors[name][rank])
             close(kept["q"], expected.q[name])
@@ -94,20 +99,19 @@ def test_a_step_sends_thin_matrices_and_the_rest(found):
     thin = sum((rows + columns) * 2 for rows, columns in [(8, 36), (20, 72), (9, 20)])
     rest = 8 + 20 + 9 + 2 + 2 * 9
     assert sum(found[0]["rank 2"]["sent"]) == STEPS * (thin + rest)
-    assert sum(found[0]["all warm-up"]["sent"]) == STEPS * sum(
-        parameter.numel() for parameter in net().parameters()
-    )
+    whole = sum(parameter.numel() for parameter in net().parameters())
+    assert sum(found[0]["all warm-up"]["sent"]) == STEPS * whole
     assert len(found[0]["rank 2"]["sent"]) > 4 * STEPS  # many buckets
 
 
-def test_goes_on_from_its_state(found):
+def test_resumes_from_its_state(found):
     for rank in range(RANKS):
         assert found[rank]["resumed"]["state"]["steps"] == STEPS
         close(found[rank]["resumed"]["weights"], found[rank]["rank 2"]["weights"])
         close(found[rank]["resumed"]["state"]["low"], found[rank]["rank 2"]["state"]["low"])
 
 
-def test_what_ranks_left_out_that_are_no_longer_there_is_forgotten(found):
+def test_errors_are_dropped_if_the_number_of_ranks_changes(found):
     whole = reference.PowerSGD(2)
     half = by_hand(whole, range(STEPS // 2))
     whole.errors = {
@@ -129,7 +133,7 @@ def test_numbers_out_of_range_are_refused(options, error):
         BaguaStrategy(algorithm="power_sgd", **options)
 
 
-def test_a_closure_that_is_evaluated_often_is_one_step_of_the_warm_up():
+def test_a_closure_that_is_evaluated_several_times_is_one_step_of_the_warm_up():
     strategy = BaguaStrategy(algorithm="power_sgd", warmup_steps=5)
     one_trainer(devices=1, strategy=strategy, max_steps=2).fit(
         Net(optimizer="lbfgs"), DataLoader(samples(), batch_size=8)
@@ -137,7 +141,7 @@ def test_a_closure_that_is_evaluated_often_is_one_step_of_the_warm_up():
     assert strategy.algorithm.state_dict()["steps"] == 2
 
 
-def test_16_mixed_is_refused_before_anything_starts():
+def test_16_mixed_is_refused_before_the_start():
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

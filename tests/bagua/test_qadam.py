@@ -1,4 +1,4 @@
-"""QAdam: Adam while it warms up; then a frozen variance, and a momentum that travels in 8 bits."""
+"""QAdam: Adam in the warm-up; then a constant variance, and a momentum that is sent in 8 bits."""
 
 import re
 
@@ -39,14 +39,14 @@ def trained(make, steps):
     return losses
 
 
-def test_equals_adam_while_it_warms_up():
+def test_equals_adam_in_the_warm_up():
     mine = trained(lambda p: QAdamOptimizer(p, lr=0.001, weight_decay=0.1, warmup_steps=2000), 1000)
     theirs = trained(lambda p: torch.optim.Adam(p, lr=0.001, weight_decay=0.1, foreach=False), 1000)
     assert mine == theirs
 
 
 def by_hand(weights, gradients, warmup, lr=0.1, first=0.9, second=0.99, eps=1e-8, decay=0.1):
-    """The formulas, of one tensor."""
+    """Apply the formulas to one tensor."""
     m = v = torch.zeros_like(weights)
     for t, gradient in enumerate(gradients, start=1):
         g = gradient + decay * weights
@@ -59,7 +59,7 @@ def by_hand(weights, gradients, warmup, lr=0.1, first=0.9, second=0.99, eps=1e-8
 
 
 @pytest.mark.parametrize("warmup", [2, 3, 20])
-def test_step_by_step_past_the_warm_up(warmup):
+def test_every_step_equals_the_formulas_during_and_after_the_warm_up(warmup):
     start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
     parameter = nn.Parameter(start.clone())
     optimizer = QAdamOptimizer(
@@ -72,7 +72,7 @@ def test_step_by_step_past_the_warm_up(warmup):
     torch.testing.assert_close(parameter.detach(), by_hand(start, gradients, warmup))
 
 
-def test_its_state_goes_through_state_dict():
+def test_a_new_optimizer_resumes_from_the_state_dict():
     start, gradients = torch.randn(7), [torch.randn(7) for _ in range(8)]
     parameter, state = nn.Parameter(start.clone()), None
     for gradient in gradients:  # a new optimizer in each step
@@ -106,17 +106,16 @@ def test_warmup_steps_must_be_above_0(wrong):
     ],
     ids=str,
 )
-def test_what_adam_refuses_is_refused_in_its_words(wrong):
+def test_values_that_adam_refuses_are_refused_with_its_text(wrong):
     parameters = [nn.Parameter(torch.zeros(1))]
     with pytest.raises(ValueError, match="Invalid") as of_adam:
         torch.optim.Adam(parameters, **wrong)
-    with pytest.raises(
-        gt.UsageError, match=f"QAdamOptimizer: {re.escape(str(of_adam.value))}. Fix: "
-    ):
+    text = re.escape(str(of_adam.value))
+    with pytest.raises(gt.UsageError, match=f"QAdamOptimizer: {text}. Fix: "):
         QAdamOptimizer(parameters, **wrong)
 
 
-# --- with the algorithm --------------------------------------------------------------------------------------------------
+# --- with the algorithm ---------------------------------------------------------------------------
 
 PROGRAMS = ("qadam",)
 
@@ -127,7 +126,7 @@ def two_ranks(kept):
 
 
 def in_a_byte(chunk):
-    """MinMaxUInt8 there and back."""
+    """Encode and decode a chunk in MinMaxUInt8."""
     scale = 255 / (chunk.max() - chunk.min() + 1e-7)
     upper = (chunk.max() * scale).round()
     codes = (torch.minimum((chunk * scale).round(), upper) - (upper - 255)).to(torch.uint8)
@@ -135,18 +134,18 @@ def in_a_byte(chunk):
 
 
 def mean_in_bytes(momenta):
-    """That of both ranks, by bucket: each rank averages a half of it."""
-    halves = zip(
-        *(torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(2, -1) for flat in momenta),
-        strict=True,
-    )
-    return torch.cat([in_a_byte((in_a_byte(one) + in_a_byte(other)) / 2) for one, other in halves])[
-        : len(momenta[0])
-    ]
+    """Return the mean of both ranks' bucket, of which each rank averages one half."""
+    padded = [nn.functional.pad(flat, (0, len(flat) % 2)).view(2, -1) for flat in momenta]
+    halves = zip(*padded, strict=True)
+    means = [in_a_byte((in_a_byte(one) + in_a_byte(other)) / 2) for one, other in halves]
+    return torch.cat(means)[: len(momenta[0])]
 
 
 def two_ranks_by_hand(window, steps, warmup, lr=0.01):
-    """The weights of two ranks in one process: formulas alone, but for which parameters share a bucket."""
+    """Train two ranks in one process with the formulas; return the weights.
+
+    Only the assignment of parameters to buckets is the plugin's.
+    """
     net, (x, y) = Net(), samples().tensors
     named = list(net.named_parameters())
     parameters = [p for _, p in named]
@@ -161,9 +160,8 @@ def two_ranks_by_hand(window, steps, warmup, lr=0.01):
         for rank in range(2):
             gradients = [torch.zeros_like(p) for p in parameters]
             for micro in range(window):
-                start = (
-                    4 * ((t - 1) * window + micro) % 24
-                )  # of 24 samples a rank, every second one
+                # Each rank has 24 samples, every second one of all.
+                start = 4 * ((t - 1) * window + micro) % 24
                 rows = [2 * i + rank for i in range(start, start + 4)]
                 loss = nn.functional.mse_loss(net(x[rows]), y[rows])
                 gradients = [
@@ -200,19 +198,19 @@ def two_ranks_by_hand(window, steps, warmup, lr=0.01):
 @pytest.mark.parametrize(
     ("name", "window", "steps", "warmup"), [("flat", 1, 12, 4), ("accumulating", 3, 4, 2)]
 )
-def test_two_ranks_train_as_the_formulas_have_it(two_ranks, name, window, steps, warmup):
+def test_two_ranks_train_as_the_formulas(two_ranks, name, window, steps, warmup):
     first, second = two_ranks
     begin = Net().state_dict()
     for key, expected in two_ranks_by_hand(window, steps, warmup).items():
         assert torch.equal(first[name][key], second[name][key]), key
-        # A sum in another order may round a momentum to the next byte.
+        # If a sum has another order, a momentum may round to the next byte.
         assert (first[name][key] - expected).norm() <= 1e-3 * (expected - begin[key]).norm(), key
     momenta = [kept["momentum", name] for kept in two_ranks]
     assert torch.equal(*momenta)
     assert not first["mixed", name]
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def make(parameters):
@@ -224,7 +222,7 @@ def scheduled(optimizer, n):
 
 
 @pytest.mark.parametrize(
-    ("returns", "told"),
+    ("returns", "message"),
     [
         (
             lambda p: torch.optim.Adam(p),
@@ -240,16 +238,16 @@ def scheduled(optimizer, n):
     ids=["adam", "two", "none", "two schedulers"],
 )
 @pytest.mark.filterwarnings("ignore:configure_optimizers returned None")
-def test_optimizers_that_it_does_not_go_with(returns, told):
+def test_other_optimizers_and_two_schedulers_are_refused(returns, message):
     class Module(Net):
         def configure_optimizers(self):
             return returns([*self.parameters()])
 
-    with pytest.raises(gt.UsageError, match=told):
+    with pytest.raises(gt.UsageError, match=message):
         bagua(1, strategy={"algorithm": "qadam"}).fit(Module(), DataLoader(samples(), 8))
 
 
-def test_one_scheduler_is_right():
+def test_one_scheduler_is_accepted():
     class Module(Net):
         def configure_optimizers(self):
             return scheduled(make(self.parameters()), 1)
@@ -258,12 +256,10 @@ def test_one_scheduler_is_right():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "change"),
     [({"precision": "16-mixed"}, "unscaled"), ({"gradient_clip_val": 1.0}, "clipped")],
 )
-def test_what_would_be_done_to_the_momentum_is_refused_before_anything_starts(options, told):
-    with pytest.raises(
-        gt.UsageError,
-        match=rf"geartrain-bagua\[bagua\]: the algorithm 'qadam'.*before they are {told}",
-    ):
+def test_unscaling_and_clipping_the_momentum_is_refused_before_the_start(options, change):
+    message = rf"geartrain-bagua\[bagua\]: the algorithm 'qadam'.*before they are {change}"
+    with pytest.raises(gt.UsageError, match=message):
         bagua(2, strategy={"algorithm": "qadam"}, **options).fit(Net(), DataLoader(samples(), 8))

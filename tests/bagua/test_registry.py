@@ -1,4 +1,4 @@
-"""Algorithms are chosen by name, those of other distributions too; only the chosen one is imported."""
+"""Choosing an algorithm by name, also from other distributions; only the chosen one is imported."""
 
 import inspect
 import itertools
@@ -26,8 +26,8 @@ class Signs(Algorithm):
     '''Gradients become the mean of their signs.
 
     Args:
-        times: what the mean is multiplied with.
-        kind: of sign.
+        times: the factor of the mean.
+        kind: the kind of sign.
     '''
 
     reduces = "gradients"
@@ -72,22 +72,25 @@ def error(**options):
     except gt.UsageError as error:
         return str(error)
 
-found = {name: error(algorithm=name) for name in ("shared", "broken", "absent", "no_class", "sings", "signs")}
+names = ("shared", "broken", "absent", "no_class", "sings", "signs")
+found = {name: error(algorithm=name) for name in names}
 found["option"] = error(algorithm="signs", time=2.0)
 found["type"] = error(algorithm="signs", times="twice")
 found["of gradient_allreduce"] = error(times=2.0)
-found["imported"] = sorted(name for name in sys.modules if name.startswith("geartrain_bagua.algorithms."))
+prefix = "geartrain_bagua.algorithms."
+found["imported"] = sorted(name for name in sys.modules if name.startswith(prefix))
 print(json.dumps(found))
 """
 
 
 def package(folder, name, algorithms, module):
-    """The source of a distribution with algorithms."""
+    """Write the source of a distribution with algorithms; return its folder."""
     folder.mkdir()
     points = "\n".join(f'{key} = "{value}"' for key, value in algorithms.items())
     (folder / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n\n'
-        f'[project]\nname = "{name}"\nversion = "1"\n\n[project.entry-points."geartrain_bagua.algorithms"]\n{points}\n\n'
+        f'[project]\nname = "{name}"\nversion = "1"\n\n'
+        f'[project.entry-points."geartrain_bagua.algorithms"]\n{points}\n\n'
         f'[tool.hatch.build.targets.wheel]\ninclude = ["{name}.py"]\n'
     )
     (folder / f"{name}.py").write_text(module)
@@ -96,7 +99,7 @@ def package(folder, name, algorithms, module):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """An environment with two distributions of other people's algorithms."""
+    """Return an environment with two other distributions that have algorithms."""
     folder = tmp_path_factory.mktemp("site")
     mine = {
         "signs": "mine:Signs",
@@ -122,7 +125,7 @@ def errors(site, tmp_path_factory):
     return json.loads(done.stdout)
 
 
-def test_what_cannot_be_chosen_says_why(errors):
+def test_an_error_names_the_reason(errors):
     assert "mine[shared] and theirs[shared] claim the same name" in errors["shared"]
     assert (
         "mine[broken] could not be imported: ModuleNotFoundError: No module named 'mine_broken'"
@@ -130,26 +133,21 @@ def test_what_cannot_be_chosen_says_why(errors):
     )
     assert "mine[absent] could not be imported: AttributeError" in errors["absent"]
     assert "which is no geartrain_bagua.Algorithm" in errors["no_class"]
-    assert (
-        "there is no algorithm 'sings'. Did you mean 'signs'? Known: absent, async, broken, bytegrad"
-        in errors["sings"]
-    )
+    assert "there is no algorithm 'sings'. Did you mean 'signs'?" in errors["sings"]
+    assert "'signs'? Known: absent, async, broken, bytegrad" in errors["sings"]
     assert errors["signs"] is None
 
 
-def test_options_are_held_to_the_algorithms_own(errors):
-    assert (
-        "the algorithm 'signs' has no option 'time'. Did you mean 'times'? Its options: times, kind."
-        in errors["option"]
-    )
+def test_options_are_checked_against_the_algorithm(errors):
+    assert "the algorithm 'signs' has no option 'time'. Did you mean 'times'?" in errors["option"]
+    assert "'times'? Its options: times, kind." in errors["option"]
     assert "the algorithm 'signs': times='twice' is no float" in errors["type"]
-    assert (
-        "the algorithm 'gradient_allreduce' has no option 'times'. Its options: hierarchical, average."
-        in errors["of gradient_allreduce"]
-    )
+    of_another = errors["of gradient_allreduce"]
+    assert "the algorithm 'gradient_allreduce' has no option 'times'. Its options:" in of_another
+    assert "'times'. Its options: hierarchical, average." in of_another
 
 
-def test_nothing_is_imported_that_was_not_chosen(errors):
+def test_only_the_chosen_algorithm_is_imported(errors):
     assert errors["imported"] == ["geartrain_bagua.algorithms.gradient_allreduce"]
 
 
@@ -161,22 +159,15 @@ def test_another_distributions_algorithm_trains(site, tmp_path):
         "import sys\nfrom geartrain.commands import main\nsys.exit(main())\n"
     )
 
-    def fit(*arguments):
-        return site.run(
-            site.python,
-            "geartrain_command.py",
-            "fit",
-            "train.py",
-            *options,
-            *arguments,
-            cwd=tmp_path,
-            seconds=150,
-        )
-
     options = ("--strategy", "bagua", "--strategy.algorithm", "signs", "--accelerator", "cpu")
+    command = (site.python, "geartrain_command.py", "fit", "train.py", *options)
+
+    def fit(*arguments):
+        return site.run(*command, *arguments, cwd=tmp_path, seconds=150)
+
     help_text = fit("--help").stdout
     assert "--strategy.times TIMES" in help_text
-    assert "what the mean is multiplied with" in help_text
+    assert "the factor of the mean" in help_text
     refused = fit("--strategy.times", "twice")
     assert refused.returncode == 2
     assert "--strategy.times" in refused.stderr
@@ -206,26 +197,18 @@ def test_the_algorithm_of_a_config_file_has_its_options(tmp_path, config, argume
     target = tmp_path / f"train_{request.node.callspec.id}.py"  # its module's name
     target.write_text(TRAIN)
     (tmp_path / "config.yaml").write_text(config)
-    given = [
-        str(target),
-        "--config",
-        str(tmp_path / "config.yaml"),
-        "--accelerator",
-        "cpu",
-        *arguments,
-    ]
+    config_file = str(tmp_path / "config.yaml")
+    given = [str(target), "--config", config_file, "--accelerator", "cpu", *arguments]
     trainer = read_arguments("fit", given, None).trainer
     strategy = next(part.plugin for part in trainer._parts if part.info.kind == "strategy")
-    assert (type(strategy.algorithm).__name__, strategy.algorithm.dtype) == (
-        "HalfAllReduce",
-        "fp16",
-    )
+    assert type(strategy.algorithm).__name__ == "HalfAllReduce"
+    assert strategy.algorithm.dtype == "fp16"
 
 
-# --- in Python -----------------------------------------------------------------------------------------------------------
+# --- in Python ------------------------------------------------------------------------------------
 
 
-def test_a_class_and_an_object_do_as_well_as_a_name():
+def test_an_algorithm_may_be_a_class_or_an_object():
     made = GradientAllReduce(average=False)
     assert BaguaStrategy(algorithm=made).algorithm is made
     assert BaguaStrategy(algorithm=GradientAllReduce, average=False).algorithm.average is False
@@ -235,7 +218,7 @@ def test_a_class_and_an_object_do_as_well_as_a_name():
         BaguaStrategy(algorithm=dict)
 
 
-def test_a_checkpoint_has_an_algorithms_own_name_however_it_was_chosen():
+def test_a_checkpoint_has_the_same_name_for_every_way_of_choosing():
     ways = ["gradient_allreduce", "Gradient_AllReduce", GradientAllReduce, GradientAllReduce()]
     assert {BaguaStrategy(algorithm=way).state_dict()["algorithm"] for way in ways} == {
         "gradient_allreduce"
@@ -245,11 +228,8 @@ def test_a_checkpoint_has_an_algorithms_own_name_however_it_was_chosen():
 
     class Mine(GradientAllReduce): ...
 
-    assert (
-        BaguaStrategy(algorithm=Mine).state_dict()["algorithm"]
-        == BaguaStrategy(algorithm=Mine()).state_dict()["algorithm"]
-        == "Mine"
-    )
+    for mine in (Mine, Mine()):
+        assert BaguaStrategy(algorithm=mine).state_dict()["algorithm"] == "Mine"
 
 
 class Typed(Algorithm):
@@ -270,7 +250,7 @@ class Typed(Algorithm):
         {"any_thing": object()},
     ],
 )
-def test_options_of_the_right_type_arrive(right):
+def test_options_of_the_right_type_are_passed_on(right):
     algorithm = BaguaStrategy(algorithm=Typed, **right).algorithm
     assert {name: getattr(algorithm, name) for name in right} == right
 
@@ -283,13 +263,12 @@ def test_options_of_a_wrong_type_are_refused(wrong):
         BaguaStrategy(algorithm=Typed, **wrong)
 
 
-def test_an_option_that_the_strategy_would_take_is_refused():
+def test_an_option_of_the_strategys_name_is_refused():
     class Waits(Algorithm):
         def __init__(self, timeout: float = 1.0) -> None: ...
 
-    with pytest.raises(
-        gt.UsageError, match="Waits: its option 'timeout' is also an option of BaguaStrategy"
-    ):
+    message = "Waits: its option 'timeout' is also an option of BaguaStrategy"
+    with pytest.raises(gt.UsageError, match=message):
         BaguaStrategy(algorithm=Waits)
 
 
@@ -305,7 +284,7 @@ def test_a_misspelt_method_is_refused(made):
         BaguaStrategy(algorithm=Ends() if made else Ends)
 
 
-def test_our_own_algorithm_wins_over_anothers_of_its_name(monkeypatch):
+def test_geartrain_baguas_algorithm_wins_over_another_of_its_name(monkeypatch):
     theirs = EntryPoint("ByteGrad", "acme_absent:ByteGrad", choosing.GROUP)._for(
         SimpleNamespace(name="acme")
     )
@@ -326,9 +305,8 @@ def test_bucket_bytes_must_be_a_number_of_bytes(wrong):
 
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), 1e10])
 def test_a_timeout_that_no_thread_can_wait_is_refused(wrong):
-    with pytest.raises(
-        gt.UsageError, match=re.escape(f"timeout={wrong!r} must be above 0 and at most ")
-    ):
+    message = re.escape(f"timeout={wrong!r} must be above 0 and at most ")
+    with pytest.raises(gt.UsageError, match=message):
         BaguaStrategy(timeout=wrong)
 
 
@@ -362,10 +340,8 @@ def test_arguments_and_defaults_are_baguas(name, arguments):
         if key != "params"
     }
     assert found == arguments
-    assert list(found) == list(arguments)  # by position, too
-    assert {key: type(value) for key, value in found.items()} == {
-        key: type(value) for key, value in arguments.items()
-    }
+    assert list(found) == list(arguments)  # positional arguments are equal too
+    assert list(map(type, found.values())) == list(map(type, arguments.values()))
 
 
 def test_names_of_the_plugin_are_among_geartrains_strategies():

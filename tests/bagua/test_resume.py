@@ -69,8 +69,8 @@ def test_each_rank_resumes_with_its_own_state(ranks, case):
 def test_a_checkpoint_of_async_holds_one_model(ranks, name):
     first, second = (rank[name] for rank in ranks)
     assert len(first["files"]) == 3
-    # on_save_checkpoint of the module sees the saved weights on both ranks; they do not change until
-    # the file is written.
+    # on_save_checkpoint of the module sees the saved weights on both ranks; they do not change
+    # until the file is written.
     assert same(first["copies"], second["copies"])
     assert same(first["saved"], second["saved"])
     for saved, (trained, copied) in zip(first["saved"], first["files"], strict=True):
@@ -96,7 +96,7 @@ def test_async_validates_the_average_of_an_ema_unchanged(ranks):
     assert same(first["after"], second["after"])
 
 
-# --- states that are refused -------------------------------------------------------------------------
+# --- states that are refused ----------------------------------------------------------------------
 
 
 def refused(tmp_path, then, now):

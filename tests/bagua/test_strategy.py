@@ -1,4 +1,4 @@
-"""Two ranks of bagua's gradient_allreduce train as one process does; what an algorithm is asked, and when; what is refused."""
+"""The strategy bagua: two ranks train as one process, the order of an algorithm's calls, errors."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -43,7 +43,7 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
         assert torch.equal(trained[key], two_ranks[1][name][1][key]), f"{key} differs between ranks"
 
 
-# --- more of it, in one script -------------------------------------------------------------------------------------------
+# --- results of strategy_program.py ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -56,14 +56,15 @@ def flat(module):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adam of rank 1"])
-def test_ranks_that_start_apart_are_together_with_their_optimizers(one_script, kind):
+def test_ranks_start_from_the_same_weights_and_optimizers(one_script, kind):
     assert torch.equal(*(kept["apart", kind] for kept in one_script))
 
 
 def test_mixed_precision_scales_reduces_unscales_and_clips(one_script):
     (trained, before), (theirs, _) = (kept["16-mixed"] for kept in one_script)
     assert torch.equal(trained, theirs)
-    # 12 steps of gradients of norm 0.001 at most: clipped as what they are, and not as the scaler's 65,536 times that.
+    # 12 steps with a gradient norm of at most 0.001: unscaled before they are clipped (the scale is
+    # 65,536).
     assert 0 < (trained - before).norm() <= 12 * 0.1 * 0.001 * 1.001
 
 
@@ -73,41 +74,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
     assert torch.equal(mine, theirs)
 
 
-def test_an_algorithm_is_asked_in_the_order_of_a_step(one_script):
+def test_an_algorithm_is_called_in_the_order_of_a_step(one_script):
     for rank, kept in enumerate(one_script):
         begin, *calls = kept["calls"]
         assert begin == ("set_up", 3, (0, 1), rank)
-        begun = ["start_step", "computing", "batch", "end of batch", "batch"]
-        others = [
-            "computed",
-            "computing",
-            "end of batch",
-            "batch",
-            "computed",
-            "computing",
-            0,
-            1,
-            2,
-            "end_backward",
-        ]
-        ended = [
-            "optimizer",
-            "optimizer",
-            "end of batch",
-            "computed",
-            "end_step",
-            "computing",
-            "on_step_end",
-            "computed",
-        ]
-        step = [*begun, *others, *ended]
-        # The sanity check, three batches of 8 samples in one window, and one pause for validation and the epoch's checkpoint.
+        first = ["start_step", "computing", "batch", "end of batch", "batch"]
+        second = ["computed", "computing", "end of batch", "batch"]
+        third = ["computed", "computing", 0, 1, 2, "end_backward"]
+        end = ["optimizer", "optimizer", "end of batch", "computed", "end_step"]
+        plugins = ["computing", "on_step_end", "computed"]
+        step = [*first, *second, *third, *end, *plugins]
+        # The sanity check, three batches of 8 samples in one step, and one pause for validation and
+        # the epoch's checkpoint.
         assert calls == ["pause", "resume", *step, "pause", ("close", False)]
         assert kept["threads"] == {"geartrain-bagua"}
         assert kept["state"] == {"algorithm": "Watched", "state": {"n": 3}}
 
 
-def test_communication_goes_on_while_backward_does(one_script):
+def test_communication_overlaps_with_backward(one_script):
     assert [kept["overlapped"] for kept in one_script] == [True, True]
 
 
@@ -116,7 +100,7 @@ def test_decentralized_exchanges_from_before_forward_to_after_backward(one_scrip
         assert kept["early"] == [("exchange has begun", True), ("training has continued", True)]
 
 
-def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script):
+def test_asyncs_thread_has_its_own_group_and_ends_with_each_fit(one_script):
     for kept in one_script:
         assert kept["groups of async"] == [False, (0, 1)]
         assert kept["threads of async"] == [["geartrain-bagua", "geartrain-bagua-async"]] * 6
@@ -126,25 +110,18 @@ def test_asyncs_thread_has_a_group_of_its_own_and_ends_with_each_fit(one_script)
 def test_a_closure_is_one_step_of_several_backwards(one_script):
     calls = one_script[0]["calls of lbfgs"][1:-1]
     evaluation = [0, 1, 2, "end_backward"]
-    assert calls == [
-        "start_step",
-        "computing",
-        *evaluation * 4,
-        "computed",
-        "end_step",
-        "computing",
-        "computed",
-    ]
+    before, after = ["start_step", "computing"], ["computed", "end_step", "computing", "computed"]
+    assert calls == [*before, *evaluation * 4, *after]
 
 
-def test_async_stops_for_a_checkpoint_that_a_plugin_saves_in_on_step_end(one_script):
+def test_async_pauses_if_a_plugin_saves_a_checkpoint_in_on_step_end(one_script):
     first, second = (kept["saved in on_step_end"] for kept in one_script)
     assert len(first) == 2
     for mine, theirs in zip(first, second, strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_nothing_of_a_run_is_left(one_script):
+def test_a_run_leaves_no_thread_group_or_context(one_script):
     for kept in one_script:
         assert kept["left"] == ([], False, False)
 
@@ -156,7 +133,7 @@ def test_manual_optimisation_averages(one_script):
         torch.testing.assert_close(kept["manual"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_session_averages_once_a_step(one_script):
+def test_a_session_averages_once_per_step(one_script):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer, (x, y) = torch.optim.SGD(model.parameters(), 0.1), samples().tensors
@@ -169,7 +146,7 @@ def test_a_session_averages_once_a_step(one_script):
         torch.testing.assert_close(kept["session"], flat(model), rtol=1e-5, atol=1e-6)
 
 
-# --- what is refused: one rank has all the same errors -------------------------------------------------------------------
+# --- errors, on one rank, which has the same errors as several ------------------------------------
 
 
 def refused(module, **options):
@@ -179,10 +156,10 @@ def refused(module, **options):
 
 
 def test_unused_parameters_are_named():
-    told = refused(Net(unused=True))
-    assert "2 parameters got no gradient in this step" in told
-    assert "extra.weight" in told
-    assert "find_unused_parameters=True" in told
+    error = refused(Net(unused=True))
+    assert "2 parameters got no gradient in this step" in error
+    assert "extra.weight" in error
+    assert "find_unused_parameters=True" in error
 
 
 def test_a_parameter_that_is_unfrozen_later_is_named():
@@ -191,12 +168,11 @@ def test_a_parameter_that_is_unfrozen_later_is_named():
             if batch_idx == 2:
                 self.first.requires_grad_(True)
 
-    assert "first.weight got a gradient, but needed none when training began" in refused(
-        Unfreezes(frozen=True)
-    )
+    error = refused(Unfreezes(frozen=True))
+    assert "first.weight got a gradient, but needed none when training began" in error
 
 
-def test_a_second_backward_is_named():
+def test_a_second_backward_is_refused():
     class Twice(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -211,7 +187,7 @@ def zero(gradient):
 
 
 class Changes(Net):
-    """Changes gradients after backward; those of two of its parameters are views of one tensor."""
+    """Changes gradients after backward; two of its gradients are views of one tensor."""
 
     def __init__(self, change=zero, of=(), **options):
         super().__init__(**options)
@@ -221,10 +197,8 @@ class Changes(Net):
         )
 
     def training_step(self, batch, batch_idx):
-        return (
-            super().training_step(batch, batch_idx)
-            + torch.cat([self.pair.upper, self.pair.lower]).square().sum()
-        )
+        pair = torch.cat([self.pair.upper, self.pair.lower])
+        return super().training_step(batch, batch_idx) + pair.square().sum()
 
     def on_after_backward(self):
         for name in self.of:
@@ -239,20 +213,20 @@ class Changes(Net):
 )
 @pytest.mark.parametrize("change", [zero, torch.zeros_like], ids=["in place", "another"])
 def test_a_gradient_that_is_changed_after_it_was_sent_is_named(name, change):
-    """Its bucket overwrites it: the change would be lost."""
-    told = refused(Changes(change, [name]), strategy={"bucket_bytes": 100})
-    assert f"the gradient of {name} was changed after it was sent" in told
-    assert "Fix: change gradients in on_before_optimizer_step" in told
+    """The bucket overwrites the gradient, so the change would be lost."""
+    error = refused(Changes(change, [name]), strategy={"bucket_bytes": 100})
+    assert f"the gradient of {name} was changed after it was sent" in error
+    assert "Fix: change gradients in on_before_optimizer_step" in error
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_that_nobody_changed_are_not_refused(accumulate):
+def test_unchanged_gradients_are_accepted(accumulate):
     bagua(1, accumulate_grad_batches=accumulate, strategy={"bucket_bytes": 100}).fit(
         Changes(), DataLoader(samples(), 8)
     )
 
 
-def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
+def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_with_the_change():
     class Early(Net):
         def on_after_backward(self):
             if self.accumulated == 1:
@@ -272,11 +246,11 @@ def test_a_gradient_that_is_changed_before_it_is_sent_is_averaged_as_it_is():
 
 
 class Other(Algorithm):
-    """An algorithm whose gradients nobody else may average."""
+    """An algorithm that ``average_gradients`` cannot replace."""
 
 
 @pytest.mark.parametrize(
-    ("strategy", "who"),
+    ("strategy", "name"),
     [
         (BaguaStrategy(Other), "'Other'"),
         (BaguaStrategy(hierarchical=True), "'gradient_allreduce'"),
@@ -284,20 +258,18 @@ class Other(Algorithm):
     ],
     ids=["another", "hierarchical", "summed"],
 )
-def test_manual_optimisation_and_a_session_are_refused_where_core_would_average_otherwise(
-    strategy, who
-):
+def test_manual_optimisation_and_a_session_are_refused_if_core_averages_differently(strategy, name):
     class Manual(Net):
         automatic_optimization = False
 
     trainer = gt.Trainer(accelerator="cpu", devices=2, strategy=strategy)
-    with pytest.raises(gt.UsageError, match=f"the algorithm {who}.*manual optimisation"):
+    with pytest.raises(gt.UsageError, match=f"the algorithm {name}.*manual optimisation"):
         trainer.fit(Manual(), DataLoader(samples(), 8))
-    with pytest.raises(gt.UsageError, match=f"the algorithm {who}.*a Session's own loop"):
+    with pytest.raises(gt.UsageError, match=f"the algorithm {name}.*a Session's own loop"):
         gt.Session(accelerator="cpu", devices=2, strategy=strategy).launch()
 
 
-def test_manual_optimisation_does_not_ask_an_algorithm_that_was_not_set_up():
+def test_manual_optimisation_does_not_call_an_algorithm_that_was_not_set_up():
     class Computes(GradientAllReduce):
         def computing(self):
             return nullcontext(self.context)
@@ -324,7 +296,7 @@ def test_a_state_of_another_algorithm_is_refused_by_name():
         strategy.load_state_dict({"algorithm": "bytegrad", "state": {}})
 
 
-def test_hooks_that_an_algorithm_has_no_use_for_are_not_there():
+def test_the_strategy_has_only_the_hooks_that_the_algorithm_needs():
     hooks = bagua(1).hooks
     for hook in ("step", "optimizer_step", "on_validation_start"):
         assert not any(choice.kind == "strategy" for choice in hooks.implementers(hook)), hook
@@ -334,21 +306,21 @@ def test_hooks_that_an_algorithm_has_no_use_for_are_not_there():
 
 
 @pytest.mark.parametrize("method", ["configure_ddp", "ddp_device_ids"])
-def test_what_a_subclass_overrides_of_ddp_in_vain_is_refused(method):
+def test_a_subclass_with_a_method_that_is_never_called_is_refused(method):
     mine = type("Mine", (BaguaStrategy,), {method: lambda self, *_: None})
     with pytest.raises(gt.UsageError, match=rf"Mine\.{method} would never be called"):
         mine()
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "async"])
-def test_an_optimizer_with_a_closure_is_refused_where_ranks_have_weights_of_their_own(algorithm):
-    """Each would evaluate its closure another number of times, and the loss in it is the mean over all ranks."""
-    told = refused(Net(optimizer="lbfgs"), strategy={"algorithm": algorithm})
-    assert "such as LBFGS" in told
-    assert "Fix: another optimizer" in told
+def test_an_optimizer_with_a_closure_is_refused_if_weights_differ_between_ranks(algorithm):
+    """The closure averages the loss over ranks, but ranks call it different numbers of times."""
+    error = refused(Net(optimizer="lbfgs"), strategy={"algorithm": algorithm})
+    assert "such as LBFGS" in error
+    assert "Fix: another optimizer" in error
 
 
-def test_ddps_own_hook_for_buckets_is_refused(tmp_path):
+def test_ddps_hook_for_buckets_is_refused(tmp_path):
     class Compresses:
         @gt.hookimpl
         def reduce_bucket(self, run, bucket): ...
@@ -358,11 +330,10 @@ def test_ddps_own_hook_for_buckets_is_refused(tmp_path):
 
 
 @pytest.mark.end_to_end
-def test_a_rank_that_leaves_a_parameter_out_ends_the_run(tmp_path):
-    done = script(
-        tmp_path,
-        "bagua().fit(Net(unused=int(os.environ.get('RANK', 0)) == 1), DataLoader(samples(), 4))\n",
-    )
+def test_an_unused_parameter_on_one_rank_ends_the_run(tmp_path):
+    program = "unused = int(os.environ.get('RANK', 0)) == 1\n"
+    program += "bagua().fit(Net(unused=unused), DataLoader(samples(), 4))\n"
+    done = script(tmp_path, program)
     assert done.returncode != 0
     assert "rank 1" in done.printed
     assert "extra.weight" in done.printed

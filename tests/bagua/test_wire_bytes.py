@@ -1,4 +1,4 @@
-"""Bytes a step on the wire, as two hosts' interfaces count them: network namespaces joined by a cable."""
+"""Bytes per step on the wire, counted by the interfaces of two connected network namespaces."""
 
 import json
 from contextlib import ExitStack
@@ -11,13 +11,15 @@ from geartrain_testing.launching import launched
 
 from .wire import PARAMETERS
 
-#: test_minmax_uint8.py and test_power_sgd.py assert how many bytes are made; here an interface counts those that are sent.
+#: test_minmax_uint8.py and test_power_sgd.py check the sizes of messages; here an interface counts
+#: the bytes that are sent.
 pytestmark = pytest.mark.end_to_end
 
 RANKS = 2
 WIRE = str(Path(__file__).parent / "wire.py")
-#: Headers are no part of what an algorithm decides: 66 bytes are 4.6% of a packet of 1500 bytes and 0.1% of this. (Where the interface
-#: is given larger packets to cut, as veth by default, it counts those, and 1500 would do; that is not so everywhere.)
+#: Headers do not depend on the algorithm: their 66 bytes are 4.6% of a packet of 1500 bytes, but
+#: 0.1% of this. (If an interface cuts larger packets itself, as veth by default, it counts the
+#: larger packets, and 1500 would do. Not all machines do so.)
 MTU = 65000
 #: The largest bucket has as many chunks as there are ranks; there are two buckets.
 CHUNKS = 2 * RANKS
@@ -27,27 +29,21 @@ FORMULA = {"gradient_allreduce": K * 4 * PARAMETERS, "bytegrad": K * (PARAMETERS
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two network namespaces, 10.98.0.1 and 10.98.0.2."""
+    """Create two network namespaces, 10.98.0.1 and 10.98.0.2."""
     with two_hosts("10.98.0", MTU) as names:
         yield names
 
 
 def counted(hosts: list[str], folder: Path, algorithm: str) -> list[dict[str, float]]:
-    """What each host's interface sent and received a step."""
+    """Return the bytes per step that each host's interface sent and received."""
     address = {"MASTER_ADDR": "10.98.0.1", "MASTER_PORT": "29521"}
     with ExitStack() as stack:
         runs = []
         for i, host in enumerate(hosts):
             path = folder / f"{algorithm}-{i}"
             path.mkdir()
-            before = ("ip", "netns", "exec", host)
-            runs.append(
-                stack.enter_context(
-                    launched(
-                        WIRE, algorithm, folder=path, before=before, NODE_RANK=str(i), **address
-                    )
-                )
-            )
+            options = {"before": ("ip", "netns", "exec", host), "NODE_RANK": str(i), **address}
+            runs.append(stack.enter_context(launched(WIRE, algorithm, folder=path, **options)))
         for run in runs:
             run.succeed(100)
         return [json.loads(run.out.rpartition("a step:")[2]) for run in runs]

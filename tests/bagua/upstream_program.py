@@ -1,4 +1,7 @@
-"""Upstream's net, data and optimizers, and the cases that are trained on two ranks: ``python upstream_program.py`` runs them all."""
+"""Train the cases with Bagua's test net, data and optimizers on two ranks.
+
+``python upstream_program.py`` runs all cases.
+"""
 
 import os
 
@@ -12,16 +15,16 @@ import geartrain as gt
 STEPS = 32
 LEARNING_RATE, QADAM = 0.1, {"lr": 0.05, "warmup_steps": 20}
 FLAT = {"hierarchical": False}
-#: Case -> algorithm, its options, whether each rank has a shard of its own (otherwise all have rank 0's).
+#: Case -> algorithm, its options, and True if each rank has its own shard (else all have rank 0's).
 CASES = {
-    # As upstream's tests do: default options, and on every rank the data of rank 0.
+    # As in Bagua's tests: default options, and the data of rank 0 on every rank.
     "gradient_allreduce": ("gradient_allreduce", {}, False),
     "bytegrad": ("bytegrad", {}, False),
     "qadam": ("qadam", {}, False),
     "decentralized": ("decentralized", {}, False),
     "low_precision_decentralized": ("low_precision_decentralized", {}, False),
     "async": ("async", {"warmup_steps": 10, "sync_interval_ms": 10}, False),
-    # Each rank has data of its own: what is averaged shows.
+    # Each rank has its own data, so the results depend on the averaging.
     "gradient_allreduce of shards": ("gradient_allreduce", {}, True),
     "gradient_allreduce of shards, summed": ("gradient_allreduce", {"average": False}, True),
     "bytegrad of shards": ("bytegrad", FLAT, True),
@@ -45,15 +48,15 @@ CASES = {
 
 
 def seeded() -> tuple[nn.Linear, torch.Tensor]:
-    """The layer ``[32, 32]`` and the data ``[64, 32]`` of upstream's test."""
+    """Return the layer ``[32, 32]`` and the data ``[64, 32]`` of Bagua's test."""
     torch.manual_seed(13)
-    nn.Linear(32, 2)  # the base class's, which the subclass replaces
+    nn.Linear(32, 2)  # Bagua's base class makes it first; it advances the random numbers
     layer = nn.Linear(32, 32)
     return layer, torch.randn(64, 32)
 
 
 def order() -> list[int]:
-    """The samples in the order in which a DistributedSampler that shuffles gives them, in its first epoch."""
+    """Return the order of samples in the first epoch of a DistributedSampler with shuffling."""
     return torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -63,7 +66,7 @@ def loss_of(layer: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Upstream(gt.Module):
-    """One linear layer that shall give ones."""
+    """A linear layer that learns to return ones."""
 
     def __init__(self, qadam: bool = False) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class Upstream(gt.Module):
 def train(
     strategy, devices: int, sampler: list[int], sharded: bool, qadam: bool = False
 ) -> tuple[gt.Trainer, dict[str, torch.Tensor]]:
-    """Train for one epoch; this rank's weights."""
+    """Train for one epoch; return the trainer and this rank's weights."""
     module = Upstream(qadam)
     loader = DataLoader(seeded()[1], batch_size=1, sampler=sampler)
     trainer = gt.Trainer(

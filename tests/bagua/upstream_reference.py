@@ -1,6 +1,7 @@
-"""The algorithms in one process, step by step, as upstream's papers and code have them: what ranks come to must be this.
+"""The algorithms of Bagua's papers and code in one process, the reference for results of ranks.
 
-Nothing here is geartrain's: a rank is a copy of the layer, and communication is arithmetic on a list.
+Nothing here is geartrain's code. A rank is a copy of the layer; communication is arithmetic on a
+list.
 """
 
 import copy
@@ -12,7 +13,7 @@ from .upstream_program import LEARNING_RATE, QADAM, STEPS, loss_of, order, seede
 
 
 def quantised(chunk: torch.Tensor) -> torch.Tensor:
-    """What a chunk is after its way through 8 bits."""
+    """Return a chunk after it is encoded and decoded in 8 bits."""
     low, high = chunk.min(), chunk.max()
     scale = 255 / (high - low + 1e-7)
     upper = torch.round(high * scale)
@@ -30,14 +31,17 @@ def mean(flats: list[torch.Tensor]) -> torch.Tensor:
 
 
 def eight_bit_mean(flats: list[torch.Tensor], hierarchical: bool) -> torch.Tensor:
-    """The mean as bytegrad makes it. Ranks of one node have one leader, whose group has one chunk."""
+    """Return the mean as bytegrad computes it.
+
+    With ``hierarchical``, both ranks are on one node with one leader, whose group has one chunk.
+    """
     if hierarchical:
         return quantised(quantised(mean(flats)))
     return in_chunks(mean([in_chunks(flat, len(flats)) for flat in flats]), len(flats))
 
 
 class Ranks:
-    """Copies of the layer, one a rank, each with its own samples."""
+    """Copies of the layer, one per rank, each with its own samples."""
 
     def __init__(self, shards: list[list[int]]) -> None:
         layer, self.data = seeded()
@@ -49,14 +53,14 @@ class Ranks:
         self.step = 0
 
     def backward(self, i: int) -> torch.Tensor:
-        """Make rank i's gradients of this step; flat."""
+        """Compute rank i's gradients of this step; return them in one flat tensor."""
         layer, sample = self.layers[i], self.shards[i][self.step]
         layer.zero_grad()
         loss_of(layer, self.data[sample : sample + 1]).backward()
         return torch.cat([parameter.grad.flatten() for parameter in self.parameters(i)])
 
     def parameters(self, i: int) -> list[nn.Parameter]:
-        """In the order of a bucket: reversed."""
+        """Return the parameters in the order of a bucket: reversed."""
         return list(self.layers[i].parameters())[::-1]
 
     def weights(self, i: int) -> torch.Tensor:
@@ -112,7 +116,7 @@ def decentralized(
     communication_interval: int = 1,
     hierarchical: bool = False,
 ) -> None:
-    """On two ranks the one peer of shift_one is all the others."""
+    """Average weights; with two ranks, "shift_one" equals "all"."""
     for ranks.step in range(STEPS):
         average = mean([ranks.weights(i) for i in range(len(ranks.layers))])
         for i, optimizer in enumerate(ranks.optimizers):
@@ -131,9 +135,8 @@ def low_precision_decentralized(ranks: Ranks, hierarchical: bool = False) -> Non
         for i, optimizer in enumerate(ranks.optimizers):
             ranks.backward(i)
             optimizer.step()
-            change = torch.add(
-                ranks.weights(i), left[i], alpha=1 / 3
-            )  # Bagua's order: another rounds to another byte here and there
+            # In Bagua's order: in another order, some elements would round to other bytes.
+            change = torch.add(ranks.weights(i), left[i], alpha=1 / 3)
             change = torch.add(change, right[i], alpha=1 / 3)
             sent.append(quantised(torch.sub(change, own[i], alpha=5 / 3)))
         for i in range(n):
@@ -155,7 +158,7 @@ ALGORITHMS = {
 def trained(
     algorithm: str, options: dict[str, object], sharded: bool
 ) -> list[dict[str, torch.Tensor]]:
-    """Each rank's weights after an epoch of two ranks."""
+    """Return each rank's weights after an epoch of two ranks."""
     ranks = Ranks([order()[i if sharded else 0 :: 2] for i in range(2)])
     ALGORITHMS[algorithm](ranks, **options)
     return ranks.result()

@@ -1,6 +1,6 @@
-"""Four ranks that drive the algorithms' methods by hand, as the strategy does; each keeps what it came to in a file of the given folder.
+"""Four ranks call the algorithms' methods as the strategy does, and save their results in a folder.
 
-Cases of two ranks run twice at the same time, on ranks 0 and 1 and on ranks 2 and 3.
+Cases of two ranks run twice at the same time: on ranks 0 and 1, and on ranks 2 and 3.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ found = {}
 
 
 def peers(*ranks, seconds=60):
-    """A group of these ranks; every rank calls this, in the same order. ``None`` where this rank is not one of them."""
+    """Return a group of these ranks, or ``None`` on other ranks. All ranks call it in one order."""
     group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds))
     return Peers(group, ranks.index(RANK), len(ranks), ranks) if RANK in ranks else None
 
@@ -39,7 +39,7 @@ def mine(*groups):
 
 
 class Hand:
-    """What the strategy does."""
+    """Calls an algorithm as the strategy does."""
 
     def __init__(
         self,
@@ -120,40 +120,36 @@ def case(name, algorithm, steps=6, ranks=4, node=None, kind="sgd", bucket_bytes=
 
 
 def averages(name, algorithm, ranks):
-    """Weights after each step in which nothing was learnt: what was exchanged, and nothing else."""
+    """Save the weights after each step without optimizers: only the exchange changes them."""
     hand = Hand(algorithm, ranks, optims=[])
     with torch.no_grad():
         for number, parameter in enumerate(hand.module.parameters()):
-            parameter.copy_(
-                torch.randn(
-                    parameter.shape,
-                    generator=torch.Generator().manual_seed(100 * hand.rank + number),
-                )
-            )
+            random = torch.Generator().manual_seed(100 * hand.rank + number)
+            parameter.copy_(torch.randn(parameter.shape, generator=random))
     found[name] = hand.run(3).close()
 
 
 def resumed(name, make, kind="momentum"):
-    """Three steps, a checkpoint, and three more by objects that are new but for what was saved."""
+    """Run three steps, save a checkpoint, and run three more steps with new objects from it."""
     first = Hand(make(), kind=kind).run(3)
     first.algorithm.pause()
     torch.save(first.algorithm.state_dict(), f"state-{name}-{RANK}.pt")
     dist.barrier()
     from_rank_0 = torch.load(f"state-{name}-0.pt")
     first.close()
-    # As core and the strategy do: a checkpoint has rank 0's weights and optimizers, and every rank gets them.
+    # As in core and the strategy: every rank gets rank 0's weights and optimizers from a
+    # checkpoint.
     algorithm, module = make(), net()
     optims = optimizers(module, kind)
     for optimizer, was in zip(optims, from_rank_0["optimizers"], strict=True):
         optimizer.load_state_dict(was)
-    for bucket, weights in zip(
-        make_buckets(module.parameters()), from_rank_0["weights"], strict=True
-    ):
+    buckets = make_buckets(module.parameters())
+    for bucket, weights in zip(buckets, from_rank_0["weights"], strict=True):
         bucket.give_weights(weights)
     algorithm.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
     second = Hand(algorithm, kind=kind, module=module, optims=optims).run(3, 6)
     found[f"{name} resumed"] = {"history": first.history + second.close(), "steps": algorithm.steps}
-    # Of another number of ranks only the steps are taken up.
+    # With another number of ranks only the steps are loaded.
     elastic = make()
     elastic.load_state_dict(torch.load(f"state-{name}-{RANK}.pt"))
     hand = Hand(elastic, ranks=2, kind=kind)
@@ -162,7 +158,7 @@ def resumed(name, make, kind="momentum"):
 
 
 def norm(name, algorithm, ranks=2, node=None):
-    """Upstream's figure: an epoch on rank 0's half of 64 samples, on every rank."""
+    """Compute the norm of Bagua's test: an epoch on rank 0's half of 64 samples, on every rank."""
     torch.manual_seed(13)
     nn.Linear(32, 2)
     module = nn.Linear(32, 32)
@@ -191,7 +187,7 @@ def refused(make):
     return None
 
 
-# --- async ---------------------------------------------------------------------------------------------------------------
+# --- async ----------------------------------------------------------------------------------------
 
 
 def warm_up():
@@ -210,13 +206,13 @@ def warm_up():
 
 
 def aborts():
-    """Upstream's: resumed and aborted twice each time; ranks come to each at quite different times."""
+    """Bagua's test: resume and pause twice each time, at different times on each rank."""
     hand = Hand(Asynchronous(sync_interval_ms=20, warmup_steps=3), optims=None)
     algorithm, weights, rounds = hand.algorithm, [], []
     for epoch in range(12):
         algorithm.resume()
         algorithm.resume()
-        for step in range(epoch % 3):  # none at all, too
+        for step in range(epoch % 3):  # also no step
             hand.step(10 * epoch + step, keep=False)
             time.sleep(0.003 * ((RANK + epoch) % 4))
         time.sleep(0.01 * ((RANK + epoch) % 4))
@@ -229,7 +225,10 @@ def aborts():
 
 
 def late():
-    """Rank 0 stops first; the others' rounds go on with it while they train. Weights lie so far apart that adding a difference rounds."""
+    """Rank 0 stops first; rounds continue with it while the other ranks train.
+
+    The weights differ so much that adding a difference rounds.
+    """
     module = nn.Linear(64, 1, bias=False)
     with torch.no_grad():
         module.weight.mul_(100.0**RANK)
@@ -238,7 +237,7 @@ def late():
     algorithm.start_step()
     dist.barrier()
     if RANK:
-        # One round may be under way with flags from before rank 0 stopped.
+        # A round may be running with flags from before rank 0 stopped.
         before = algorithm.rounds
         until(lambda: algorithm.rounds >= before + 5)
         with algorithm.computing(), torch.no_grad():
@@ -249,15 +248,15 @@ def late():
 
 
 def one_round():
-    """What a round does while ranks train: what they do meanwhile is kept. The lock is held by training for as long as it computes."""
+    """Run a round while ranks train: it keeps their updates, and waits for its turn."""
     module = nn.Linear(3, 1, bias=False)
     nn.init.constant_(module.weight, float(RANK))
-    algorithm = Asynchronous(sync_interval_ms=3_600_000)  # one round until someone is woken
+    algorithm = Asynchronous(sync_interval_ms=3_600_000)  # one round until pause wakes the thread
     hand = Hand(algorithm, module=module, optims=[])
     seen = {}
     with algorithm.computing():
         algorithm.start_step()
-        time.sleep(0.2)  # a round that did not keep to its turn would be done
+        time.sleep(0.2)  # a round that did not wait for its turn would be done
         seen["while computing"] = module.weight.detach().clone()
         with torch.no_grad():
             module.weight.add_(10.0 * RANK)
@@ -281,14 +280,14 @@ def until(true, seconds=30):
 
 
 def kept_meanwhile():
-    """Training between the copy and the shift is not lost, and a busy rank does not keep the thread from its turn."""
+    """Train while rounds run: no update is lost, and the thread gets its turn on a busy rank."""
     module = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(module.weight)
     algorithm = Asynchronous(sync_interval_ms=1)
     hand = Hand(algorithm, module=module, optims=[])
     algorithm.start_step()
     added, end = 0, time.monotonic() + 60
-    while algorithm.rounds < 5:  # training lets go of the weights for no longer than a loop takes
+    while algorithm.rounds < 5:  # training releases the weights only between two iterations
         assert time.monotonic() < end
         with algorithm.computing(), torch.no_grad():
             for _ in range(50):
@@ -307,7 +306,7 @@ def kept_meanwhile():
 
 
 def failing():
-    """A thread's error reaches the training thread in its next step, and closing a run that failed waits for nobody."""
+    """Record the thread's error, which the next step raises, and the time of close after it."""
     algorithm = Asynchronous(sync_interval_ms=1)
     hand = Hand(algorithm)
     hand.buckets[0].take_weights = None  # a fault of the thread, on every rank
@@ -320,7 +319,8 @@ def failing():
         message = str(error)
     algorithm.close(failed=True)
     hand.channel.close(10)
-    # The others' threads leave at once; rank 0 trains on, and its thread waits for them in a collective until the group's timeout.
+    # The threads of other ranks end immediately. Rank 0 continues to train, and its thread waits
+    # for them in a collective until the group's timeout.
     late = Hand(Asynchronous(sync_interval_ms=5), optims=[], group=peers(0, 1, 2, 3, seconds=5))
     late.algorithm.start_step()
     time.sleep(1 if RANK == 0 else 0)
@@ -332,7 +332,7 @@ def failing():
 
 
 def unfrozen(make):
-    """A parameter that is in no bucket and learns all the same."""
+    """Return the error for a parameter that is in no bucket but is unfrozen later."""
     module = net()
     module.fc3.weight.requires_grad_(False)
     hand = Hand(make(), module=module)
@@ -405,7 +405,7 @@ def rank_main(rank):
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    # Forked, so that torch is imported once; nothing of it has run yet.
+    # Forked, so that torch is imported once. No thread of torch runs yet.
     ranks = [
         multiprocessing.get_context("fork").Process(target=rank_main, args=(rank,))
         for rank in range(RANKS)
@@ -417,7 +417,7 @@ if __name__ == "__main__":
     while running and not any(process.exitcode for process in ranks) and os.getppid() == tests:
         for sentinel in wait(running, timeout=1):
             running.pop(sentinel).join()
-    for process in running.values():  # one has failed, or nobody waits for what they find
+    for process in running.values():  # a rank has failed, or pytest has ended
         process.join(1)
         process.kill()
     sys.exit(max(abs(process.exitcode or 0) for process in ranks))

@@ -1,4 +1,4 @@
-"""Results of four ranks in ``weights_program.py``, for all tests of algorithms that exchange weights."""
+"""Results of four ranks in ``weights_program.py``, for algorithms that exchange weights."""
 
 import functools
 import os
@@ -63,7 +63,7 @@ def assert_resumes(name, steps):
 
 
 def assert_starts_from_rank_0(name, steps):
-    """Check that a run that resumes on another number of ranks has the steps and rank 0's weights."""
+    """Check that a run that resumes on other ranks has the steps and rank 0's weights."""
     start = reference.flat(reference.net())
     for rank in found():
         assert rank[f"{name} on other ranks"]["steps"] == steps

@@ -1,5 +1,7 @@
-"""One rank of two, in a network namespace: ``wire.py ALGORITHM`` trains ``STEPS`` steps, and prints what its interface sent and received
-a step, and how long one took in the median."""
+"""One rank of two, in a network namespace: ``wire.py ALGORITHM`` trains ``STEPS`` steps.
+
+It prints the bytes per step that its interface sent and received, and the median time of a step.
+"""
 
 import json
 import os
@@ -17,21 +19,20 @@ from geartrain_bagua import BaguaStrategy
 
 WIDTH, LAYERS = 1024, 5
 PARAMETERS = LAYERS * WIDTH * WIDTH  # 20 MiB: buckets of 12, and of 8 MiB
-FIRST = 2  # the step after which the counters are read; again after the last one
+FIRST = 2  # the counters are read after this step, and after the last step
 STEPS = int(os.environ.get("STEPS", "8"))
 
 
 def counters() -> tuple[int, int]:
-    """Bytes that the interface which is not loopback has sent and received; /sys is the namespace's own."""
+    """Return the bytes that the interface other than loopback has sent and received."""
     (interface,) = (path for path in Path("/sys/class/net").iterdir() if path.name != "lo")
-    sent, received = (
-        (interface / "statistics" / f"{way}_bytes").read_text() for way in ("tx", "rx")
-    )
-    return int(sent), int(received)
+    files = (interface / "statistics" / f"{way}_bytes" for way in ("tx", "rx"))
+    sent, received = (int(file.read_text()) for file in files)
+    return sent, received
 
 
 class Meter:
-    """Reads the counters after the steps FIRST and STEPS, so that set-up and teardown are in no difference."""
+    """Reads the counters after the steps FIRST and STEPS, without set-up and teardown."""
 
     def __init__(self) -> None:
         self.read: list[tuple[int, int]] = []
@@ -41,7 +42,7 @@ class Meter:
     def on_step_end(self, run) -> None:
         self.ended.append(time.perf_counter())
         if len(self.ended) in (FIRST, STEPS):
-            run.hooks.barrier(run=run)  # what was sent has come: nothing is left in a socket
+            run.hooks.barrier(run=run)  # all bytes have arrived: no socket holds any
             self.read.append(counters())
             run.hooks.barrier(run=run)
 
