@@ -137,7 +137,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("whole", "rest"), PAIRS)
-def test_the_rest_is_what_it_would_have_been(kept, whole, rest):
+def test_a_resumed_run_equals_an_uninterrupted_run(kept, whole, rest):
     _, ranks = kept
     for rank in ranks:
         assert_same_end(rank[whole], rank[rest])

@@ -1,4 +1,4 @@
-"""What the tests of horovod run: one program of several ranks for many cases."""
+"""Fixtures for the tests of horovod: one program of three ranks runs many cases."""
 
 import os
 from importlib.util import find_spec
@@ -14,19 +14,18 @@ HAS = all(find_spec(name) is not None for name in ("horovod", "geartrain_horovod
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked ``horovod`` need the real one."""
+    """Skip tests marked ``horovod`` if Horovod is not installed."""
+    skip = pytest.mark.skip(
+        reason="Horovod is not installed; it is built in a separate environment"
+    )
     for item in items:
         if not HAS and item.get_closest_marker("horovod"):
-            item.add_marker(
-                pytest.mark.skip(
-                    reason="Horovod is not installed; it is built in an environment of its own"
-                )
-            )
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cycle_time():
-    """Let Horovod's threads, which wake up a thousand times a second while ranks wait, do so a hundred times."""
+    """Make Horovod's threads poll 100 times per second instead of 1,000, to save processor time."""
     with pytest.MonkeyPatch.context() as patch:
         if "HOROVOD_CYCLE_TIME" not in os.environ:
             patch.setenv("HOROVOD_CYCLE_TIME", "10")
@@ -35,7 +34,7 @@ def cycle_time():
 
 @pytest.fixture(scope="session")
 def three_ranks(tmp_path_factory):
-    """case -> what it came to, for each of three ranks; see trainings.py."""
+    """Return the results of each of three ranks, by case; see trainings.py."""
     folder = tmp_path_factory.mktemp("cases")
     with launched(str(HERE / "trainings.py"), str(folder), folder=folder) as run:
         run.succeed(300)

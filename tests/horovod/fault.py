@@ -1,4 +1,7 @@
-"""Train on two ranks with Horovod; one of them fails: ``fault.py KIND``. Files in ``marks`` say what ran, by rank."""
+"""Train on two ranks with Horovod; one rank fails: ``fault.py KIND``.
+
+Each rank writes a file in ``marks`` for each event.
+"""
 
 import os
 import signal
@@ -28,7 +31,7 @@ class Model(gt.Module):
         if batch_idx == 5 and KIND == "skip":
             mark(run, "fault")
             if run.world.rank == 0:
-                self.all_gather(torch.ones(1))  # rank 1 goes on to the gradients
+                self.all_gather(torch.ones(1))  # rank 1 skips it and reduces gradients
         elif batch_idx == 5 and run.world.rank == 1:
             mark(run, "fault")
             if KIND == "exception":

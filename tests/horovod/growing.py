@@ -1,7 +1,8 @@
-"""Trains under horovodrun's elastic mode; each process writes what it did, step by step, and its weights at the end.
+"""Train under horovodrun's elastic mode: ``python growing.py FOLDER``.
 
-``python growing.py FOLDER``. At step ``HOLD`` it waits for ``FOLDER/go``; ``FOLDER/heard`` is there once it has heard that hosts have
-changed. At step ``FAIL`` rank 1 raises.
+Each process writes a note after each step, and its weights at the end. At step ``HOLD`` it waits
+for ``FOLDER/go``. It creates ``FOLDER/heard`` when Horovod reports that hosts have changed. At step
+``FAIL`` rank 1 raises.
 """
 
 import json
@@ -19,11 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import geartrain as gt
 from geartrain import hookimpl
 
-FOLDER, HOLD, FAIL = (
-    Path(sys.argv[1]),
-    int(os.environ.get("HOLD", "-1")),
-    int(os.environ.get("FAIL", "-1")),
-)
+FOLDER = Path(sys.argv[1])
+HOLD, FAIL = int(os.environ.get("HOLD", "-1")), int(os.environ.get("FAIL", "-1"))
 EPOCHS, SAMPLES, BATCH = 4, 32, 4
 
 
@@ -47,7 +45,7 @@ class Net(gt.Module):
 
 
 class Diary:
-    """Notes after each step: the process, its rank, the world, counters, the learning rate."""
+    """Writes rank, world size, counters and learning rate after each step."""
 
     def __init__(self):
         self.file = (FOLDER / f"diary-{os.getpid()}").open("a")
@@ -55,7 +53,7 @@ class Diary:
     @hookimpl
     def on_step_end(self, run):
         rate = run.optimizers[0].param_groups[0]["lr"]
-        told = {
+        note = {
             "rank": run.world.rank,
             "size": run.world.size,
             "step": run.step,
@@ -63,7 +61,7 @@ class Diary:
             "batch": run.batch_idx,
             "lr": rate,
         }
-        self.file.write(json.dumps(told) + "\n")
+        self.file.write(json.dumps(note) + "\n")
         self.file.flush()
         if run.step == HOLD and not (FOLDER / "go").exists():
             (FOLDER / f"held-{run.world.rank}").write_text(str(os.getpid()))
@@ -77,7 +75,7 @@ class Diary:
 
 
 class Hears:
-    """Beside the strategy's own."""
+    """A listener in addition to the strategy's."""
 
     def on_hosts_updated(self, timestamp, result):
         (FOLDER / "heard").touch()

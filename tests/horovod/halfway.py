@@ -1,5 +1,8 @@
-"""Runs of one rank whose set-up stops halfway, in one program, each followed by one that works, and what Horovod is initialised with:
-``halfway.py FOLDER``. What was found is in ``FOLDER/halfway.pt``."""
+"""Runs of one rank whose set-up fails, in one program: ``halfway.py FOLDER``.
+
+A run that works follows each of them. Also records how Horovod is initialised. The results are in
+``FOLDER/halfway.pt``.
+"""
 
 import os
 import sys
@@ -32,7 +35,7 @@ class Net(gt.Module):
 
 
 class CannotAgree:
-    """An elastic mode in whose world a peer dies before ranks have agreed on a commit."""
+    """An elastic mode in which a peer dies before ranks have agreed on a commit."""
 
     every, call, last = None, 1, None
 
@@ -41,7 +44,7 @@ class CannotAgree:
 
 
 class Changed:
-    """Something of Horovod's that answers otherwise for a while."""
+    """Replaces a function of Horovod for a while."""
 
     def __init__(self, name, instead):
         self.name, self.instead = name, instead
@@ -67,7 +70,7 @@ def fit(strategy):
 
 
 def halfway(strategy):
-    """The error, and what is left after it; then a run that works."""
+    """Return the error of a run, and the threads and state of Horovod after it."""
     try:
         fit(strategy)
         error = None
@@ -82,11 +85,11 @@ def halfway(strategy):
 
 
 def initialised_with(**environment):
-    """How long Horovod is told to bear silence."""
-    told, own = [], hvd.init
+    """Return Gloo's timeout at each initialisation of Horovod."""
+    timeouts, own = [], hvd.init
 
     def init(*arguments, **options):
-        told.append(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS"))
+        timeouts.append(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS"))
         return own(*arguments, **options)
 
     os.environ.update(environment)
@@ -94,11 +97,11 @@ def initialised_with(**environment):
         fit("horovod")
     for name in environment:
         del os.environ[name]
-    return told
+    return timeouts
 
 
 def checked(devices):
-    """What a plan is refused with."""
+    """Return the error of a plan, or ``None``."""
     try:
         gt.Trainer(strategy="horovod", accelerator="cpu", devices=devices).check(Net)
     except gt.UsageError as error:
@@ -114,19 +117,22 @@ def user_calls_init():
 
 
 def fails_under_mpirun():
-    """What checks say after a run that worked, and after one that failed, where horovodrun is taken for a launcher of MPI, which alone
-    starts one process."""
+    """Return the checks' errors after a run that worked and after one that failed.
+
+    The environment is horovodrun's, because MPI's launchers start more than one process; here
+    horovodrun counts as a launcher of MPI.
+    """
     os.environ.update({f"HOROVOD_{name}": "0" for name in ("RANK", "LOCAL_RANK", "CROSS_RANK")})
     os.environ.update({f"HOROVOD_{name}": "1" for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")})
     launching._MPI = ("horovodrun",)
     with Changed("mpi_built", lambda: True):
         fit("horovod")
-        said = [checked("auto")]
+        before = checked("auto")
         Net.fails = True
         try:
             fit("horovod")
         except KeyError:
-            return [*said, checked("auto")]
+            return [before, checked("auto")]
     raise AssertionError("the run did not fail")
 
 
@@ -146,9 +152,8 @@ def main(folder):
         kept[name]["steps"] = fit("horovod")
     kept["silence"] = [initialised_with(), initialised_with(HOROVOD_GLOO_TIMEOUT_SECONDS="45")]
     kept["hvd.init()"] = user_calls_init()
-    kept["mpirun"] = (
-        fails_under_mpirun()
-    )  # the last: this process cannot train with Horovod any more
+    # The last case: after it this process cannot train with Horovod.
+    kept["mpirun"] = fails_under_mpirun()
     torch.save(kept, f"{folder}/halfway.pt")
 
 

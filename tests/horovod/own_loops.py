@@ -1,5 +1,7 @@
-"""One program of two ranks: manual optimisation, loops of one's own with a Session, closures, mixed precision. Beside it the same by
-hand comes from the files of the tests of ddp; ``sys.path`` has the folder of ``tests``."""
+"""One program of two ranks: manual optimisation, Sessions, closures and mixed precision.
+
+The cases come from the tests of ddp, so ``sys.path`` must contain the parent folder of ``tests``.
+"""
 
 import gc
 import sys
@@ -14,12 +16,12 @@ from torch.utils.data import DataLoader
 
 import geartrain as gt
 
-#: What is reduced by hvd.DistributedOptimizer.
-OWN = "horovod's own"
+#: The suffix of cases that hvd.DistributedOptimizer reduces.
+OWN = "horovod's optimizer"
 
 
 class Overflows(Net):
-    """In the second step rank 1's gradients are infinite in float16: all ranks skip it together."""
+    """In the second step rank 1's gradients overflow float16, so all ranks skip the step."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -57,7 +59,7 @@ def session(name, **own):
 
 
 def two_models(**own):
-    """Their parameters have the same names; the second model's steps come twice as often."""
+    """Train two models with the same parameter names; the second takes twice as many steps."""
     with gt.Session(**options(**own)) as one:
         one.launch()
         pairs = [one.setup(net, net.configure_optimizers()) for net in (Net(), Net("adam"))]

@@ -1,5 +1,9 @@
-"""Fits that stop and go on, in one program: ``resuming.py FOLDER RANKS``. With two ranks each case trains without a stop, and again in two
-runs, the second from a checkpoint of the first; with one it goes on from what two have saved, and from what ddp would have."""
+"""Fits that stop and resume, in one program: ``resuming.py FOLDER RANKS``.
+
+With two ranks each case trains without a stop, and again in two runs, of which the second resumes
+from a checkpoint of the first. One case resumes from a checkpoint of ddp. With one rank a run
+resumes from a checkpoint of two ranks.
+"""
 
 import gc
 import sys
@@ -22,7 +26,7 @@ RATE = 0.02
 
 
 class Net(gt.Module):
-    """Dropout, BatchNorm, and one optimizer or two, each with a nested schedule by steps."""
+    """Dropout, BatchNorm, and one or two optimizers, each with a nested schedule by steps."""
 
     def __init__(self, optimizers=1):
         super().__init__()
@@ -33,9 +37,8 @@ class Net(gt.Module):
         )
 
     def loss(self, batch):
-        loss = (
-            mse_loss(self.layers(batch[0]), batch[1]) * 0.1
-        )  # of which no gradient overflows float16
+        # So small that no gradient overflows float16.
+        loss = mse_loss(self.layers(batch[0]), batch[1]) * 0.1
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -76,7 +79,7 @@ class Manual(Net):
 
 
 class Rates:
-    """Notes each step's learning rates."""
+    """Records each step's learning rates."""
 
     def __init__(self):
         self.seen = []
@@ -94,15 +97,11 @@ def data():
 
 
 def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="horovod", **options):
-    """One fit; where it came to."""
+    """Run one fit; return its trainer and its results."""
+    steps = FOLDER / folder / "steps"
     rates, every = (
         Rates(),
-        ModelCheckpoint(
-            dirpath=FOLDER / folder / "steps",
-            filename="{step}",
-            every_n_train_steps=2,
-            save_top_k=-1,
-        ),
+        ModelCheckpoint(dirpath=steps, filename="{step}", every_n_train_steps=2, save_top_k=-1),
     )
     trainer = gt.Trainer(
         strategy=strategy,
@@ -120,11 +119,8 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, data(), ckpt_path=path)
-    told = [
-        str(one.message)
-        for one in caught
-        if "checkpoint" in str(one.message) or ".ckpt" in str(one.message)
-    ]
+    messages = [str(one.message) for one in caught]
+    messages = [text for text in messages if "checkpoint" in text or ".ckpt" in text]
     return trainer, {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "optimizers": [optimizer.state_dict() for optimizer in trainer.run.optimizers],
@@ -132,11 +128,11 @@ def fit(folder, epochs, path=None, make=Net, own=None, plugins=(), strategy="hor
         "metrics": dict(trainer.run.metrics),
         "step": trainer.global_step,
         "rates": rates.seen,
-        "told": told,
+        "warnings": messages,
     }
 
 
-#: What is trained, and with what.
+#: The options of ``fit`` by case.
 CASES = {
     "plain": {},
     "not scaled": {"own": {"scale_lr": False}},
@@ -147,7 +143,7 @@ CASES = {
     "manual": {"make": Manual},
     "averaged": {"plugins": "EMA"},
     "in groups, in float16": {"own": {"groups": 2, "compression": "fp16"}},
-    "horovod's own": {"own": {"distributed_optimizer": True}, "accumulate_grad_batches": 2},
+    "horovod's optimizer": {"own": {"distributed_optimizer": True}, "accumulate_grad_batches": 2},
 }
 
 
@@ -156,7 +152,7 @@ def trained(folder, epochs, path=None, **case):
 
 
 def both(name, case):
-    """A run of two epochs, one that goes on within the first, and in one case one that was stopped between them."""
+    """Run two epochs without a stop, and resume within the first; one case also resumes between."""
     _, whole = trained(f"{name} whole", 2, **case)
     _, within = trained(
         f"{name} within", 2, FOLDER / f"{name} whole" / "steps" / "step=2.ckpt", **case

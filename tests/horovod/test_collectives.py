@@ -1,4 +1,4 @@
-"""Every type and shape through all_gather, broadcast and log_sync, on three ranks; and under which names."""
+"""all_gather, broadcast and log_sync with every dtype and shape on three ranks, and their names."""
 
 import pytest
 import torch
@@ -9,20 +9,8 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
 @pytest.mark.parametrize(
     "what",
     [
-        *(
-            "bool",
-            "bfloat16",
-            "float16",
-            "complex",
-            "conjugate",
-            "scalar",
-            "int8",
-            "uneven",
-            "uneven bool",
-            "empty",
-            "columns",
-        ),
-        "channels last",
+        *("bool", "bfloat16", "float16", "complex", "conjugate", "scalar", "int8"),
+        *("uneven", "uneven bool", "empty", "columns", "channels last"),
     ],
 )
 def test_all_gather(three_ranks, what):
@@ -70,7 +58,7 @@ def test_every_operation_has_a_name_that_is_the_same_on_every_rank(three_ranks):
         ]
         assert operations[0], case
         if case.startswith("distributed"):
-            continue  # Horovod's own optimizer gives the names that it was given
+            continue  # Horovod's optimizer uses the names that it was given
         assert not any(name == "None" for name in operations[0]), case
         if "process set" not in case:
             assert operations[0] == operations[1] == operations[2], case
@@ -78,7 +66,7 @@ def test_every_operation_has_a_name_that_is_the_same_on_every_rank(three_ranks):
         assert first["sent"], case
 
 
-def test_runs_of_one_program_have_names_of_their_own(three_ranks):
+def test_each_run_of_a_program_has_its_own_names(three_ranks):
     sent = [kept["sent"] for kept in three_ranks[0].values() if "sent" in kept]
     prefixes = [
         {name.split(".")[1] for _, name in names if name and name.startswith("geartrain.")}
@@ -88,12 +76,12 @@ def test_runs_of_one_program_have_names_of_their_own(three_ranks):
     assert len({next(iter(found)) for found in prefixes}) == len(prefixes)
 
 
-def test_what_a_rank_starts_later_is_no_rank_of_horovods(three_ranks):
+def test_processes_that_a_rank_starts_later_are_not_horovod_ranks(three_ranks):
     assert all(kept["average"]["left"] == [] for kept in three_ranks)
 
 
-def test_the_thread_that_waits_looks_with_pauses(three_ranks):
-    """Without them it would keep a core busy. Horovod's background thread does so all the same, in any program, and is not looked at."""
+def test_a_waiting_thread_sleeps_between_polls(three_ranks):
+    """Otherwise the wait would use a whole core. Horovod's background thread is not measured."""
     for kept in (three_ranks[0], three_ranks[2]):
         assert kept["waiting"]["waited"] > 1
         assert kept["waiting"]["share"] < 0.4

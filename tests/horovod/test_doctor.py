@@ -1,4 +1,4 @@
-"""``geartrain doctor`` says how Horovod was built, and what is missing."""
+"""``geartrain doctor`` shows how Horovod was built, and what is missing."""
 
 import json
 import os
@@ -22,14 +22,14 @@ needs_horovod = pytest.mark.horovod
 
 
 @needs_horovod
-def test_how_it_was_built():
+def test_doctor_shows_how_horovod_was_built():
     section = examine("plugins", doctor_software.plugins, Registry())
     (row,) = [row for row in section.facts["plugins"] if row["name"] == "horovod"]
     facts = row["diagnosis"]["facts"]
     assert facts["horovod"] == "0.28.1"
     assert facts["built_for_torch"] == facts["torch"] == torch_version()
     assert facts["gloo"] is True
-    # What the library itself links or calls.
+    # Functions that the library calls.
     (library,) = (Path(find_spec("horovod").origin).parent / "torch").glob("mpi_lib_v2*")
     calls = {
         "mpi": b"MPI_Init_thread",
@@ -44,19 +44,19 @@ def test_how_it_was_built():
 
 @needs_horovod
 @pytest.mark.parametrize(
-    ("nccl", "told"),
-    [(False, ["there is a GPU", "built without NCCL", "refused on cuda", "--nccl"]), (True, [])],
+    ("nccl", "words"),
+    [(False, ["has a GPU", "built without NCCL", "refused on cuda", "--nccl"]), (True, [])],
 )
-def test_a_gpu_needs_nccl_as_the_strategy_says(monkeypatch, nccl, told):
-    """A build with CUDA and without NCCL is refused by the strategy, too."""
+def test_doctor_and_strategy_require_nccl_for_a_gpu(monkeypatch, nccl, words):
+    """The strategy also refuses a build with CUDA and without NCCL."""
     import horovod.torch as hvd
 
     monkeypatch.setattr(installed, "_has_cuda", lambda: True)
     monkeypatch.setattr(hvd, "cuda_built", lambda: True)
     monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
     problems = installed.diagnose()["problems"]
-    assert len(problems) == bool(told)
-    assert all(word in problems[0] for word in told)
+    assert len(problems) == bool(words)
+    assert all(word in problems[0] for word in words)
     plan = SimpleNamespace(
         accelerator=SimpleNamespace(name="cuda"),
         processes=2,
@@ -66,13 +66,13 @@ def test_a_gpu_needs_nccl_as_the_strategy_says(monkeypatch, nccl, told):
         pytest.raises(
             UsageError, match="LABEL: this Horovod was built without NCCL, which GPUs need"
         )
-        if told
+        if words
         else nullcontext()
     ):
         checks.check_here(plan, "average", None)
 
 
-def test_what_is_missing_is_shown_with_the_command_that_helps(tmp_path):
+def test_doctor_shows_a_build_for_another_torch_with_the_fix(tmp_path):
     folder = tmp_path / "horovod" / "torch"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()

@@ -1,4 +1,7 @@
-"""Workers that come and go under horovodrun's elastic mode: the run goes on from its last commit, as a loop by hand says."""
+"""horovodrun's elastic mode: workers come and go, and the run resumes from its last commit.
+
+The weights are compared with a loop by hand.
+"""
 
 import csv
 import json
@@ -25,14 +28,15 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 HERE = Path(__file__).parent
-#: Two names of this machine stand for two machines: horovodrun takes no worker of one where another of its workers has failed.
+#: Two names of this machine stand for two machines, because horovodrun starts no worker on a
+#: machine on which another worker has failed.
 ONE, BOTH = "localhost:1\n", "localhost:1\n127.0.0.1:1\n"
 #: As in growing.py.
 SAMPLES, BATCH, STARTED, ENDED = 32, 4, 90, 120
 
 
 class Job:
-    """A program under horovodrun, and what it wrote."""
+    """A program under horovodrun, and the files that it wrote."""
 
     def __init__(self, folder, hosts, **environment):
         self.folder = folder
@@ -40,53 +44,33 @@ class Job:
         script = folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
-        workers = (
-            "-np",
-            str(len(hosts.split())),
-            "--min-np",
-            "1",
-            "--max-np",
-            "2",
-            "--network-interfaces",
-            "lo",
-        )
-        command = [
-            str(Path(sysconfig.get_path("scripts"), "horovodrun")),
-            *workers,
-            "--host-discovery-script",
-            str(script),
-        ]
-        # Survivors wait for a new worker, which on a busy machine takes its time to import torch.
-        command += [
-            "--gloo-timeout-seconds",
-            "90",
-            "--elastic-timeout",
-            "90",
-            sys.executable,
-            str(HERE / "growing.py"),
-            str(folder),
-        ]
+        horovodrun = str(Path(sysconfig.get_path("scripts"), "horovodrun"))
+        workers = f"-np {len(hosts.split())} --min-np 1 --max-np 2 --network-interfaces lo".split()
+        command = [horovodrun, *workers, "--host-discovery-script", str(script)]
+        # Survivors wait for a new worker, which imports torch slowly on a busy machine.
+        command += ["--gloo-timeout-seconds", "90", "--elastic-timeout", "90"]
+        command += [sys.executable, str(HERE / "growing.py"), str(folder)]
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self.program = Launched(command, folder, {"PATH": path, **environment})
 
     def offer(self, hosts):
-        """What the discovery script answers from now on; never half of it."""
+        """Set the hosts that the discovery script prints, in one step."""
         new = self.folder / "hosts.new"
         new.write_text(hosts)
         new.replace(self.folder / "hosts")
 
     def wait_for(self, *names):
-        def there():
+        def all_exist():
             assert self.program.process.poll() is None, self.program.out + self.program.err
             return all((self.folder / name).exists() for name in names)
 
-        until(there, STARTED, f"{names}")
+        until(all_exist, STARTED, f"{names}")
 
     def go(self):
         (self.folder / "go").touch()
 
     def diaries(self):
-        """What each process noted, by its first rank."""
+        """Return each process's notes, by its first rank."""
         found = [
             [json.loads(line) for line in path.read_text().splitlines()]
             for path in self.folder.glob("diary-*")
@@ -111,7 +95,7 @@ def job(tmp_path):
 
 
 def by_hand(*stretches):
-    """Weights after stretches of (size of the world, epoch, first batch, batches)."""
+    """Return the weights after stretches of (world size, epoch, first batch, batches)."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 3, generator=random)
     y, layer = x.sum(1, keepdim=True), nn.Linear(3, 1)
@@ -121,9 +105,8 @@ def by_hand(*stretches):
     for size, epoch, first, batches in stretches:
         optimizer.param_groups[0]["lr"] = 0.01 * size * 0.5**epoch
         for step in range(first, first + batches):
-            these = slice(
-                step * BATCH * size, (step + 1) * BATCH * size
-            )  # ranks take samples in turn
+            # One step of all ranks: together they take consecutive samples.
+            these = slice(step * BATCH * size, (step + 1) * BATCH * size)
             optimizer.zero_grad()
             mse_loss(layer(x[these]), y[these]).backward()
             optimizer.step()
@@ -143,7 +126,8 @@ def test_a_worker_joins(job):
     job.program.succeed(ENDED)
     assert job.program.left_behind() == []
     old, new = job.diaries()[0], job.diaries()[1]
-    # The epoch is ended alone; the next begins with two, each step with twice as many samples and twice the rate.
+    # One rank ends the epoch alone. The next epoch has two ranks: each step has twice as many
+    # samples and twice the learning rate.
     assert [note["size"] for note in old if "size" in note] == [1] * 8 + [2] * 12
     assert [note for note in old if "error" in note] == [{"error": "WorldChanged"}]
     assert [note["step"] for note in new] == list(range(9, 21))
@@ -158,7 +142,7 @@ def test_a_worker_joins(job):
     for name, value in ends[0]["weights"].items():
         assert torch.equal(value, ends[1]["weights"][name])
     assert same(ends[0]["weights"], by_hand((1, 0, 0, 8), (2, 1, 0, 4), (2, 2, 0, 4), (2, 3, 0, 4)))
-    with (job.folder / "metrics.csv").open() as file:  # one table, in which the run goes on
+    with (job.folder / "metrics.csv").open() as file:  # one table for the whole run
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 21))
 
 
@@ -170,15 +154,11 @@ def test_rank_0_is_killed(job):
     job.program.succeed(ENDED)
     assert job.program.left_behind() == []
     notes = job.diaries()[1]
-    # The commit of step 6, two batches of two ranks into the epoch: the one that is left goes on after four, with rank 0's metrics.
+    # The commit is of step 6, after two batches of two ranks in the epoch. The remaining rank
+    # resumes after batch four, with rank 0's metrics.
     assert [note["step"] for note in notes if "step" in note] == [*range(1, 8), *range(7, 27)]
     assert [note["error"] for note in notes if "error" in note] == ["WorldChanged"]
-    assert (notes[8]["rank"], notes[8]["size"], notes[8]["epoch"], notes[8]["batch"]) == (
-        0,
-        1,
-        1,
-        5,
-    )
+    assert [notes[8][name] for name in ("rank", "size", "epoch", "batch")] == [0, 1, 1, 5]
     assert all(
         note["lr"] == pytest.approx(0.01 * note["size"] * 0.5 ** note["epoch"])
         for note in notes
@@ -194,28 +174,25 @@ def test_rank_0_is_killed(job):
     assert json.loads((job.folder / "run" / "summary.json").read_text())["status"] == "done"
 
 
-def test_an_error_of_the_user_s_code_is_no_reset(job):
-    # Horovod's own optimizer, whose hooks of the first world must be gone in the second.
+def test_an_error_of_user_code_ends_only_its_worker(job):
+    # With Horovod's optimizer: its hooks of the first world must not run in the second.
     job = job(BOTH, FAIL="5", OPTIONS='{"distributed_optimizer": true}')
     job.program.succeed(ENDED)
     assert job.program.left_behind() == []
-    said = job.program.err + job.program.out
-    assert 'KeyError: "an error of the user\'s code"' in said
+    assert 'KeyError: "an error of the user\'s code"' in job.program.err + job.program.out
     notes = job.diaries()
-    assert [note["error"] for note in notes[1] if "error" in note] == [
-        "KeyError"
-    ]  # its worker has ended with it
+    # The error has ended its worker.
+    assert [note["error"] for note in notes[1] if "error" in note] == ["KeyError"]
     assert [note["error"] for note in notes[0] if "error" in note] == ["WorldChanged"]
-    assert (
-        job.end(0)["size"] == 1
-    )  # horovodrun goes on with the others, as with those of a worker that died
+    # horovodrun continues with the other workers, as after the death of a worker.
+    assert job.end(0)["size"] == 1
     assert same(
         job.end(0)["weights"], by_hand((2, 0, 0, 4), (1, 1, 0, 8), (1, 2, 0, 8), (1, 3, 0, 8))
     )
 
 
-def test_an_epoch_that_is_taken_up_in_its_middle_is_not_committed_as_one_that_begins():
-    """Its commit would have the step of the middle, and none of the batches before it."""
+def test_a_run_that_resumes_within_an_epoch_makes_no_commit_for_its_start():
+    """The commit would have the step of the middle, but not the batches before it."""
     elastic, within = Elastic(every=None), SimpleNamespace(resumed=SimpleNamespace(batch_idx=2))
     elastic.commit_epoch(within, collectives=None)
     assert elastic.last is None

@@ -1,4 +1,4 @@
-"""What becomes of the gradients of three ranks: each step's, before and after they were reduced, by what they should come to."""
+"""Reduction of the gradients of three ranks: each step's gradients before and after it."""
 
 from pathlib import Path
 
@@ -12,15 +12,18 @@ pytestmark = [pytest.mark.horovod, pytest.mark.timeout(400)]
 
 
 def ours(three_ranks, case, step, when="after"):
-    """parameter -> its gradient on each rank."""
+    """Return each parameter's gradients on all ranks, by name."""
     per_rank = [kept[case][when][step] for kept in three_ranks]
     return {name: [grads[name] for grads in per_rank] for name in per_rank[0]}
 
 
 def reduced(three_ranks, case, ranks=(0, 1, 2), total=torch.mean, **tolerance):
-    """Check every step's gradients: those of ``ranks`` come to ``total`` of what they were, zeros where a rank had none; where no rank
-    had one, none came. Returns how many were looked at."""
-    looked = 0
+    """Check every step's reduced gradients and return their number.
+
+    Each must equal ``total`` of the gradients of ``ranks``; a rank without a gradient counts as
+    zeros. If no rank had a gradient, no rank has one afterwards.
+    """
+    checked = 0
     for step in range(len(three_ranks[0][case]["after"])):
         before, after = ours(three_ranks, case, step, "before"), ours(three_ranks, case, step)
         for name, grads in before.items():
@@ -36,23 +39,15 @@ def reduced(three_ranks, case, ranks=(0, 1, 2), total=torch.mean, **tolerance):
                 expected = total(whole.to(torch.promote_types(whole.dtype, torch.float32)), dim=0)
                 torch.testing.assert_close(found, expected.to(found.dtype), **tolerance)
                 assert torch.equal(found, after[name][ranks[0]]), f"{name} differs between ranks"
-                looked += 1
-    return looked
+                checked += 1
+    return checked
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        "average",
-        "groups",
-        "one rank only",
-        "channels last",
-        "complex",
-        "float64",
-        "sparse",
-        "unfrozen",
-        "accumulated",
-        "told the passes",
+        *("average", "groups", "one rank only", "channels last", "complex", "float64", "sparse"),
+        *("unfrozen", "accumulated", "passes given"),
     ],
 )
 def test_gradients_become_their_mean(three_ranks, case):
@@ -64,7 +59,7 @@ def test_gradients_become_their_sum(three_ranks):
 
 
 @pytest.mark.parametrize("case", ["fp16", "predivided", "complex fp16"])
-def test_gradients_that_travel_in_float16_or_divided_first(three_ranks, case):
+def test_gradients_sent_in_float16_or_divided_first(three_ranks, case):
     assert reduced(three_ranks, case, rtol=5e-3, atol=1e-4) > 12
     if case == "predivided":
         assert set(three_ranks[0][case]["scales"]) == {(1 / 4, 4)}
@@ -82,7 +77,7 @@ def test_gradients_that_travel_in_float16_or_divided_first(three_ranks, case):
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "bfloat16 in groups"])
-def test_gradients_in_bfloat16_which_horovod_does_not_know(three_ranks, case):
+def test_gradients_in_bfloat16_which_horovod_does_not_support(three_ranks, case):
     assert reduced(three_ranks, case, rtol=1e-2, atol=1e-3) > 12
     assert all(found.dtype == torch.bfloat16 for found in ours(three_ranks, case, 0)["last.weight"])
 
@@ -106,25 +101,24 @@ def test_a_closure_in_a_process_set_is_refused(tmp_path):
     with launched(str(HERE / "trainings.py"), str(tmp_path), "closure", folder=tmp_path) as run:
         assert run.wait(120) != 0
         assert (
-            "LBFGS evaluates its closure as often as it likes, and ranks outside of process_set=[0, 2]"
+            "LBFGS decides how often it calls its closure, and ranks outside process_set=[0, 2]"
             in run.err
         )
-        assert "Fix: another optimizer, or no process_set" in run.err
+        assert "Fix: use another optimizer, or no process_set" in run.err
 
 
 def test_a_checkpoint_has_no_weights_of_ranks_outside(three_ranks):
-    told = [kept["resumed in a set"]["told"] for kept in three_ranks]
-    assert told == [
-        [
-            "ranks outside of process_set=[0, 2] go on from rank 0's weights: a checkpoint has no other"
-        ],
-        [],
-        [],
-    ]
+    warning = (
+        "ranks outside process_set=[0, 2] resume from rank 0's weights: a checkpoint has no others"
+    )
+    assert [kept["resumed in a set"]["warnings"] for kept in three_ranks] == [[warning], [], []]
 
 
 def test_a_parameter_of_one_rank_alone(three_ranks):
-    """Rank 1 alone uses ``extra``, in the second step: others take part with zeros. Nobody uses ``unused``, which no decay may move."""
+    """Only rank 1 uses ``extra``, in the second step, so the others send zeros.
+
+    No rank uses ``unused``, so weight decay must not change it.
+    """
     for case in ("one rank only", "groups"):
         before = ours(three_ranks, case, 1, "before")["extra.weight"]
         assert [grad is None for grad in before] == [True, False, True]
@@ -139,7 +133,7 @@ def test_a_parameter_of_one_rank_alone(three_ranks):
 
 
 def test_sparse_gradients_stay_sparse(three_ranks):
-    """SparseAdam refuses a dense one; rank 2 has none at all in the second step."""
+    """SparseAdam refuses a dense gradient. Rank 2 has no gradient in the second step."""
     before = ours(three_ranks, "sparse", 1, "before")["table.weight"]
     assert before[2] is None
     assert torch.equal(
@@ -158,7 +152,10 @@ def test_parameters_that_are_unfrozen_later(three_ranks):
 
 @pytest.mark.parametrize("case", ["recomputed", "meddled"])
 def test_gradients_that_change_after_they_were_sent(three_ranks, case):
-    """A reentrant checkpoint adds to a gradient again; a callback multiplies one on rank 1 alone: the last state counts."""
+    """The last value is reduced.
+
+    A reentrant checkpoint adds to a gradient again, and a callback changes one on rank 1 only.
+    """
     assert reduced(three_ranks, case) > 12
     sent = [
         name
@@ -168,7 +165,7 @@ def test_gradients_that_change_after_they_were_sent(three_ranks, case):
     assert len(sent) == 3, "once in each step"
 
 
-def test_gradients_are_on_their_way_while_backward_computes(three_ranks):
+def test_gradients_are_sent_while_backward_computes(three_ranks):
     for kept in three_ranks:
         seen = [
             (what, name)
@@ -184,16 +181,16 @@ def test_gradients_are_on_their_way_while_backward_computes(three_ranks):
 
 
 def test_with_accumulation_each_gradient_is_sent_once_a_step(three_ranks):
-    for case in ("accumulated", "told the passes"):
+    for case in ("accumulated", "passes given"):
         names = [
             name
             for what, name in three_ranks[0][case]["sent"]
             if what == "allreduce_async_" and "gradient.last.weight" in name
         ]
-        assert len(names) == 2, "three batches in windows of two, and nothing again"
+        assert len(names) == 2, "three batches in windows of two, each sent once"
 
 
-def test_groups_travel_together(three_ranks):
+def test_a_group_is_sent_as_a_whole(three_ranks):
     sent = [
         name
         for what, name in three_ranks[0]["groups"]["sent"]
@@ -204,7 +201,7 @@ def test_groups_travel_together(three_ranks):
 
 
 @pytest.mark.parametrize("case", ["distributed optimizer", "distributed optimizer, accumulated"])
-def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
+def test_horovods_optimizer_gives_the_same_weights(three_ranks, case):
     plain = "accumulated" if "accumulated" in case else "average"
     for kept in three_ranks:
         for name, expected in kept[plain]["ended"].items():
@@ -217,12 +214,12 @@ def test_horovods_own_optimizer_comes_to_the_same(three_ranks, case):
 @pytest.mark.parametrize(
     "case", ["sum", "fp16", "predivided", "process set", "one rank only", "groups"]
 )
-def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case):
+def test_horovods_optimizer_with_options_gives_the_same_weights(three_ranks, case):
     tolerance = {"rtol": 5e-3, "atol": 1e-4} if case == "fp16" else {}
     for kept in three_ranks:
         expected, found = kept[case]["ended"], kept[f"distributed optimizer, {case}"]["ended"]
         for name in expected:
-            # What no rank uses gets zeros, so that weight decay moves it.
+            # Parameters that no rank uses get zeros, so weight decay changes them.
             if not name.startswith(("unused", "extra")):
                 torch.testing.assert_close(found[name], expected[name], **tolerance)
     ends = [kept[f"distributed optimizer, {case}"]["ended"]["last.weight"] for kept in three_ranks]
@@ -231,35 +228,35 @@ def test_horovods_own_optimizer_with_options_comes_to_the_same(three_ranks, case
 
 
 @pytest.mark.parametrize(
-    ("case", "told"),
+    ("case", "words"),
     [
         ("unfrozen", "first.weight was frozen"),
-        ("recomputed", "one backward has computed a gradient several times"),
+        ("recomputed", "one backward computed a gradient several times"),
         ("sparse", "table.weight has a sparse gradient"),
     ],
 )
-def test_horovods_own_optimizer_refuses_what_it_would_let_drift_apart(tmp_path, case, told):
+def test_horovods_optimizer_refuses_gradients_that_would_differ(tmp_path, case, words):
     with launched(
         str(HERE / "trainings.py"), str(tmp_path), case, folder=tmp_path, RANKS="2"
     ) as run:
         assert run.wait(120) != 0
-        assert told in run.err
+        assert words in run.err
         assert "Fix: distributed_optimizer=False" in run.err
 
 
-def test_a_peer_that_has_gone_before_horovods_own_hooks_send_is_said(tmp_path):
-    """They raise within backward, where nobody waits yet."""
+def test_a_peer_that_left_before_horovods_hooks_send_is_reported(tmp_path):
+    """The hooks raise within backward, before any rank waits."""
     with launched(
         str(HERE / "trainings.py"), str(tmp_path), "left", folder=tmp_path, RANKS="2"
     ) as run:
         assert run.wait(120) != 0
-    said = (tmp_path / "error-0").read_text()
-    assert said.startswith(
+    error = (tmp_path / "error-0").read_text()
+    assert error.startswith(
         "TrainingError: rank 0: start of all-reduce of hvd.DistributedOptimizer: a peer has gone"
     )
 
 
-def test_the_users_optimizer_stays_what_it_is_and_pickles(three_ranks):
+def test_the_users_optimizer_can_be_pickled(three_ranks):
     assert all(
         kept[case]["pickled"][0] > 0
         for kept in three_ranks

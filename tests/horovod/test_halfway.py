@@ -1,5 +1,7 @@
-"""A set-up that stops halfway is undone: Horovod is left, its rendezvous ends, and the program's next run works. What else one process
-can say of how Horovod begins and ends."""
+"""A failed set-up is undone: Horovod is shut down, its rendezvous ends, and the next run works.
+
+Also tests how one process initialises and leaves Horovod.
+"""
 
 from pathlib import Path
 
@@ -35,11 +37,15 @@ def kept(tmp_path_factory):
         ),
         (
             "timeline",
-            ("timeline.json'", "writes none (as Horovod says it)", "Fix: leave out hvd.init()"),
+            (
+                "timeline.json'",
+                "cannot write a timeline now (as Horovod says it)",
+                "Fix: leave out hvd.init()",
+            ),
         ),
     ],
 )
-def test_what_was_set_up_is_undone(kept, case, words):
+def test_a_failed_set_up_is_undone(kept, case, words):
     for word in words:
         assert word in kept[case]["error"]
     assert kept[case]["threads"] == []
@@ -47,16 +53,16 @@ def test_what_was_set_up_is_undone(kept, case, words):
     assert kept[case]["steps"] == 1, "the next run works"
 
 
-def test_how_long_silence_is_borne_is_the_users_to_say(kept):
+def test_the_user_can_set_the_gloo_timeout(kept):
     assert kept["silence"] == [["20"], ["45"]]
 
 
 def test_a_program_that_calls_init_itself_is_refused(kept):
     alone, refused, after = kept["hvd.init()"]
-    assert alone is after is None, "a world of one is what one process wants"
+    assert alone is after is None, "one process needs a world of one"
     for word in (
         "Horovod is initialised already, as a world of 1",
-        "the program has called hvd.init()",
+        "the program called hvd.init()",
         "Fix: leave out hvd.init()",
     ):
         assert word in refused
@@ -66,6 +72,6 @@ def test_no_second_run_after_mpi_was_left(kept):
     before, after = kept["mpirun"]
     assert before is None
     assert (
-        "this program's last run has failed and left MPI, which a process joins once. Fix: start the program anew"
-        in after
-    )
+        "this program's last run failed and left MPI, which a process can join only once. "
+        "Fix: start the program again"
+    ) in after

@@ -1,4 +1,4 @@
-"""The commands that geartrain's first documents print for Horovod, and MPI's: they run as they are printed."""
+"""The commands for Horovod and MPI in geartrain's first documents run as printed."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from geartrain_testing.launching import Launched
 pytestmark = [pytest.mark.horovod, pytest.mark.timeout(300)]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 SEEDS = Path(__file__).parents[1] / "seeds"
-#: Documents 001, lines 364 and 369: see blocks.md.
+#: A block of seeds/blocks.md, here of document 001, lines 364 and 369.
 BLOCK = r"^### 001:{line}\n\n(?P<kind>\w+): (?P<expected>[^\n]+)\n\n```diff\n(?P<lines>.*?)^```$"
 
 
 def block(line):
-    """Expected words and text of a block."""
+    """Return a block's kind, expected words and text."""
     found = re.search(
         BLOCK.format(line=line), (SEEDS / "blocks.md").read_text(encoding="utf-8"), re.M | re.S
     )
@@ -31,7 +31,7 @@ def block(line):
 
 @pytest.fixture
 def folder(tmp_path):
-    """train.py is the printed Trainer for the CPU, and what the page leaves out."""
+    """A folder with train.py: the printed Trainer on the CPU, and the code that the page omits."""
     shutil.copy(SEEDS / "completion.py", tmp_path)
     kind, _, text = block(364)
     assert kind == "plan"
@@ -46,15 +46,16 @@ Trainer = partial(geartrain.Trainer, accelerator="cpu", max_epochs=1, enable_pro
 module = Classifier()
 trainer.fit(module, data())
 world = trainer.run.world
-where = f"node {{world.node_rank}}, local rank {{world.local_rank}} of {{world.local_size}}, rank {{world.rank}} of {{world.size}}"
-print(where, f"weights {{module.layer.weight.sum().item()}}", sep="\\n", flush=True)
+local = f"node {{world.node_rank}}, local rank {{world.local_rank}} of {{world.local_size}}"
+print(f"{{local}}, rank {{world.rank}} of {{world.size}}", flush=True)
+print(f"weights {{module.layer.weight.sum().item()}}", flush=True)
 """
     )
     return tmp_path
 
 
 def run(folder, command, **environment):
-    """What a command printed; it has succeeded and left nothing."""
+    """Run a command, check that it succeeds and leaves no process, and return its output."""
     path = os.pathsep.join([str(Path(sys.executable).parent), str(SCRIPTS), os.environ["PATH"]])
     program = Launched(["bash", "-e", "-c", command], folder, {"PATH": path, **environment})
     try:
@@ -67,13 +68,11 @@ def run(folder, command, **environment):
 
 def check(printed, ranks):
     for rank in range(ranks):
-        assert re.search(
-            rf", rank {rank} of {ranks}\b", printed
-        )  # mpirun may put its own words before the end of a line
-    assert (
-        len(set(re.findall(r"weights ([-+.e\d]+)", printed))) == 1
-    )  # every rank has trained the same
-    assert len(re.findall(r"weights ([-+.e\d]+)", printed)) == ranks
+        # mpirun may write its own words before the end of a line.
+        assert re.search(rf", rank {rank} of {ranks}\b", printed)
+    weights = re.findall(r"weights ([-+.e\d]+)", printed)
+    assert len(weights) == ranks
+    assert len(set(weights)) == 1, "ranks have different weights"
 
 
 def test_printed_commands(folder):
@@ -84,8 +83,8 @@ def test_printed_commands(folder):
     check(printed, 4)
     for words in expected:
         assert words in printed
-    # Two names of this machine stand for two machines: each is a node of its own to Horovod. (To Open MPI, which horovodrun takes where
-    # Horovod was built with it, they are one.)
+    # Two names of this machine stand for two machines: to Horovod each is a node. To Open MPI,
+    # which horovodrun uses if Horovod was built with it, they are one node, hence --gloo.
     assert "-np 8 -H hostname1:4,hostname2:4" in on_two
     on_two = on_two.replace(
         "-np 8 -H hostname1:4,hostname2:4",
@@ -100,7 +99,7 @@ def test_printed_commands(folder):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)"
+    shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)"
 )
 @pytest.mark.skipif(
     missing() is not None or not facts()["mpi"],
@@ -114,8 +113,8 @@ def test_mpi(folder, command):
     check(run(folder, f"{command} {sys.executable} train.py", **more), 2)
 
 
-def test_mpirun_with_a_horovod_without_mpi_is_served_by_geartrain_s_own_rendezvous(folder):
-    """Open MPI's variables say who is who; Gloo connects."""
+def test_mpirun_with_a_horovod_without_mpi_uses_geartrains_rendezvous(folder):
+    """Open MPI's variables give the ranks, and Gloo connects them."""
     if facts()["mpi"]:
         pytest.skip("this Horovod was built with MPI")
     common = {

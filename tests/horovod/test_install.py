@@ -1,4 +1,7 @@
-"""The command that builds Horovod: its settings for the build, the wheel it keeps, its messages. pip is real; the Horovod has no C++."""
+"""The command that builds Horovod: its variables for the build, the kept wheel, its messages.
+
+pip is real; the Horovod of these tests has no C++ code.
+"""
 
 import json
 import os
@@ -25,16 +28,26 @@ if os.environ.get("TEST_FAIL"):
     sys.exit("the compiler said no")
 with open(os.environ["TEST_BUILDS"], "a") as file:
     file.write(json.dumps({**os.environ, "COMMAND": sys.argv}) + "\\n")
-Path("horovod/metadata.json").write_text(json.dumps({"pytorch": os.environ["TEST_TORCH"], "dummy": "none"}))
-setup(name="horovod", version="0.28.1", packages=["horovod", "horovod.torch"], package_data={"": ["*.json", "*.so"]})
+metadata = {"pytorch": os.environ["TEST_TORCH"], "dummy": "none"}
+Path("horovod/metadata.json").write_text(json.dumps(metadata))
+setup(
+    name="horovod",
+    version="0.28.1",
+    packages=["horovod", "horovod.torch"],
+    package_data={"": ["*.json", "*.so"]},
+)
 """
 TORCH = installed.torch_version()
-TORCH_PART = "def gloo_built(): return True\ndef mpi_built(): return False\nnccl_built = cuda_built = mpi_built\n"
+TORCH_PART = """
+def gloo_built(): return True
+def mpi_built(): return False
+nccl_built = cuda_built = mpi_built
+"""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """An environment of its own, an index with one Horovod in it, and a way to run the command there."""
+    """A separate environment, and an index that contains one Horovod."""
     folder = tmp_path_factory.mktemp("site")
     source = folder / "horovod-0.28.1"
     (source / "horovod" / "torch").mkdir(parents=True)
@@ -57,7 +70,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def command(site, tmp_path):
-    """Run the command; PATH has no more than it needs, so that what this machine has beside it changes nothing."""
+    """Return a function that runs the command. PATH has only the needed tools of this machine."""
     site.builds.unlink(missing_ok=True)
 
     def run(*arguments, cache=tmp_path / "cache", **env):
@@ -112,12 +125,12 @@ def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
     assert built["HOROVOD_CPU_OPERATIONS"] == "GLOO"
     assert built["MAKEFLAGS"].startswith("-j")
     assert "HOROVOD_GPU_OPERATIONS" not in built
-    # As CMake calls it: the launcher, the compiler, its arguments.
+    # As CMake calls it: the launcher, the compiler, the arguments.
     launcher = built["CMAKE_CXX_COMPILER_LAUNCHER"].split(";")
-    told = subprocess.run(
+    output = subprocess.run(
         [*launcher, "echo", "-std=gnu++14", "file.cc"], capture_output=True, text=True, check=True
     ).stdout
-    assert told.split() == ["-std=gnu++14", "file.cc", "-std=c++17"]
+    assert output.split() == ["-std=gnu++14", "file.cc", "-std=c++17"]
     python = site.run(
         site.python, "-c", "import horovod.torch; print(horovod.torch.__file__)", cwd=tmp_path
     )
@@ -130,7 +143,7 @@ def test_builds_once_installs_and_keeps_the_wheel(site, command, tmp_path):
 
     flags = command(HOROVOD_BUILD_ARCH_FLAGS="-mavx")
     assert flags.returncode == 0, flags.stderr
-    assert len(builds(site)) == 2  # and not the first one's wheel, which pip's own cache would have
+    assert len(builds(site)) == 2  # not the first wheel, which pip's cache would return
     assert len(wheels(tmp_path / "cache")) == 2
     assert not list((tmp_path / "cache").rglob("tmp*"))
 
@@ -166,11 +179,11 @@ def test_failed_build_shows_its_end_and_its_log(site, command, tmp_path):
     assert str(log) in failed.stderr
     assert "line 20\n" in log.read_text()
     assert wheels(tmp_path / "cache") == []
-    assert command().returncode == 0  # the next build is not misled by what the failed one left
+    assert command().returncode == 0, "files of the failed build do not disturb the next"
 
 
 @pytest.mark.build
-def test_what_is_built_for_another_torch_is_refused(command):
+def test_a_wheel_for_another_torch_is_refused(command):
     done = command(TEST_TORCH="1.13.0")
     assert done.returncode == 1
     assert (
@@ -181,23 +194,23 @@ def test_what_is_built_for_another_torch_is_refused(command):
 
 @pytest.mark.build
 @pytest.mark.parametrize(
-    ("tool", "told"),
+    ("tool", "words"),
     [
-        ("cmake", "there is no cmake. Fix: pip install cmake"),
-        ("c++", "there is no C++ compiler (c++, g++ or clang++). Fix: "),
+        ("cmake", "cmake was not found. Fix: pip install cmake"),
+        ("c++", "no C++ compiler was found (c++, g++ or clang++). Fix: "),
     ],
 )
-def test_missing_tool_is_named_before_anything_is_built(site, command, tmp_path, tool, told):
+def test_missing_tool_is_named_before_anything_is_built(site, command, tmp_path, tool, words):
     tools = tmp_path / "tools"
     shutil.copytree(site.tools, tools, symlinks=True)
     (tools / tool).unlink()
     done = command(PATH=str(tools))
     assert done.returncode == 1
-    assert told in done.stderr
+    assert words in done.stderr
     assert builds(site) == []
 
 
-# --- what the build is told ----------------------------------------------------------------------------------------------
+# --- the build's variables -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -221,15 +234,15 @@ def test_ccache_and_old_cmake_get_a_wrapper(recipe, tmp_path):
         script.write_text(made.wrapper)
         script.chmod(0o755)
         variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-        told = subprocess.run(
+        output = subprocess.run(
             [script, "-c", "a file.cc"], capture_output=True, text=True, check=True, env=variables
         ).stdout
-        assert told.split()[1:] == ["-c", "a", "file.cc", "-std=c++17"]
+        assert output.split()[1:] == ["-c", "a", "file.cc", "-std=c++17"]
         assert "export CXX=" in made.script()
         (tmp_path / "ccache").unlink(missing_ok=True)
 
 
-def test_new_cmake_is_told_that_old_projects_are_welcome(recipe):
+def test_new_cmake_gets_the_policy_for_old_projects(recipe):
     assert recipe(cmake="4.1.0").variables["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
     assert "CMAKE_POLICY_VERSION_MINIMUM" not in recipe(cmake="3.31.0").variables
 
@@ -242,13 +255,14 @@ def test_mpi_and_nccl(recipe):
     assert recipe(nccl=True, tools=["nvcc"]).variables["HOROVOD_GPU_OPERATIONS"] == "NCCL"
 
 
-def test_what_mpi_and_nccl_need(recipe, tmp_path, monkeypatch):
+def test_missing_tools_of_mpi_and_nccl_are_named(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("geartrain_horovod.install._CUDA", str(tmp_path / "cuda"))
     with pytest.raises(
-        InstallError, match=r"no mpicxx\. Fix: apt-get install openmpi-bin libopenmpi-dev"
+        InstallError,
+        match=r"mpicxx was not found\. Fix: apt-get install openmpi-bin libopenmpi-dev",
     ):
         recipe(mpi=True)
-    with pytest.raises(InstallError, match=r"no nvcc\. Fix: "):
+    with pytest.raises(InstallError, match=r"nvcc was not found\. Fix: "):
         recipe(nccl=True)
     with pytest.raises(InstallError, match=r"older than 3\.13"):
         recipe(cmake="3.5.0")
@@ -256,12 +270,13 @@ def test_what_mpi_and_nccl_need(recipe, tmp_path, monkeypatch):
 
 @pytest.fixture
 def cuda_torch(tmp_path, monkeypatch):
-    """torch as ``pip install torch`` gives it, and no CUDA toolkit."""
+    """The torch that ``pip install torch`` installs on Linux, without a CUDA toolkit."""
     folder = tmp_path / "site" / "torch"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder / "version.py").write_text(
-        "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+        "__version__ = '2.13.0+cu130'\ndebug = False\n"
+        "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
     )
     monkeypatch.setattr(installed, "_folder", lambda name: folder)
     monkeypatch.setattr("geartrain_horovod.install._CUDA", str(tmp_path / "cuda"))
@@ -269,11 +284,12 @@ def cuda_torch(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("cuda_torch")
 def test_a_cuda_build_of_torch_without_the_toolkit_is_refused_before_the_build(recipe, tmp_path):
-    told = (
-        r"torch 2\.13\.0\+cu130 is built for CUDA 13\.0, and .* needs the CUDA toolkit: there is no nvcc\. "
-        r"Fix: pip install --force-reinstall torch==2\.13\.0 --index-url https://download\.pytorch\.org/whl/cpu .* HOROVOD_CUDA_HOME$"
+    message = (
+        r"torch 2\.13\.0\+cu130 is built for CUDA 13\.0, and .* needs the CUDA toolkit: "
+        r"nvcc was not found\. Fix: pip install --force-reinstall torch==2\.13\.0 "
+        r"--index-url https://download\.pytorch\.org/whl/cpu .* HOROVOD_CUDA_HOME$"
     )
-    with pytest.raises(InstallError, match=told):
+    with pytest.raises(InstallError, match=message):
         recipe()
     assert recipe(tools=["nvcc"]).torch == "2.13.0+cu130"
     (tmp_path / "nvcc").unlink()
@@ -294,13 +310,13 @@ def test_a_build_of_torch_for_the_cpu_needs_no_toolkit(tmp_path, monkeypatch):
     assert installed.torch_cuda() is None
 
 
-def test_what_is_set_already_stands(recipe):
+def test_variables_that_the_user_has_set_are_kept(recipe):
     made = recipe(MAKEFLAGS="-j1", HOROVOD_CPU_OPERATIONS="CCL")
     assert made.variables["MAKEFLAGS"] == "-j1"
     assert made.variables["HOROVOD_CPU_OPERATIONS"] == "CCL"
 
 
-def test_wheel_is_kept_by_all_that_it_depends_on(recipe, monkeypatch):
+def test_the_key_of_a_wheel_contains_everything_it_depends_on(recipe, monkeypatch):
     keys = [
         recipe().key,
         recipe(mpi=True, tools=["mpicxx"]).key,
@@ -315,11 +331,11 @@ def test_wheel_is_kept_by_all_that_it_depends_on(recipe, monkeypatch):
     keys.append(recipe().key)
     assert len(set(keys)) == len(keys)
     assert "torch-2.99.0+cu140" in keys[-1]
-    # What horovodrun sets in a rank makes no other wheel.
+    # The variables that horovodrun sets in a rank do not change the key.
     assert recipe(HOROVOD_RANK="1", HOROVOD_GLOO_IFACE="lo").key == keys[-1]
 
 
-# --- what is missing -----------------------------------------------------------------------------------------------------
+# --- what is missing -----------------------------------------------------------------------------
 
 
 _BLOCK = """import importlib.util as u
@@ -327,7 +343,8 @@ find = u.find_spec
 u.find_spec = lambda name, *more: None if name == {0!r} else find(name, *more)
 """
 _OF = {"built": TORCH, "extension": True, "part": TORCH_PART}
-#: What Horovod in front of any other is made of, and what happens before ``missing()`` looks at it; and the answer's words.
+#: By case: the parts of a Horovod, code that runs before ``missing()``, and words of its answer.
+#: The Horovod's folder is the first in ``sys.path``.
 MISSING = {
     "usable": (_OF, "", "None\n"),
     "another torch": ({**_OF, "built": "1.13.1"}, "", "was built for torch 1.13.1, and torch "),
@@ -341,9 +358,9 @@ MISSING = {
     "neither Gloo nor MPI": (
         {**_OF, "part": TORCH_PART.replace("True", "False")},
         "",
-        "was built with neither Gloo nor MPI",
+        "was built without Gloo and MPI",
     ),
-    # Nothing of it is imported where its files are wrong.
+    # Horovod is not imported if its files are wrong.
     "wrong files": (
         {**_OF, "built": "1.13.1", "part": "raise SystemExit('imported')"},
         "",
@@ -356,7 +373,7 @@ MISSING = {
     ),
     "no numpy": (_OF, _BLOCK.format("numpy"), "not installed. Fix: pip install numpy"),
 }
-#: Each case is asked in a process of its own, forked from one that has imported torch, which takes seconds.
+#: Each case runs in a forked process, because importing torch takes seconds.
 _ASK = """
 import json, os, sys
 import torch
@@ -375,7 +392,7 @@ for folder, before in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """What ``missing()`` says in each case."""
+    """Return the answer of ``missing()`` in each case."""
     cases = []
     for made, before, _ in MISSING.values():
         folder = tmp_path_factory.mktemp("missing")
@@ -400,7 +417,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_what_is_missing(answers, case):
+def test_missing_returns_the_reason(answers, case):
     words = MISSING[case][2]
     assert words in answers[case]
     assert answers[case] == "None\n" or "Fix: " in answers[case]

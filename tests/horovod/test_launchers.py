@@ -1,4 +1,4 @@
-"""Who may start the ranks: geartrain, horovodrun, torchrun; and what becomes of them when one fails."""
+"""Launchers of ranks under Horovod: geartrain, horovodrun, torchrun; and the failure of a rank."""
 
 import json
 import os
@@ -40,14 +40,18 @@ fits = [{}] if sys.argv[1:] == ["once"] else [{}, {"op": "sum", "timeline": "tim
 fits += ["ddp"] if sys.argv[1:] == ["ddp"] else []
 for number, options in enumerate(fits):
     module = Net()
-    ours = {"strategy": "ddp", "devices": 3} if options == "ddp" else {"strategy": "horovod", "strategy_options": options}
-    ours = {"devices": int(os.environ.get("DEVICES", "1")), "num_nodes": int(os.environ.get("NODES", "1")), **ours}
+    ours = {"strategy": "horovod", "strategy_options": options}
+    if options == "ddp":
+        ours = {"strategy": "ddp", "devices": 3}
+    devices, nodes = int(os.environ.get("DEVICES", "1")), int(os.environ.get("NODES", "1"))
+    ours = {"devices": devices, "num_nodes": nodes, **ours}
     trainer = gt.Trainer(accelerator="cpu", max_epochs=1, enable_progress_bar=False, **ours)
     torch.manual_seed(trainer.global_rank)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 3)), 4))
     if number == 0:
         print("PLAN", trainer.plan.processes, dict(trainer.plan.notes)["learning rates"])
-    print(f"RUN {number} RANK {trainer.global_rank} OF {trainer.world_size}: {module.layer.weight.tolist()}", flush=True)
+    weights = module.layer.weight.tolist()
+    print(f"RUN {number} RANK {trainer.global_rank} OF {trainer.world_size}: {weights}", flush=True)
 """
 
 
@@ -58,7 +62,7 @@ def folder(tmp_path):
 
 
 def trained(text, ranks, fits=1):
-    """In every fit all ranks have come to the same."""
+    """Check that all ranks have the same weights after every fit."""
     found = {}
     for number, rank, size, weights in re.findall(r"RUN (\d) RANK (\d) OF (\d): (.*)", text):
         assert int(size) == ranks
@@ -70,16 +74,8 @@ def trained(text, ranks, fits=1):
 
 
 def horovodrun(folder, *arguments, ranks=2, **environment):
-    command = [
-        str(SCRIPTS / "horovodrun"),
-        "-np",
-        str(ranks),
-        "--gloo",
-        "--network-interfaces",
-        "lo",
-        sys.executable,
-        *arguments,
-    ]
+    options = f"-np {ranks} --gloo --network-interfaces lo".split()
+    command = [str(SCRIPTS / "horovodrun"), *options, sys.executable, *arguments]
     return Launched(command, folder, {"PATH": f"{SCRIPTS}:{os.environ['PATH']}", **environment})
 
 
@@ -95,26 +91,14 @@ def test_geartrain_starts_the_ranks_and_fits_follow_each_other(folder):
 
 @pytest.mark.example
 def test_digits_on_two_ranks(tmp_path):
-    """The real handwritten digits, with the example as it is."""
+    """The example digits.py, unchanged, on the real data."""
     pytest.importorskip(
         "sklearn", reason="scikit-learn, whose wheel has the digits, is not installed"
     )
     digits = str(HERE.parents[1] / "examples" / "digits.py")
-    words = [
-        "fit",
-        digits,
-        "--strategy",
-        "horovod",
-        "--accelerator",
-        "cpu",
-        "--devices",
-        "2",
-        "--max-epochs",
-        "10",
-        "--seed",
-        "1",
-    ]
-    run = Launched([str(SCRIPTS / "geartrain"), *words, "--output", "out"], tmp_path)
+    options = "--strategy horovod --accelerator cpu --devices 2 --max-epochs 10 --seed 1"
+    words = ["fit", digits, *options.split(), "--output", "out"]
+    run = Launched([str(SCRIPTS / "geartrain"), *words], tmp_path)
     try:
         run.succeed(200)
     finally:
@@ -122,8 +106,8 @@ def test_digits_on_two_ranks(tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]["val_acc"] >= 0.97
 
 
-def test_under_horovodrun_its_world_stands(folder):
-    """And another strategy joins its ranks, too."""
+def test_horovodrun_decides_the_world(folder):
+    """Another strategy joins horovodrun's ranks, too."""
     run = horovodrun(folder, "train.py", "ddp", ranks=3, DEVICES="1")
     try:
         run.succeed(120)
@@ -149,17 +133,8 @@ def test_a_rank_that_raises_under_horovodrun_ends_all(folder):
 
 def test_under_torchrun(folder):
     port = str(free_port())
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        port,
-        "train.py",
-        "once",
-    ]
+    options = ["--nproc-per-node", "2", "--master-port", port]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", "once"]
     run = Launched(command, folder)
     try:
         run.succeed(120)
@@ -184,8 +159,8 @@ def test_two_nodes_started_by_hand(folder):
         trained(first.out + other.out, 2)
 
 
-def test_missing_horovod_is_said_before_anything_starts(folder):
-    """Where the package is there and Horovod is not."""
+def test_a_missing_horovod_is_reported_before_anything_starts(folder):
+    """geartrain-horovod is installed and Horovod is not."""
     (folder / "horovod_is_away.py").write_text(
         "import sys\nsys.modules['horovod'] = None\nimport runpy\nrunpy.run_path('train.py')\n"
     )

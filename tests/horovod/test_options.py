@@ -1,4 +1,4 @@
-"""Options that cannot be are refused before anything starts, with the way out; the plan says what the strategy changes."""
+"""Invalid options are refused before anything starts; the plan shows the strategy's changes."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def planned(module=Net, devices=2, options=None, **more):
         ({"compression": "bf16"}, ("compression='bf16'", "'none', 'fp16'")),
         ({"groups": 0}, ("groups=0", "whole number", "above 0")),
         ({"groups": 2.5}, ("groups=2.5",)),
-        ({"stall_timeout": -1}, ("stall_timeout=-1", "above 0", "0: never")),
+        ({"stall_timeout": -1}, ("stall_timeout=-1", "above 0", "0: no timeout")),
         ({"backward_passes_per_step": 0}, ("backward_passes_per_step=0",)),
         ({"gradient_predivide_factor": -1.0}, ("gradient_predivide_factor=-1.0",)),
         (
@@ -83,7 +83,7 @@ def planned(module=Net, devices=2, options=None, **more):
     ],
     ids=str,
 )
-def test_options_that_cannot_be(options, words):
+def test_invalid_horovod_options_are_refused(options, words):
     with pytest.raises(gt.UsageError) as caught:
         planned(options=options)
     for word in words:
@@ -94,7 +94,7 @@ def test_options_that_cannot_be(options, words):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"devices": 3, "options": {"op": "adasum"}}, ("power of two", "3")),
+        ({"devices": 3, "options": {"op": "adasum"}}, ("needs 2, 4, 8, ... ranks", "has 3")),
         ({"options": {"op": "adasum"}}, ("adasum", "needs MPI", "HOROVOD_WITH_MPI=1", "mpirun")),
         ({"options": {"process_set": [0, 2]}}, ("process_set=[0, 2]", "rank 2", "2 ranks")),
         (
@@ -105,18 +105,18 @@ def test_options_that_cannot_be(options, words):
                 "--accumulate-grad-batches 3",
             ),
         ),
-        ({"options": {"timeline": "/nowhere/there/is/timeline.json"}}, ("timeline", "/nowhere")),
+        ({"options": {"timeline": "/no/such/folder/timeline.json"}}, ("timeline", "/no/such")),
     ],
     ids=str,
 )
-def test_plans_that_cannot_be(more, words):
+def test_impossible_horovod_plans_are_refused(more, words):
     with pytest.raises(gt.UsageError) as caught:
         planned(**more)
     for word in words:
         assert word in str(caught.value)
 
 
-#: A process that a launcher has started, as rank 0 of two.
+#: A launcher's variables in rank 0 of two.
 PLACE = {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}
 HOROVODRUN = {
@@ -138,7 +138,7 @@ HOROVODRUN = {
     ids=["mpirun", "no launcher", "horovodrun", "without MPI"],
 )
 def test_adasum_needs_mpi_built_and_used(monkeypatch, accelerator, built, launcher, why):
-    """Under Gloo Horovod's own thread would abort the process, with a build that has MPI and on GPUs too."""
+    """Under Gloo, Horovod's thread would abort the process, also on GPUs and if built with MPI."""
     import horovod.torch as hvd
 
     monkeypatch.setattr(hvd, "mpi_built", lambda: built)
@@ -155,25 +155,26 @@ def test_adasum_needs_mpi_built_and_used(monkeypatch, accelerator, built, launch
         return
     with pytest.raises(
         gt.UsageError,
-        match=rf"LABEL: op='adasum' needs MPI, and {why}\. Fix: .* under mpirun or horovodrun --mpi",
+        match=rf"LABEL: op='adasum' needs MPI, and {why}\. "
+        "Fix: .* under mpirun or horovodrun --mpi",
     ):
         checks.check_here(plan, "adasum", None)
 
 
 @real
-def test_only_rank_0_needs_a_place_for_the_timeline(monkeypatch):
-    """Another node may have no such folder."""
+def test_only_rank_0_needs_a_folder_for_the_timeline(monkeypatch):
+    """The folder may not exist on other nodes."""
     for name, value in {**HOROVODRUN, "HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert planned(options={"timeline": "/nowhere/there/is/timeline.json"}).processes is None
+    assert planned(options={"timeline": "/no/such/folder/timeline.json"}).processes is None
     monkeypatch.setenv("HOROVOD_RANK", "0")
-    with pytest.raises(gt.UsageError, match="/nowhere"):
-        planned(options={"timeline": "/nowhere/there/is/timeline.json"})
+    with pytest.raises(gt.UsageError, match="/no/such/folder"):
+        planned(options={"timeline": "/no/such/folder/timeline.json"})
 
 
 @real
-def test_a_timeline_that_the_environment_has_begun(monkeypatch):
-    """Horovod would refuse to begin another, in the middle of set-up."""
+def test_a_second_timeline_beside_the_environments_is_refused(monkeypatch):
+    """Otherwise Horovod would refuse a second timeline in the middle of set-up."""
     monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
     with pytest.raises(
         gt.UsageError,
@@ -183,7 +184,7 @@ def test_a_timeline_that_the_environment_has_begun(monkeypatch):
 
 
 @real
-def test_passes_that_fit():
+def test_backward_passes_that_match_accumulation_are_accepted():
     assert (
         planned(options={"backward_passes_per_step": 3}, accumulate_grad_batches=3).processes == 2
     )
@@ -200,7 +201,7 @@ def test_torchs_sync_batch_norm_is_refused():
 
 @real
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({}, "× 2 (scale_lr, 2 worker(s))"),
         ({"scale_lr": False}, "as configured (scale_lr=False, 2 worker(s))"),
@@ -208,14 +209,14 @@ def test_torchs_sync_batch_norm_is_refused():
     ],
     ids=str,
 )
-def test_the_plan_says_what_becomes_of_learning_rates(options, told):
+def test_the_plan_shows_the_factor_of_learning_rates(options, expected):
     plan = planned(options=options)
-    assert plan.notes == {"learning rates": told}
-    assert plan.as_dict()["notes"] == {"learning rates": told}
+    assert plan.notes == {"learning rates": expected}
+    assert plan.as_dict()["notes"] == {"learning rates": expected}
 
 
 @real
-def test_the_plan_says_who_trains_alone():
+def test_the_plan_names_ranks_that_train_alone():
     assert (
         planned(devices=3, options={"process_set": [0, 2]}).notes["process set"]
         == "ranks [1] train alone, at rates as configured"
@@ -223,26 +224,16 @@ def test_the_plan_says_who_trains_alone():
 
 
 @real
-def test_explain_prints_it(tmp_path):
+def test_explain_prints_the_factor_of_learning_rates(tmp_path):
     (tmp_path / "train.py").write_text(
-        "import geartrain as gt, torch\nclass Net(gt.Module):\n    def training_step(self, batch, batch_idx): ...\n"
+        "import geartrain as gt, torch\nclass Net(gt.Module):\n"
+        "    def training_step(self, batch, batch_idx): ...\n"
         "    def configure_optimizers(self): ...\n"
     )
-    command = [
-        sys.executable,
-        "-c",
-        "from geartrain.commands import main; raise SystemExit(main())",
-    ]
-    words = [
-        "explain",
-        "train.py",
-        "--strategy",
-        "horovod",
-        "--devices",
-        "4",
-        "--accelerator",
-        "cpu",
-    ]
+    code = "from geartrain.commands import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", code]
+    options = "--strategy horovod --devices 4 --accelerator cpu"
+    words = ["explain", "train.py", *options.split()]
     run = subprocess.run(
         [*command, *words],
         cwd=tmp_path,
@@ -260,7 +251,7 @@ def test_explain_prints_it(tmp_path):
     assert json.loads(run.stdout)["notes"] == {"learning rates": "× 4 (scale_lr, 4 worker(s))"}
 
 
-def test_without_horovod_it_is_refused_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_horovod_is_refused_with_the_fix(monkeypatch):
     monkeypatch.setattr(
         "geartrain_horovod.checks.missing", lambda: "Horovod is not installed. Fix: build it"
     )
@@ -284,10 +275,10 @@ def test_planning_imports_no_horovod():
 
 @real
 def test_the_plan_of_an_elastic_run_is_the_same_on_every_rank(monkeypatch):
-    """Whoever comes later to a larger world compares it with rank 0's."""
+    """A worker that joins later compares its plan with rank 0's."""
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     notes = planned(options={"elastic": True, "commit_every_n_steps": 5}).notes
     assert notes == {
-        "elastic": "a commit at the beginning of each epoch and after every 5 steps",
-        "learning rates": "× workers, as many as there are (scale_lr)",
+        "elastic": "a commit at the start of each epoch and after every 5 steps",
+        "learning rates": "× current workers (scale_lr)",
     }

@@ -1,5 +1,7 @@
-"""Manual optimisation, a Session's loops, closures, several optimizers and mixed precision on two ranks come to what one process comes
-to on the whole batch."""
+"""Two ranks give the weights of one process on the whole batch.
+
+Tested with manual optimisation, Sessions, closures, several optimizers and mixed precision.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """(kind, case) -> weights, for each rank."""
+    """Return each rank's weights, by kind and case."""
     folder = tmp_path_factory.mktemp("own-loops")
     with launched(
         str(HERE / "own_loops.py"), str(folder), folder=folder, PYTHONPATH=str(HERE.parents[1])
@@ -35,15 +37,15 @@ def assert_as(two_ranks, kind, case, expected):
         assert torch.equal(first[name], second[name]), f"{name} differs between ranks"
 
 
-#: Our own hooks, and hvd.DistributedOptimizer.
-WHOSE = pytest.mark.parametrize("whose", ["", ", horovod's own"], ids=["ours", "horovods"])
+#: geartrain's hooks, and hvd.DistributedOptimizer.
+WHOSE = pytest.mark.parametrize("whose", ["", ", horovod's optimizer"], ids=["ours", "horovods"])
 
 
 @WHOSE
 @pytest.mark.parametrize("how", manual.STEPS)
 def test_manual_optimisation(two_ranks, how, whose):
     expected = manual.by_hand(how, cases.samples())
-    if whose:  # which gives zeros to what no loss uses: weight decay moves it
+    if whose:  # it gives zeros to unused parameters, so weight decay changes them
         expected = {
             name: value
             for name, value in expected.items()
@@ -59,7 +61,7 @@ def test_session(two_ranks, name, whose):
 
 
 @WHOSE
-def test_two_models_of_a_session_with_parameters_of_the_same_names(two_ranks, whose):
+def test_two_models_of_a_session_with_the_same_parameter_names(two_ranks, whose):
     nets, batches = [cases.Net(), cases.Net("adam")], DataLoader(cases.samples(), 8)
     optimizers = [net.configure_optimizers() for net in nets]
     for i, (x, y) in enumerate(batches):
@@ -77,7 +79,7 @@ def test_two_models_of_a_session_with_parameters_of_the_same_names(two_ranks, wh
 
 @WHOSE
 @pytest.mark.parametrize("name", ["lbfgs", "two", "gentle"])
-def test_as_one_process(two_ranks, name, whose):
+def test_two_ranks_give_the_weights_of_one_process(two_ranks, name, whose):
     module = cases.Net() if name == "gentle" else cases.Net(name)
     one = gt.Trainer(
         accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Learning rates times the number of workers: the whole schedule keeps its shape."""
+"""Learning rates are multiplied by the number of workers, and the schedule keeps its shape."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ SCHEDULERS = {
 
 
 def course(factor, make, cls=torch.optim.SGD, **options):
-    """Every group's learning rate at every step, scaled by ``factor`` after everything was made."""
+    """Return every group's learning rate at every step, scaled by ``factor`` before the first."""
     one = optimizer(cls, **options)
     schedulers = make(one)
     rates.scale(one, schedulers, factor)
@@ -89,7 +89,7 @@ def test_a_rate_that_is_a_tensor_is_scaled_in_place():
 
 
 def test_a_tensor_that_groups_share_is_scaled_once():
-    """Groups that are given no rate of their own have the very tensor that the optimizer was given, and so have its defaults."""
+    """Groups without a rate share the optimizer's tensor, also with its defaults."""
     rate = torch.tensor(0.5)
     one = torch.optim.Adam(
         [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(3)], lr=rate, foreach=False
@@ -102,8 +102,8 @@ def test_a_tensor_that_groups_share_is_scaled_once():
     assert float(rate) == 1.0
 
 
-def test_a_group_that_comes_later_takes_the_scaled_default():
-    """As in unfreezing, layer by layer; a rate of its own stays as it was given."""
+def test_a_group_that_is_added_later_gets_the_scaled_default():
+    """For example when layers are unfrozen. A group that has a rate keeps it."""
     one = optimizer()
     rates.scale(one, [], 4)
     rates.scale(one, [], 4)
@@ -114,21 +114,21 @@ def test_a_group_that_comes_later_takes_the_scaled_default():
 
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
 def test_a_resumed_run_does_not_scale_the_default_twice(rate):
-    """A checkpoint brings scaled groups, of this number of workers or another, and says nothing of defaults."""
+    """A checkpoint contains scaled groups, of any number of workers, and no defaults."""
 
     def fresh(rate):
         return torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=rate, foreach=False)
 
     saved, one = fresh(0.5), fresh(rate.clone() if isinstance(rate, torch.Tensor) else rate)
     rates.scale(saved, [], 2)
-    rates.scale(one, [], 4)  # as set-up does, before a checkpoint is read
+    rates.scale(one, [], 4)  # as set-up does before it reads a checkpoint
     one.load_state_dict(saved.state_dict())
     assert rates.scale(one, [], 4) == 2
     one.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert [float(group["lr"]) for group in one.param_groups] == pytest.approx([2.0, 2.0])
 
 
-def test_an_optimizer_that_is_handed_out_again_is_not_scaled_twice():
+def test_an_optimizer_that_is_returned_again_is_not_scaled_twice():
     one = optimizer()
     rates.scale(one, [], 4)
     rates.scale(one, [], 4)
@@ -138,7 +138,10 @@ def test_an_optimizer_that_is_handed_out_again_is_not_scaled_twice():
 
 
 def test_a_state_that_was_saved_scaled_is_not_scaled_twice():
-    """As when a Session's loop reads it before ``setup``; on another number of workers it gets those workers' rates."""
+    """For example when a Session's loop reads the state before ``setup``.
+
+    With another number of workers the rates follow that number.
+    """
     saved, one = optimizer(), optimizer()
     rates.scale(saved, [], 4)
     one.load_state_dict(saved.state_dict())
@@ -167,8 +170,8 @@ def test_schedulers_of_another_optimizer_are_left_alone():
         ("scaled sum", [1] * 3),
     ],
 )
-def test_by_the_number_of_workers(three_ranks, case, factors):
-    """Of which a rank outside of the process set has none but itself."""
+def test_rates_are_multiplied_by_the_number_of_workers(three_ranks, case, factors):
+    """A rank outside the process set counts as one worker."""
     for kept, factor in zip(three_ranks, factors, strict=True):
         assert kept[case]["lr"] == pytest.approx([0.1 * factor])
 
@@ -201,7 +204,7 @@ def test_every_rank_starts_with_rank_0s_buffers(three_ranks, name):
 @pytest.mark.horovod
 @pytest.mark.timeout(400)
 def test_an_empty_state_stays_empty_and_no_step_is_taken(three_ranks):
-    """Horovod's broadcast_optimizer_state would take one, with which AdamW decays every weight."""
+    """Horovod's broadcast_optimizer_state would take a step, in which AdamW decays every weight."""
     started = three_ranks[0]["average"]["started"]
     for kept in three_ranks:
         assert kept["fresh"]["state"] == [[]]

@@ -1,4 +1,4 @@
-"""What is refused in the middle of set-up, each rank for itself: with the reason and the way out."""
+"""Errors during set-up, on each rank, have the reason and the fix."""
 
 import re
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.horovod
 
 
 class NeedsMore(torch.optim.SGD):
-    """An optimizer that is not made of parameter groups alone, as Horovod makes it anew."""
+    """An optimizer that needs more than parameter groups, which are all that Horovod passes."""
 
     def __init__(self, params, lr, more):
         super().__init__(params, lr)
@@ -44,36 +44,37 @@ def add(layer, make):
 
 
 @pytest.mark.parametrize("why", MODULES)
-def test_parameters_that_horovods_own_optimizer_does_not_take(why):
+def test_parameters_that_horovods_optimizer_does_not_support(why):
     with pytest.raises(
         gt.UsageError,
-        match=rf"distributed_optimizer=True: {why}, which Horovod refuses\. Fix: distributed_optimizer=False",
+        match=rf"distributed_optimizer=True: {why}, which Horovod refuses\. "
+        "Fix: distributed_optimizer=False",
     ):
         add(MODULES[why](), lambda parameters: torch.optim.SGD(parameters, 0.1))
 
 
-def test_an_optimizer_that_horovod_cannot_make_anew():
+def test_an_optimizer_that_horovod_cannot_create_again():
     with pytest.raises(
         gt.UsageError,
-        match=r"Horovod makes NeedsMore anew .*'more'.*Fix: distributed_optimizer=False",
+        match=r"Horovod creates a second NeedsMore .*'more'.*Fix: distributed_optimizer=False",
     ):
         add(nn.Linear(2, 2), lambda parameters: NeedsMore(parameters, 0.1, more=1))
 
 
-def test_an_accelerator_that_horovod_does_not_know():
+def test_an_accelerator_that_horovod_does_not_support():
     plan = SimpleNamespace(
         accelerator=SimpleNamespace(name="mps"),
         processes=2,
         strategy=SimpleNamespace(label="LABEL"),
     )
     with pytest.raises(
-        gt.UsageError, match=r"LABEL: Horovod knows nothing of mps\. Fix: --accelerator cpu or cuda"
+        gt.UsageError, match=r"LABEL: Horovod does not support mps\. Fix: --accelerator cpu or cuda"
     ):
         checks.check_combination(plan, gt.Module(), "average", None, 1)
 
 
 def test_a_process_set_that_horovod_was_initialised_without(monkeypatch):
-    """Under horovodrun Horovod stays as the first run of a program has it."""
+    """Under horovodrun, Horovod stays initialised as the program's first run did it."""
     hvd = launching.horovod()
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
     monkeypatch.setattr(launching, "_process_sets", {})
@@ -81,15 +82,16 @@ def test_a_process_set_that_horovod_was_initialised_without(monkeypatch):
     meeting.hvd, meeting._stays = hvd, True
     with pytest.raises(
         gt.TrainingError,
-        match=r"process_set=\[0, 2\]: Horovod was initialised before.*Fix: the same process_set in every run",
+        match=r"process_set=\[0, 2\]: Horovod was initialised before.*"
+        "Fix: pass the same process_set in every run",
     ):
         meeting._kept([0, 2])
 
 
-def test_a_worker_that_comes_new_to_a_programs_second_call():
-    """It is at the first, whose operations have other names."""
-    told = torch.tensor([[2, 5], [1, -1]])
-    collectives = SimpleNamespace(start=lambda *_, **__: 0, wait=lambda *_: told)
-    words = "came new while the others were in call 2 of a trainer's fit, validate, test or predict"
+def test_a_new_worker_in_a_programs_second_call_is_an_error():
+    """The worker is in its first call, whose operations have other names."""
+    table = torch.tensor([[2, 5], [1, -1]])
+    collectives = SimpleNamespace(start=lambda *_, **__: 0, wait=lambda *_: table)
+    words = "a new worker started with call 1 of a trainer's fit, validate, test or predict, while"
     with pytest.raises(gt.TrainingError, match=re.escape(words)):
         Elastic(every=None).agree(SimpleNamespace(), collectives)

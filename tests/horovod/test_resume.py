@@ -1,4 +1,4 @@
-"""Going on under Horovod: bit for bit what it would have been, and learning rates are those of this run's number of workers."""
+"""A resumed Horovod run equals an uninterrupted one, and its rates follow the number of workers."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """case -> what it came to, for each of two ranks, and of one that went on alone."""
+    """Return the results by case, of each of two ranks and of a run of one rank that resumed."""
     folder = tmp_path_factory.mktemp("resume")
     for ranks in (2, 1):
         with launched(
@@ -40,12 +40,12 @@ PAIRS = [
     ("manual", "within"),
     ("averaged", "within"),
     ("in groups, in float16", "within"),
-    ("horovod's own", "within"),
+    ("horovod's optimizer", "within"),
 ]
 
 
 @pytest.mark.parametrize(("case", "rest"), PAIRS)
-def test_the_rest_is_what_it_would_have_been(kept, case, rest):
+def test_a_resumed_run_equals_an_uninterrupted_run(kept, case, rest):
     for rank in kept[:2]:
         a, b = rank[case]["whole"], rank[case][rest]
         assert equal(a["weights"], b["weights"])
@@ -60,17 +60,15 @@ def test_the_rest_is_what_it_would_have_been(kept, case, rest):
             b["step"],
         )
         assert a["rates"][-len(b["rates"]) :] == b["rates"]
-        assert b["told"] == []
+        assert b["warnings"] == []
     assert equal(kept[0][case][rest]["weights"], kept[1][case][rest]["weights"])
 
 
 def test_rates_follow_the_number_of_workers(kept):
-    """Two ranks have saved at the end of the first epoch's last step, and one goes on with half their rates, along the same schedule."""
+    """Two ranks saved after the first epoch's last step; one rank resumes with half their rates."""
     two, one = kept[0]["plain"]["whole"], kept[2]["two became one"]
-    assert (
-        "learning rates of the checkpoint were × 2, and are × 1 now, as the plan says"
-        in one["told"]
-    )
+    warning = "learning rates of the checkpoint were × 2 and are now × 1, as in the plan"
+    assert warning in one["warnings"]
     assert len(one["rates"]) == 11
     assert [rate for (rate,) in one["rates"][:6]] == pytest.approx(
         [rate / 2 for (rate,) in two["rates"][6:]]
@@ -78,20 +76,18 @@ def test_rates_follow_the_number_of_workers(kept):
     assert one["optimizers"][0]["param_groups"][0]["initial_lr"] == pytest.approx(0.02)
 
 
-def test_rates_of_another_strategys_checkpoint_are_scaled_as_the_plan_says(kept):
-    for rank, told in zip(
-        kept[:2],
-        (["learning rates of the checkpoint were × 1, and are × 2 now, as the plan says"], []),
-        strict=True,
-    ):
-        assert [one for one in rank["was ddp's"]["told"] if "learning rates" in one] == told
+def test_rates_of_another_strategys_checkpoint_are_scaled(kept):
+    warning = "learning rates of the checkpoint were × 1 and are now × 2, as in the plan"
+    for rank, expected in zip(kept[:2], ([warning], []), strict=True):
+        warnings = rank["was ddp's"]["warnings"]
+        assert [one for one in warnings if "learning rates" in one] == expected
         assert rank["was ddp's"]["rates"] == [
             pytest.approx(rates) for rates in rank["plain"]["whole"]["rates"][6:]
         ]
 
 
-def test_a_process_set_of_all_ranks_is_none(kept):
-    """Horovod refuses to make one."""
+def test_a_process_set_of_all_ranks_equals_no_process_set(kept):
+    """Horovod refuses to create a set of all ranks."""
     for rank in kept[:2]:
         assert equal(rank["process set"]["weights"], rank["plain"]["whole"]["weights"])
-        assert rank["process set"]["told"] == []
+        assert rank["process set"]["warnings"] == []

@@ -1,4 +1,4 @@
-"""A wait that does not end ends the run, and who did not come is named."""
+"""A wait without end makes the watchdog end the run and name the missing rank."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def look_often(monkeypatch):
 
 @pytest.fixture
 def board():
-    """Horovod's own rendezvous server, as horovodrun and rank 0 run it."""
+    """Horovod's rendezvous server, as horovodrun and rank 0 run it."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
@@ -44,7 +44,7 @@ def board():
 
 @contextmanager
 def another(board, rank, wait=None, last=None, size=2):
-    """Another rank, in a thread of this process."""
+    """Run another rank in a thread of this process."""
     ready, stop = threading.Event(), threading.Event()
 
     def work():
@@ -75,8 +75,8 @@ def poll(wait):
         time.sleep(0.01)
 
 
-def wait_for_ever(dog, what="all-reduce", name="net.weight"):
-    """What it says when a wait does not end."""
+def error_of_a_stall(dog, what="all-reduce", name="net.weight"):
+    """Return the error of a wait without end."""
     with dog.watching(what, name) as wait, pytest.raises(TrainingError) as raised:
         poll(wait)
     dog.leave(lambda: None, True)
@@ -85,15 +85,15 @@ def wait_for_ever(dog, what="all-reduce", name="net.weight"):
 
 def test_a_wait_that_lasts_too_long(capfd):
     began = time.monotonic()
-    told = wait_for_ever(Watchdog(TIMEOUT, 3, 4))
+    error = error_of_a_stall(Watchdog(TIMEOUT, 3, 4))
     assert TIMEOUT < time.monotonic() - began < 20
     assert re.match(
         r"rank 3 has waited \d+ s for the others in all-reduce 'net\.weight' \(stall_timeout=1\)",
-        told,
+        error,
     )
-    assert "which rank did not come cannot be told under this launcher" in told
+    assert "the missing rank is unknown, because ranks cannot report under this launcher" in error
     shown = capfd.readouterr().err
-    assert told in shown
+    assert error in shown
     assert "--- rank 3 is at ---" in shown
     assert "in poll" in shown
 
@@ -101,8 +101,8 @@ def test_a_wait_that_lasts_too_long(capfd):
 @needs_horovod
 def test_a_rank_that_does_something_else(board, capfd):
     with another(board(), 1, ("all_gather", "other"), ("log_sync", "before")):
-        told = wait_for_ever(Watchdog(TIMEOUT, 0, 2, board()))
-    assert told.endswith("; rank 1 has not joined it: it is in all_gather 'other'")
+        error = error_of_a_stall(Watchdog(TIMEOUT, 0, 2, board()))
+    assert error.endswith("; rank 1 has not joined it: it is in all_gather 'other'")
     shown = capfd.readouterr().err
     assert "--- rank 1 is at ---" in shown
     assert "in work" in shown
@@ -111,43 +111,45 @@ def test_a_rank_that_does_something_else(board, capfd):
 @needs_horovod
 def test_a_rank_that_does_nothing(board):
     with another(board(), 1, last=("log_sync", "before")):
-        told = wait_for_ever(Watchdog(TIMEOUT, 0, 2, board()))
-    assert told.endswith(
-        "; rank 1 has not joined it: it is in no operation of Horovod; its last was log_sync 'before'"
+        error = error_of_a_stall(Watchdog(TIMEOUT, 0, 2, board()))
+    assert error.endswith(
+        "; rank 1 has not joined it: it is in no operation of Horovod; "
+        "its last was log_sync 'before'"
     )
 
 
 @needs_horovod
-def test_a_rank_that_says_nothing_any_more(board):
-    """As one that is stopped, or whose machine has gone."""
+def test_a_rank_that_stops_reporting_is_named(board):
+    """For example a stopped rank, or a rank whose machine has gone."""
     note = board()
     note.put("1", json.dumps({"beat": 7, "in": None, "last": "all-reduce 'net.bias'", "stack": []}))
     with another(board(), 2, ("all-reduce", "net.weight"), size=3):
-        told = wait_for_ever(Watchdog(3.0, 0, 3, board()))
+        error = error_of_a_stall(Watchdog(3.0, 0, 3, board()))
     assert re.search(
-        r"; rank 1 has not joined it and has said nothing for \d s \(it is stopped, or its machine or network has gone\)",
-        told,
+        r"; rank 1 has not joined it and has sent no report for \d s "
+        r"\(it is stopped, or its machine or network has gone\)",
+        error,
     )
-    assert told.endswith("it was in no operation of Horovod; its last was all-reduce 'net.bias'")
-    assert "rank 2" not in told
+    assert error.endswith("it was in no operation of Horovod; its last was all-reduce 'net.bias'")
+    assert "rank 2" not in error
 
 
 @needs_horovod
-def test_a_rank_that_never_said_anything(board):
-    told = wait_for_ever(Watchdog(3.0, 0, 2, board()))
-    assert "rank 1 has not joined it, and has never said anything" in told
+def test_a_rank_that_never_reported_is_named(board):
+    error = error_of_a_stall(Watchdog(3.0, 0, 2, board()))
+    assert "rank 1 has not joined it, and has never sent a report" in error
 
 
 @needs_horovod
-def test_all_wait(board):
+def test_no_rank_is_blamed_if_all_ranks_wait(board):
     with another(board(), 1, ("all-reduce", "net.weight")):
-        told = wait_for_ever(Watchdog(TIMEOUT, 0, 2, board()))
-    assert "every rank waits in it" in told
+        error = error_of_a_stall(Watchdog(TIMEOUT, 0, 2, board()))
+    assert "every rank waits in it" in error
 
 
 def test_a_server_that_does_not_answer():
-    """As that in rank 0, which is stopped: what it keeps is out of reach, and blames nobody."""
-    with socket.socket() as listener:  # takes connections and says nothing
+    """For example the server in a stopped rank 0. Without reports no rank is blamed."""
+    with socket.socket() as listener:  # accepts connections and never answers
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
         port = listener.getsockname()[1]
@@ -157,10 +159,10 @@ def test_a_server_that_does_not_answer():
             2: ({"beat": 1}, time.monotonic() - 100),
         }
         began = time.monotonic()
-        told = wait_for_ever(dog)
-    assert f"it hears nothing of the others: 127.0.0.1:{port} does not answer" in told
-    assert "rank 0" not in told
-    assert "rank 2" not in told
+        error = error_of_a_stall(dog)
+    assert f"it has no reports of the others: 127.0.0.1:{port} does not answer" in error
+    assert "rank 0" not in error
+    assert "rank 2" not in error
     assert time.monotonic() - began < 25
 
 
@@ -176,7 +178,7 @@ def test_waits_that_end_in_time_cost_microseconds():
     assert microseconds < 50
 
 
-def test_many_waits_are_not_one_long_one():
+def test_many_short_waits_do_not_add_up():
     dog = Watchdog(0.6, 0)
     deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:
@@ -187,8 +189,8 @@ def test_many_waits_are_not_one_long_one():
     assert dog.verdict is None
 
 
-def test_a_stopped_process_is_not_late_by_that(monkeypatch):
-    """Where all ranks are stopped and go on, as by a scheduler that takes the machine back for a while."""
+def test_the_time_of_a_stopped_process_does_not_count(monkeypatch):
+    """For example if a scheduler suspends all ranks for a while."""
     dog = Watchdog(3.0, 0)
     now, clock = [0.0], time.monotonic
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + now[0])
@@ -214,8 +216,8 @@ def test_no_thread_is_left():
     assert threading.active_count() == before
 
 
-def test_a_shutdown_that_comes_late_ends_nothing(monkeypatch):
-    """The others were ended meanwhile, and the program goes on."""
+def test_a_late_shutdown_does_not_end_the_process(monkeypatch):
+    """The other ranks were ended before that, and the program continues."""
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.2,grace=0.5")
     ended, released = [], threading.Event()
     monkeypatch.setattr(module.os, "_exit", ended.append)
@@ -230,25 +232,25 @@ STUCK = """
 import ctypes, sys
 from geartrain_horovod import watchdog
 dog = watchdog.Watchdog(0.5, 1)
-sleep = ctypes.CDLL(None).sleep  # as a wait in C++: Python hears nothing there
+sleep = ctypes.CDLL(None).sleep  # like a wait in C++, in which Python handles no signal
 """
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "words"),
     [
         (
             "with dog.watching('shutdown', ''): sleep(600)",
-            "rank 1 does not come out of shutdown: its process is ended",
+            "rank 1 still hangs in shutdown: its process is ended",
         ),
-        # An error has ended the run; Horovod shuts down at the end of the program too, and hangs there.
+        # An error has ended the run. Horovod hangs when it shuts down at the end of the program.
         (
             "dog.leave(lambda: sleep(600), True); sleep(600)",
-            "rank 1 cannot leave Horovod, whose other ranks hang: its process is ended",
+            "rank 1 cannot leave Horovod, because other ranks hang: its process is ended",
         ),
     ],
 )
-def test_what_hangs_in_c_ends_with_its_process(code, told):
+def test_a_rank_that_hangs_in_c_is_ended(code, words):
     patience = {"GEARTRAIN_PATIENCE": "unwind=0.5,grace=0.5"}
     done = subprocess.run(
         [sys.executable, "-c", STUCK + code],
@@ -258,4 +260,4 @@ def test_what_hangs_in_c_ends_with_its_process(code, told):
         env=os.environ | patience,
     )
     assert done.returncode == 1
-    assert told in done.stderr
+    assert words in done.stderr

@@ -1,5 +1,8 @@
-"""One program of three ranks that trains case after case; each rank keeps, for each step, its gradients before and after they were
-reduced. What came of a case is in ``CASES[name]``'s place of ``kept-RANK.pt``."""
+"""One program of three ranks that trains one case after the other.
+
+Each rank records its gradients of each step before and after reduction. ``kept-RANK.pt`` contains
+the results of each case by its name in ``CASES``.
+"""
 
 import gc
 import os
@@ -32,7 +35,7 @@ def samples():
 
 
 class Net(gt.Module):
-    """Three layers; subclasses are what a case is about."""
+    """A model of three layers; most cases use a subclass."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +58,7 @@ class Net(gt.Module):
 
 
 class OneRankOnly(Net):
-    """A layer that rank 1's loss alone uses, in the second step, and one that nobody's uses."""
+    """A layer that only rank 1 uses, in the second step, and a layer that no rank uses."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +73,7 @@ class OneRankOnly(Net):
 
 
 class Images(Net):
-    """A convolution whose weights and gradients lie channels last, which are not contiguous."""
+    """A convolution whose weights and gradients are channels last, so not contiguous."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +99,7 @@ class Complex(Net):
 
 
 class Words(Net):
-    """An embedding with sparse gradients; a rank sees few of its rows, and rank 2 none in the second step."""
+    """An embedding with sparse gradients. A rank uses few rows; rank 2 uses none in step two."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +126,7 @@ class Closes(Net):
 
 
 class Buffers(Net):
-    """Ranks bring other buffers, one of which no checkpoint has."""
+    """Ranks have different buffers, one of which is not persistent."""
 
     def setup(self, stage):
         self.register_buffer("kept", torch.full((2,), float(self.rank)))
@@ -131,7 +134,7 @@ class Buffers(Net):
 
 
 class Unfreezes(Net):
-    """The first layer is frozen, and trained from the second step on."""
+    """The first layer is frozen in the first step and trained from the second step on."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +146,7 @@ class Unfreezes(Net):
 
 
 class Recomputes(Net):
-    """One layer in two reentrant checkpoints: one backward adds to its gradient twice, when it was sent already."""
+    """One layer in two reentrant checkpoints: backward adds to its gradient after it was sent."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -154,9 +157,10 @@ class Recomputes(Net):
 
 
 class Leaves(Net):
-    """Rank 1 leaves Horovod in the second step's forward, and all come to their backward once Horovod's thread has ended for it.
+    """Rank 1 leaves Horovod in the second step's forward, before backward starts on any rank.
 
-    Nothing is given to Horovod meanwhile: in that moment it may keep a lock for ever, and this thread, which has the GIL, with it.
+    Until Horovod's threads have ended, no rank starts an operation: it might hang with a lock of
+    Horovod and the GIL.
     """
 
     def training_step(self, batch, batch_idx):
@@ -167,7 +171,7 @@ class Leaves(Net):
                 until(
                     lambda: all(Path(f"ready-{rank}").exists() for rank in range(RANKS)),
                     60,
-                    "all are here",
+                    "all ranks are ready",
                 )
                 hvd.shutdown()
             until(lambda: threads() < before, 60, "Horovod has ended")
@@ -175,7 +179,7 @@ class Leaves(Net):
 
 
 def threads():
-    """Return how many threads are not Python's."""
+    """Return the number of threads that Python did not start."""
     return len(
         {int(path.name) for path in Path("/proc/self/task").iterdir()}
         - {one.native_id for one in threading.enumerate()}
@@ -191,7 +195,7 @@ class Meddles(Net):
 
 
 class Apart(Net):
-    """Ranks bring optimizers with other learning rates and states; rank 0's must be everybody's, and no step be taken for it."""
+    """Ranks have optimizers with different rates and states; all must get rank 0's."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1 * (1 + self.rank), weight_decay=0.5)
@@ -205,14 +209,14 @@ class Apart(Net):
 
 
 class Fresh(Net):
-    """An optimizer without a state: sending it must not make one."""
+    """An optimizer without a state: the broadcast must not create one."""
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
 def gradients(run):
-    """Each parameter's gradient, dense."""
+    """Return each parameter's gradient, as a dense tensor."""
     named = {name: parameter.grad for name, parameter in run.module.named_parameters()}
     return {
         name: None if grad is None else grad.detach().to_dense().clone()
@@ -221,7 +225,7 @@ def gradients(run):
 
 
 class Watches:
-    """Keeps gradients before and after reduction, learning rates and optimizer states at the start, and weights at both ends."""
+    """Records gradients before and after reduction, and the state at the run's start and end."""
 
     def __init__(self):
         self.before, self.after = [], []
@@ -253,7 +257,7 @@ class Watches:
 
 
 class Sends:
-    """Notes every operation that Horovod is given, by its name, and when backward came to the first layer."""
+    """Records the order of Horovod's operations, by name, and of the first layer's backward."""
 
     FUNCTIONS = (
         "allreduce_async_",
@@ -265,7 +269,7 @@ class Sends:
 
     def __init__(self):
         self.seen = []
-        #: By what each all-reduce of a gradient is multiplied before and after the sum.
+        #: Factors of each gradient's all-reduce, before and after the sum.
         self.scales = []
 
     def __enter__(self):
@@ -307,9 +311,8 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
     )
     with sends:
         trainer.fit(module, DataLoader(samples(), BATCH))
-    left = [
-        name for name in os.environ if name.startswith("HOROVOD_") and name != "HOROVOD_CYCLE_TIME"
-    ]  # which the tests set
+    left = [name for name in os.environ if name.startswith("HOROVOD_")]
+    left = [name for name in left if name != "HOROVOD_CYCLE_TIME"]  # set by conftest.py
     return {
         **vars(watch),
         "sent": sends.seen,
@@ -320,7 +323,7 @@ def train(make=Net, precision="32-true", accumulate=1, **options):
 
 
 def waits():
-    """Rank 1 comes a second and a half late; how much of the others' time their main threads spent on waiting."""
+    """Return the processor time that a wait uses. Rank 1 is 1.5 seconds late."""
 
     class Late(gt.Module):
         def validation_step(self, batch, batch_idx):
@@ -330,10 +333,8 @@ def waits():
                 time.sleep(1.5)
             began, busy = time.monotonic(), time.thread_time()
             run.hooks.barrier(run=run)
-            self.waited, self.share = (
-                time.monotonic() - began,
-                (time.thread_time() - busy) / (time.monotonic() - began),
-            )
+            self.waited = time.monotonic() - began
+            self.share = (time.thread_time() - busy) / self.waited
 
     module = Late()
     trainer = gt.Trainer(
@@ -344,7 +345,7 @@ def waits():
 
 
 class Gathers(gt.Module):
-    """Every type and shape through every collective."""
+    """Passes every dtype and shape through every collective."""
 
     def validation_step(self, batch, batch_idx):
         run, rank = self._run, self.trainer.global_rank
@@ -399,8 +400,8 @@ def gather():
     return {**{name: getattr(module, name) for name in names}, "sent": sends.seen}
 
 
-def goes_on_in_a_set():
-    """What is told of a checkpoint that has rank 0's weights, where rank 1 has others."""
+def resume_in_a_set():
+    """Return the warnings of a resumed run in which rank 1 had other weights than rank 0."""
     made = {
         "strategy": "horovod",
         "accelerator": "cpu",
@@ -412,11 +413,12 @@ def goes_on_in_a_set():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gt.Trainer(max_epochs=2, **made).fit(Net(), DataLoader(samples(), BATCH), ckpt_path="last")
-    return {"told": [str(one.message) for one in caught if "process_set" in str(one.message)]}
+    messages = [str(one.message) for one in caught]
+    return {"warnings": [message for message in messages if "process_set" in message]}
 
 
-#: What hvd.DistributedOptimizer reduces, by the case that it is to come to: the module and the strategy's options.
-OF_ITS_OWN = {
+#: Cases that run with hvd.DistributedOptimizer too, with the same results: module and options.
+WITH_HOROVODS_OPTIMIZER = {
     "sum": (Net, {"op": "sum"}),
     "fp16": (Net, {"compression": "fp16"}),
     "predivided": (Net, {"gradient_predivide_factor": 4.0}),
@@ -446,7 +448,7 @@ CASES = {
     "recomputed": lambda: train(Recomputes),
     "meddled": lambda: train(Meddles),
     "accumulated": lambda: train(accumulate=2),
-    "told the passes": lambda: train(accumulate=2, backward_passes_per_step=2),
+    "passes given": lambda: train(accumulate=2, backward_passes_per_step=2),
     "distributed optimizer": lambda: train(distributed_optimizer=True),
     "distributed optimizer, accumulated": lambda: train(
         accumulate=2, distributed_optimizer=True, backward_passes_per_step=2
@@ -455,17 +457,17 @@ CASES = {
         f"distributed optimizer, {name}": lambda make=make, options=options: train(
             make, **{"distributed_optimizer": True, **options}
         )
-        for name, (make, options) in OF_ITS_OWN.items()
+        for name, (make, options) in WITH_HOROVODS_OPTIMIZER.items()
     },
     "buffers": lambda: train(Buffers),
     "apart": lambda: train(Apart),
     "fresh": lambda: train(Fresh),
     "distributed optimizer, apart": lambda: train(Apart, distributed_optimizer=True),
-    "resumed in a set": goes_on_in_a_set,
+    "resumed in a set": resume_in_a_set,
     "gathered": gather,
     "waiting": waits,
 }
-#: What ends with an error.
+#: Cases that end with an error.
 REFUSED = {
     "unfrozen": lambda: train(Unfreezes, distributed_optimizer=True),
     "recomputed": lambda: train(Recomputes, distributed_optimizer=True),
@@ -475,7 +477,8 @@ REFUSED = {
 }
 
 if __name__ == "__main__":
-    gc.freeze()  # each run collects garbage at its end; without the objects of imported modules this takes a millisecond instead of 200
+    # Each run collects garbage at its end: 1 ms instead of 200 without the imported modules.
+    gc.freeze()
     kept = {}
     for name in sys.argv[2:]:
         REFUSED[name]()

@@ -277,7 +277,8 @@ class HorovodStrategy:
         if before - {factor} and run.world.rank == 0:
             was = ", ".join(f"× {one}" for one in sorted(before))
             warnings.warn(
-                f"learning rates of the checkpoint were {was} and are now × {factor} (see the plan)",
+                f"learning rates of the checkpoint were {was} and are now × {factor}, as in the "
+                "plan",
                 stacklevel=2,
             )
         if (
