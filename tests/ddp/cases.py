@@ -1,4 +1,4 @@
-"""Trainings that the tests run in one process and in several."""
+"""Training cases that the tests run in one process and in several."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ def ddp(devices=2, **options):
     return one_trainer(strategy="ddp", devices=devices, **options)
 
 
-#: name -> (what the module is made with, the trainer's options, the strategy's)
+#: By name: the module's arguments, the trainer's options, the strategy's options.
 CASES = {
     "sgd": ({}, {}, {}),
     "adam": ({"optimizer": "adam"}, {"max_epochs": 2}, {}),
@@ -41,7 +41,7 @@ CASES = {
 
 
 def train(name, ranks=1):
-    """Train a case on global batches of 8 samples; its trainer, the loss of each step and the weights."""
+    """Train a case on global batches of 8 samples; return trainer, losses of steps and weights."""
     made, options, of_ddp = CASES[name]
     module, curve = Net(**made), Curve()
     if ranks > 1:

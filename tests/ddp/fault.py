@@ -1,4 +1,7 @@
-"""Train on two ranks; one of them fails: ``fault.py KIND RANK WHERE``. Markers in the directory ``marks`` say what ran."""
+"""Train on two ranks; one rank fails: ``fault.py KIND RANK WHERE``.
+
+Ranks write marker files for what they ran to the directory ``marks``.
+"""
 
 import atexit
 import os
@@ -48,7 +51,7 @@ class Model(gt.Module):
 
 
 class Slow:
-    """Takes its time to tear down, on one rank."""
+    """Tears down slowly on one rank."""
 
     @gt.hookimpl
     def on_exception(self):
@@ -58,11 +61,9 @@ class Slow:
 
 
 def wait_for_the_end_of(rank: int) -> None:
-    process, deadline = (
-        Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat"),
-        time.monotonic() + 20,
-    )
-    with suppress(OSError):  # it has gone
+    process = Path("/proc", Path(f"marks/training-{rank}").read_text(), "stat")
+    deadline = time.monotonic() + 20
+    with suppress(OSError):  # the process has gone
         while "Z" not in process.read_text().rpartition(")")[2] and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""Modules in manual optimisation, and the same training written with torch alone, in one process on the whole batch."""
+"""Modules with manual optimisation, and the same training in plain torch in one process."""
 
 import copy
 
@@ -12,7 +12,7 @@ RANKS = 2
 
 
 class Two(gt.Module):
-    """Two linear layers with an optimizer each, and one that only rank 1's loss uses."""
+    """Two linear layers with an optimizer each, and a layer that only rank 1's loss uses."""
 
     automatic_optimization = False
 
@@ -57,11 +57,11 @@ class Two(gt.Module):
         ]
 
 
-# --- what training_step does; loss() is the mean over the batch, backward and clip are Lightning's -----------------------
+# --- bodies of training_step; loss() is the batch's mean, backward and clip are Lightning's ------
 
 
 def only(module, optimizer):
-    """Toggling by hand."""
+    """Toggle optimizers by hand."""
     own = {p for group in optimizer.param_groups for p in group["params"]}
     for parameter in module.parameters():
         parameter.requires_grad_(parameter in own)
@@ -144,12 +144,12 @@ STEPS = {
 
 
 def by_hand(how, data, epochs=1):
-    """One process on whole batches, the mean of the ranks' losses, with torch alone."""
+    """Train in one process on whole batches with the mean of the ranks' losses, in plain torch."""
     module = Two(how)
     optimizers = module.configure_optimizers()
 
     def mean_loss(batch):
-        # As the sampler deals samples out to ranks.
+        # Ranks get the same samples as from the sampler.
         parts = [tuple(tensor[rank::RANKS] for tensor in batch) for rank in range(RANKS)]
         return lambda: sum(module.loss(part, rank) for rank, part in enumerate(parts)) / RANKS
 
@@ -164,7 +164,7 @@ def by_hand(how, data, epochs=1):
     for _ in range(epochs):
         for batch_idx, batch in enumerate(DataLoader(data, batch_size=8)):
             step = mean_loss(batch)
-            if how == "accumulating":  # a mean of squares is not the square of the mean
+            if how == "accumulating":  # the mean of squares is not the square of the mean
                 parts = [tuple(tensor[rank::RANKS] for tensor in batch) for rank in range(RANKS)]
                 losses = iter([step, lambda parts=parts: _Root(module, parts)])
                 STEPS[how](
@@ -181,7 +181,7 @@ def by_hand(how, data, epochs=1):
 
 
 class _Root:
-    """What ``.square()`` of gives the mean of the ranks' squares."""
+    """A value whose ``square()`` is the mean of the ranks' squares."""
 
     def __init__(self, module, parts):
         self.module, self.parts = module, parts

@@ -1,4 +1,4 @@
-"""Predictions that the tests make in one process and in several: by name, what predict_step returned."""
+"""Predictions, by name, that the tests make in one process and in several."""
 
 import os
 
@@ -9,7 +9,7 @@ import geartrain as gt
 
 
 class Doubles(gt.Module):
-    """Returns tensors, or what ``form`` makes of them."""
+    """Returns tensors, converted by ``form``."""
 
     def __init__(self, form=None):
         super().__init__()
@@ -34,14 +34,18 @@ def numbers(n, batch_size=3, **options):
 
 
 def all_in_order(trainer):
-    """``trainer(**options)`` makes one. What ranks return together must be what one process returns."""
+    """Return the predictions of all cases. Ranks must return the same as one process.
+
+    Args:
+        trainer: called with options, returns a Trainer.
+    """
     found = {}
 
     def predict(name, loaders, form=None, **options):
         found[name] = trainer(**options).predict(Doubles(form), loaders)
 
     predict("uneven", numbers(11))
-    predict("a batch for one rank alone", numbers(2))
+    predict("a batch for one rank only", numbers(2))
     predict("drop_last", numbers(11, 4, drop_last=True))
     predict("no batches", DataLoader(torch.arange(5), batch_size=None))
     predict("batch sampler", DataLoader(range(6), batch_sampler=[[5, 0], [1], [2, 3, 4]]))
@@ -67,7 +71,7 @@ def all_in_order(trainer):
 
 
 def of_ranks(trainer):
-    """Predictions of loaders that ranks do not share: each rank's, one after another."""
+    """Return predictions of loaders that are not sharded: those of rank 0, then those of rank 1."""
     place = {
         "num_replicas": int(os.environ.get("WORLD_SIZE", 1)),
         "rank": int(os.environ.get("RANK", 0)),

@@ -1,4 +1,4 @@
-"""Loops of one's own that the tests run in one process, by hand, and in several, with a Session."""
+"""Training loops that the tests run in one process in plain torch, and on ranks with a Session."""
 
 import torch
 from torch.nn import functional
@@ -8,7 +8,7 @@ import geartrain as gt
 
 from .cases import Net, samples, weights
 
-#: name -> (what the net is made with, the session's options, micro-batches a step)
+#: By name: the net's arguments, the session's options, micro-batches per step.
 CASES = {
     "sgd": ({}, {}, 1),
     "adam": ({"optimizer": "adam"}, {}, 1),
@@ -19,12 +19,12 @@ CASES = {
     "lbfgs": ({"optimizer": "lbfgs"}, {}, 1),
     "with a scaler": ({}, {"precision": "16-mixed"}, 1),
 }
-#: Losses whose gradients must not overflow float16 at the scaler's first scale.
+#: Factors of the loss, so that gradients do not overflow float16 at the scaler's first scale.
 GENTLE = {"with a scaler": 0.01}
 
 
 def by_hand(name):
-    """The whole batches, in plain torch."""
+    """Train on whole batches in plain torch and return the weights."""
     made, _, window = CASES[name]
     scale = GENTLE.get(name, 1)
     net, clip = Net(**made), 0.05 if name.startswith("clipped") else None
@@ -51,7 +51,7 @@ def by_hand(name):
 
 
 def with_session(name, **options):
-    """Each rank's part of the same batches."""
+    """Train on each rank's part of the same batches and return the weights."""
     more = CASES[name][1]
     with gt.Session(accelerator="cpu", devices=2, strategy="ddp", **more, **options) as session:
         session.launch()
@@ -59,11 +59,11 @@ def with_session(name, **options):
 
 
 def loop(session, name):
-    """The loop itself; the weights after it."""
+    """Run the loop of a case and return the weights."""
     made, _, window = CASES[name]
     net, scale = Net(**made), GENTLE.get(name, 1)
     if session.global_rank:
-        net.first.reset_parameters()  # ranks that start apart
+        net.first.reset_parameters()  # ranks start with different weights
     model, optimizer = session.setup(net, net.configure_optimizers())
     for i, (x, y) in enumerate(session.setup_dataloaders(DataLoader(samples(), 4)), start=1):
 

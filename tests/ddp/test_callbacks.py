@@ -1,4 +1,4 @@
-"""Callbacks on two ranks: where ranks see different things, they still do the same."""
+"""Callbacks on two ranks: ranks act alike even if they see different values."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ def fit(module, *plugins, epochs=2, **options):
     return trainer
 
 
-# --- trainings that are ended --------------------------------------------------------------------------------------------
+# --- callbacks that end training -----------------------------------------------------------------
 
 
 class Own(Net):
-    """Logs a metric that gets better on one rank only, without sync_dist."""
+    """Logs a metric that improves on one rank only, without sync_dist."""
 
     def __init__(self, better_on):
         super().__init__()
@@ -39,7 +39,7 @@ class Only(Net):
 
 
 class LateOn(Timer):
-    """A timer whose time is up on one rank alone."""
+    """A timer that expires on one rank only."""
 
     def __init__(self, rank, interval):
         super().__init__(1000, interval)
@@ -73,16 +73,16 @@ def end_trainings():
 stopped = kept_by(end_trainings)
 
 
-def test_early_stopping_goes_by_rank_0s_value(stopped):
+def test_early_stopping_uses_rank_0s_value(stopped):
     for rank in stopped:
         assert rank["better on 0"] == (6, 24)
         assert rank["better on 1"] == (3, 12)
         assert rank["better on 0, within"] == (6, 24)
-        # Checked after steps 2 and 4 of each epoch: 0, 0, 1; it is the third check, in epoch 2, that ends it.
+        # Checked after steps 2 and 4 of each epoch: 0, 0, 1. The third check, in epoch 2, ends it.
         assert rank["better on 1, within"] == (2, 6)
 
 
-def test_early_stopping_on_a_metric_that_rank_0_alone_logs(stopped):
+def test_early_stopping_on_a_metric_that_only_rank_0_logs(stopped):
     assert [rank["first only"] for rank in stopped] == [(2, 8)] * 2
 
 
@@ -91,13 +91,13 @@ def test_the_first_rank_whose_time_is_up_ends_training_at_the_flush(stopped):
         assert rank["late on 0"] == rank["late on 1"] == (1, 3)
 
 
-def test_by_epochs_rank_0s_clock_decides(stopped):
+def test_rank_0s_clock_decides_between_epochs(stopped):
     for rank in stopped:
         assert rank["late on 0, epochs"] == (1, 4)
         assert rank["late on 1, epochs"] == (6, 24)
 
 
-# --- NaN, averages and figures -------------------------------------------------------------------------------------------
+# --- NaN, averages and monitoring ----------------------------------------------------------------
 
 
 class Bad(Net):
@@ -131,7 +131,7 @@ class Ranks(Callback):
 
 
 def guard_and_average():
-    """Rank 1's loss is NaN in the third step; and weights are averaged."""
+    """Rank 1's loss is NaN in the third step; weights are averaged."""
     found = {}
     for check in ("loss", "gradients"):
         guard = NaNGuard("stop", check)
@@ -163,7 +163,7 @@ def equal(a, b):
 def test_nan_on_one_rank_stops_both_and_names_it(guarded):
     for rank in guarded:
         assert rank["stop loss"] == ("the loss was not finite in step 3, on rank 1.", 4)
-        # Reduced over ranks, it is in both ranks' gradients.
+        # Gradients are reduced over ranks, so both ranks' contain the NaN.
         assert rank["stop gradients"] == (
             "the gradient of first.weight was not finite in step 3, on rank 0.",
             4,
@@ -194,7 +194,7 @@ def test_the_average_is_equal_on_all_ranks_buffers_included(guarded):
     assert equal(first, second)
 
 
-def test_what_is_validated_is_equal_on_all_ranks(guarded):
+def test_validated_weights_are_equal_on_all_ranks(guarded):
     first, second = (rank["validated"] for rank in guarded)
     assert len(first) == len(second) > 0
     assert all(map(equal, first, second))

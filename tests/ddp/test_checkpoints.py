@@ -1,4 +1,4 @@
-"""The best checkpoint on two ranks: both name and read the same file, also where they would not agree."""
+"""The best checkpoint on two ranks: both use the same file even if their metrics differ."""
 
 import os
 import time
@@ -31,7 +31,7 @@ class Own(Net):
 
 
 class Slow:
-    """Writes late, so that a rank which goes on at once finds no file."""
+    """Writes late, so that a rank that does not wait finds no file."""
 
     def __init__(self):
         self.whole = []
@@ -54,7 +54,7 @@ def fit(module, *plugins, epochs=3, **options):
 
 
 def save_and_read():
-    """Fits whose metric is not the same on both ranks."""
+    """Run fits whose metric differs between ranks, and test their checkpoints."""
     found = {}
     own = ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_last=True)
     module, same, slow = Own(), Own(), Slow()
@@ -79,9 +79,8 @@ def save_and_read():
     fit(Net(), folder, epochs=1, output="run")
     found["folder"] = folder.best_model_path
     averaged = ModelCheckpoint("val_loss", dirpath="averaged", save_top_k=-1)
-    trainer = fit(
-        Net(norm=True), averaged, EMA(0.7)
-    )  # BatchNorm's statistics are not the same on both ranks
+    # BatchNorm's statistics differ between ranks.
+    trainer = fit(Net(norm=True), averaged, EMA(0.7))
     found["scores"] = averaged.best_k_models
     found["again"] = {
         path: trainer.test(dataloaders=test, ckpt_path=path)[0]["test_loss"]
@@ -92,7 +91,7 @@ def save_and_read():
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """The folder, and what each rank kept."""
+    """Return the folder, and each rank's results."""
     folder = tmp_path_factory.mktemp("kept")
     return folder, results(folder, save_and_read)
 
@@ -108,14 +107,14 @@ def equal(a, b):
 def test_both_ranks_name_rank_0s_best(kept):
     _, ranks = kept
     for rank in ranks:
-        # Rank 1 by itself would have taken the first epoch with "min" and the last with "max".
+        # By its own metric, rank 1 would take the first epoch with "min" and the last with "max".
         assert rank["own"]["best_model_path"] == "epoch=2.ckpt"
         assert rank["own"]["best_model_score"] == -2.0
         assert rank["max"]["best_k_models"] == {"epoch=0.ckpt": 0.0, "epoch=1.ckpt": -1.0}
     assert ranks[0]["own"] == ranks[1]["own"]
 
 
-def test_only_rank_0s_files_are_there(kept):
+def test_only_rank_0s_files_exist(kept):
     folder, _ = kept
     found = {
         name: sorted(path.name for path in (folder / name).iterdir())
@@ -137,7 +136,7 @@ def test_both_ranks_read_the_best_and_the_last(kept):
         assert rank["best"] == rank["last"] == ranks[0]["best"]
 
 
-def test_a_checkpoint_is_whole_on_every_rank_when_plugins_hear_of_it(kept):
+def test_a_checkpoint_is_complete_on_every_rank_when_its_hook_fires(kept):
     _, ranks = kept
     names = [name for epoch in range(3) for name in (f"own/epoch={epoch}.ckpt", "own/last.ckpt")]
     for rank in ranks:
@@ -153,7 +152,7 @@ def test_a_synced_metric_within_an_epoch(kept):
         assert rank["folder"] == "run/checkpoints/epoch=0-step=4.ckpt"
 
 
-def test_averaged_weights_are_tested_with_exactly_what_they_were_validated_with(kept):
+def test_averaged_weights_give_the_validated_score_again(kept):
     folder, ranks = kept
     for rank in ranks:
         assert len(set(rank["scores"].values())) == 3
@@ -171,7 +170,7 @@ class Rises(Net):
 
 
 def read_the_best():
-    """Return what both ranks test, which is not the last."""
+    """Test the best checkpoint, which is not the last, and return its weights, metrics and path."""
     module = Rises()
     trainer = fit(
         module, ModelCheckpoint("metric", dirpath="own", filename="{epoch}", save_top_k=-1)
@@ -184,7 +183,7 @@ def read_the_best():
     }
 
 
-def test_where_the_best_is_not_the_last_both_ranks_test_it(tmp_path):
+def test_both_ranks_test_the_best_if_it_is_not_the_last(tmp_path):
     ranks = results(tmp_path, read_the_best)
     first, last = (saved_weights(tmp_path / "own" / f"epoch={epoch}.ckpt") for epoch in (0, 2))
     assert not equal(first, last)

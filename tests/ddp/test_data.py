@@ -1,4 +1,4 @@
-"""Each rank's part of the data, on real ranks."""
+"""Shards of the data on real ranks."""
 
 import os
 
@@ -20,7 +20,8 @@ class Gathers(Net):
         self.gathered.append(len(self.all_gather(batch[0])))
 
 
-#: Samples and batch sizes: 103 are 6 batches of 5 on one rank of four, and 5 and a part on others; 3 leave a rank with none.
+#: Numbers of samples and batch sizes. 103 samples are 6 batches of 5 on one rank of four; the last
+#: batch of the others is smaller. With 3 samples one rank has none.
 SHAPES = [(103, 5), (103, 1), (3, 2)]
 
 
@@ -32,7 +33,7 @@ def validate_unequal_batches():
     return found, module.gathered
 
 
-def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(tmp_path):
+def test_unequal_batches_on_four_ranks_give_the_metrics_of_one_rank(tmp_path):
     ranks = results(tmp_path, validate_unequal_batches, ranks=4)
     for i, (n, _) in enumerate(SHAPES):
         expected = one_trainer().validate(Net(norm=True), DataLoader(samples(n), batch_size=7))[0]
@@ -43,7 +44,7 @@ def test_metrics_of_four_ranks_are_those_of_one_and_unequal_batches_do_not_hang(
 
 
 class Mine(IterableDataset):
-    """Rank 0 has 5 batches and rank 1 has 3; neither can tell."""
+    """Rank 0 has 5 batches and rank 1 has 3; the length is unknown."""
 
     def __iter__(self):
         rank = int(os.environ["RANK"])
@@ -62,7 +63,7 @@ def train_unevenly():
     return trainer.global_step
 
 
-def test_training_loaders_that_cannot_tell_their_length_end_together(tmp_path):
+def test_training_loaders_without_a_length_end_together(tmp_path):
     ranks = succeeded(tmp_path, train_unevenly)
     assert [rank.result for rank in ranks] == [6, 6]
     assert any(
@@ -76,7 +77,7 @@ def validate_unevenly():
     return ddp().validate(module, DataLoader(Mine(), batch_size=2)), module.gathered
 
 
-def test_evaluation_loaders_that_cannot_tell_their_length_use_every_batch(tmp_path):
+def test_evaluation_loaders_without_a_length_use_every_batch(tmp_path):
     for found, gathered in results(tmp_path, validate_unevenly):
         assert found == [{"seen": 16.0}]
-        assert gathered == [0.0, 2.0]  # rank 1 repeats its last
+        assert gathered == [0.0, 2.0]  # rank 1 repeats its last batch

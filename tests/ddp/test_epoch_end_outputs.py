@@ -1,4 +1,4 @@
-"""What the ends of epochs gather, and what is logged on steps, over two ranks with unequal shards."""
+"""Outputs at the end of epochs, and metrics of steps, over two ranks with unequal shards."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ class Many(Net):
 
 
 class Counts:
-    """How many collectives there are from each step's end to the next step's beginning: those of the flush."""
+    """Counts the collectives between two steps, which are those of the flush."""
 
     def __init__(self):
         self.of_flush, self.open = [], False
@@ -91,7 +91,7 @@ class Counts:
 
 
 def gather_and_log():
-    """Seven samples in batches of two are 2 + 2 on rank 0 and 2 + 1 on rank 1."""
+    """Run the cases. Seven samples in batches of two are 2 + 2 on rank 0 and 2 + 1 on rank 1."""
     found = {}
     seven = DataLoader(samples(7), batch_size=2)
     module, trainer = Gathers(), ddp()
@@ -103,9 +103,8 @@ def gather_and_log():
     for metrics in (1, 300):
         counts = Counts()
         ddp(plugins=[counts]).fit(Many(metrics), DataLoader(samples(16), batch_size=2))
-        found[f"collectives of {metrics}"] = counts.of_flush[
-            :-1
-        ]  # after the last step the epoch ends too
+        # Without the last step, after which the epoch ends too.
+        found[f"collectives of {metrics}"] = counts.of_flush[:-1]
     return {**found, **module.found}
 
 
@@ -133,26 +132,21 @@ def test_outputs_are_this_ranks_and_a_list_of_them_is_gathered_tensor_by_tensor(
     whole = outputs_of_one_process()
     for rank in kept:
         first, second = rank[f"{name} as it is"]
-        assert list(first.shape) == [
-            2,
-            2,
-            1,
-        ]  # [world, samples, 1]: both ranks' first batches have two samples
+        # [world, samples, 1]: both ranks' first batches have two samples.
+        assert list(first.shape) == [2, 2, 1]
         assert [list(part.shape) for part in second] == [[2, 1], [1, 1]]
         gathered = torch.cat([*first, *second])
         assert torch.allclose(gathered.sort(dim=0)[0], whole.sort(dim=0)[0])
 
 
 def test_sums_means_and_extremes_of_steps_and_of_the_epoch(kept):
-    """1 on rank 0 and 2 on rank 1, in each of three batches."""
+    """Rank 0 logs 1 and rank 1 logs 2, in each of three batches."""
     for rank in kept:
         logged = rank["logged"]
         assert (logged["sum_step"], logged["sum_epoch"]) == (3.0, 9.0)
         assert (logged["mean_step"], logged["mean_epoch"]) == (1.5, 1.5)
-        assert (logged["max_step"], logged["max_epoch"]) == (
-            3.0,
-            3.0,
-        )  # of the last batch, and of all: 2 + 1
+        # The maximum of the last batch, and of all: 2 + 1.
+        assert (logged["max_step"], logged["max_epoch"]) == (3.0, 3.0)
 
 
 def test_a_flush_is_two_collectives_however_many_metrics(kept):

@@ -1,6 +1,6 @@
-"""Whatever happens to a rank: the run ends, says whose error came first, and leaves no process.
+"""Failures of a rank: the run ends, names the rank that failed first, and leaves no process.
 
-tests/parallel has the decisions (test_failures.py) and the supervisor without training (test_workers.py).
+tests/parallel tests the decisions (test_failures.py) and the supervisor alone (test_workers.py).
 """
 
 import os
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 matrix, end_to_end, drill = pytest.mark.matrix, pytest.mark.end_to_end, pytest.mark.drill
 
 LATE = "did not come to a collective within the strategy's timeout (hung or stopped): rank"
-#: Kind of failure -> what is said if rank 1 fails, what is said if rank 0 fails. ``None``: no rank is left that could say it.
+#: By kind of failure: the message if rank 1 fails, and the message if rank 0 fails. ``None``: no
+#: rank is left to print one.
 KINDS = {
     "exception": ("rank 1 failed: KeyError: 'my own error'", "KeyError: 'my own error'"),
     "SIGKILL": ("rank 1 was ended by SIGKILL", None),
@@ -31,15 +32,14 @@ KINDS = {
     "hang": (f"rank 1 {LATE} 0", f"rank 0 {LATE} 1"),
 }
 PHASES = ("setup", "train", "validation")
-#: The default's part of the table; its SIGKILL is test_rank_0_is_given_time_to_tear_down.
+#: The rows that always run. For SIGKILL this is test_rank_0_is_given_time_to_tear_down.
 EVER = [("exception", 1, "train"), ("hang", 0, "train")]
 TABLE = [
     pytest.param(kind, rank, phase, marks=() if (kind, rank, phase) in EVER else matrix)
     for kind in KINDS
     for rank in (0, 1)
-    for phase in (
-        PHASES if kind in ("exception", "SIGKILL", "SIGTERM") else ["train"]
-    )  # tests/spawn has all, which costs a fork there
+    # tests/spawn runs all phases of all kinds, because a fork is cheap.
+    for phase in (PHASES if kind in ("exception", "SIGKILL", "SIGTERM") else ["train"])
 ]
 
 
@@ -49,12 +49,12 @@ def start(folder: Path, kind: str, rank: int, where: str, **environment: str):
 
 @pytest.mark.parametrize(("kind", "rank", "where"), TABLE)
 def test_a_rank_that_fails(tmp_path, kind, rank, where):
-    said = KINDS[kind][1 - rank]
+    message = KINDS[kind][1 - rank]
     with start(tmp_path, kind, rank, where, OUTPUT="out") as run:
         code = ends_after_fault(run, tmp_path, rank)
-        assert code == -signal.SIGKILL if said is None else code > 0
-        if said is not None:
-            assert said in run.err
+        assert code == -signal.SIGKILL if message is None else code > 0
+        if message is not None:
+            assert message in run.err
             assert "terminate called" not in run.err
         if (kind, rank) == ("exception", 1):
             log = tmp_path / "out" / "logs" / "rank-1.log"
@@ -64,8 +64,9 @@ def test_a_rank_that_fails(tmp_path, kind, rank, where):
         if (kind, rank) == ("exception", 0):
             assert "rank 1 failed" not in run.err
     dead = {rank} if kind == "SIGKILL" else set()
-    if dead != {0}:  # nobody lives on after rank 0
-        # Another rank may be in a collective, where Python hears nothing: the rank that fails closes its connections.
+    if dead != {0}:  # no rank survives rank 0
+        # The other rank may be in a collective, in which Python handles no signal. The failed rank
+        # unblocks it by closing its connections.
         assert {
             f"{what}-{alive}" for what in ("teardown", "on_exception") for alive in {0, 1} - dead
         } <= marks(tmp_path)
@@ -82,7 +83,7 @@ def test_rank_0_is_given_time_to_tear_down(tmp_path):
     assert "done-0" not in marks(tmp_path)
 
 
-# --- the process that was started ----------------------------------------------------------------------------------------
+# --- the process that starts the ranks -----------------------------------------------------------
 
 
 def test_ctrl_c_while_the_starter_waits_for_a_rank(tmp_path):
@@ -109,7 +110,7 @@ def test_ctrl_c_while_the_starter_waits_for_a_rank(tmp_path):
 def test_a_killed_starter_takes_everything_with_it(tmp_path, seed):
     wait = random.Random(seed).uniform(0.0, 2.0)
     with start(tmp_path, "none", 0, "train", LOADER_WORKERS="1", EPOCHS="100000") as run:
-        # Even seeds: any moment after the worker was started. Odd ones: while it trains.
+        # Even seeds: at any moment after the worker has started. Odd seeds: during training.
         if seed % 2:
             until((tmp_path / "marks" / "training-1").exists, STARTED, "training")
         else:
@@ -122,7 +123,7 @@ def test_a_killed_starter_takes_everything_with_it(tmp_path, seed):
         until(lambda: not run.processes(), 30, f"no process is left, but {run.processes()}")
 
 
-# --- late ----------------------------------------------------------------------------------------------------------------
+# --- stopped ranks -------------------------------------------------------------------------------
 
 
 @end_to_end
@@ -151,7 +152,7 @@ def test_a_rank_that_stays_stopped_ends_the_run_and_ranks_that_wait_for_it_tear_
     )
 
 
-# --- the end of a program ------------------------------------------------------------------------------------------------
+# --- the end of a program ------------------------------------------------------------------------
 
 
 @end_to_end
@@ -183,13 +184,13 @@ def test_the_first_error_is_shown_if_its_rank_leaves_after_one_that_failed_becau
 
 
 @end_to_end
-def test_a_run_after_one_whose_last_moment_a_rank_did_not_survive_says_so(tmp_path):
+def test_a_run_names_the_rank_that_failed_at_the_end_of_the_previous_run(tmp_path):
     with start(tmp_path, "exception", 1, "after", TEARS_DOWN_AFTER_RANK_1="1") as run:
         assert ends_after_fault(run, tmp_path, 1) > 0
         assert (
-            "the other ranks of this program were ended after a run that failed; rank 1 failed: exit code 1"
-            in run.err
-        )
+            "the other ranks of this program were ended after a run that failed; "
+            "rank 1 failed: exit code 1"
+        ) in run.err
         assert (
             "KeyError: 'my own error'" in run.err.partition("--- the end of rank 1's output ---")[2]
         )

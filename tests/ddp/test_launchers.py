@@ -1,4 +1,4 @@
-"""ddp under torchrun, started by hand, and on two hosts, which are network namespaces joined by a cable."""
+"""ddp under torchrun, started by hand, and on two hosts, which are connected network namespaces."""
 
 import json
 import os
@@ -24,7 +24,7 @@ NO_FAULT = ("none", "0", "train")
 
 
 def torchrun(*arguments: str, **options):
-    """Two ranks of a program under torchrun."""
+    """Start two ranks of a program under torchrun."""
     return launched(
         "-m",
         "torch.distributed.run",
@@ -43,14 +43,14 @@ def weights(folder: Path) -> torch.Tensor:
 
 
 def train_without_a_fault():
-    """Be the program."""
+    """Run the program without a fault, in a rank."""
     sys.argv, os.environ["OUTPUT"] = [FAULT, *NO_FAULT], "out"
     runpy.run_path(FAULT, run_name="__main__")
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> torch.Tensor:
-    """What two ranks come to that the server of ranks has forked."""
+    """Return the weights of two ranks that the rank server forked."""
     folder = tmp_path_factory.mktemp("forked")
     results(folder, train_without_a_fault)
     return weights(folder / "out")
@@ -59,7 +59,7 @@ def expected(tmp_path_factory) -> torch.Tensor:
 def test_joins_torchrun_and_trains_the_same(tmp_path, expected):
     with torchrun(FAULT, *NO_FAULT, folder=tmp_path, OUTPUT="out") as run:
         until((tmp_path / "marks" / "training-1").exists, 60, "training")
-        assert len(run.processes()) <= 3  # torchrun and its two
+        assert len(run.processes()) <= 3  # torchrun and its two ranks
         run.succeed()
     assert {(tmp_path / "marks" / f"done-{rank}").exists() for rank in range(2)} == {True}
     assert not (tmp_path / "out" / "logs").exists()
@@ -82,27 +82,31 @@ def survive():
 
 
 def survive_and_train():
-    """Fail, and try again."""
+    """Fail, catch the error and start a second run."""
     try:
         ddp().fit(Fails("survived"), DataLoader(samples()))
     except KeyError:
         ddp().fit(Fails("too late"), DataLoader(samples()))
 
 
-CLOSED = "cannot begin a run: the connection through which ranks meet is closed, as after a run that failed"
+CLOSED = (
+    "cannot begin a run: the connection through which ranks meet is closed, "
+    "as after a run that failed"
+)
 
 
-def test_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_told_to_the_launcher(
+def test_the_launcher_gets_the_refusal_of_a_second_run_not_the_caught_error(
     tmp_path,
 ):
     for number, rank in enumerate(failed(tmp_path, survive)):
         assert CLOSED in rank.error
-        told = json.loads((tmp_path / f"error-{number}.json").read_text())["message"]["message"]
-        assert CLOSED in told.splitlines()[0]
+        file = tmp_path / f"error-{number}.json"
+        message = json.loads(file.read_text())["message"]["message"]
+        assert CLOSED in message.splitlines()[0]
 
 
 @pytest.mark.end_to_end
-def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survived_is_not_shown(
+def test_torchrun_shows_the_refusal_of_a_second_run_not_the_caught_error(
     tmp_path,
 ):
     with torchrun(
@@ -115,7 +119,7 @@ def test_under_torchrun_a_run_after_a_failed_one_is_refused_and_what_was_survive
 
 
 @pytest.mark.end_to_end
-def test_an_error_under_torchrun_is_that_ranks_own(tmp_path):
+def test_torchrun_shows_the_error_of_the_rank_that_raised(tmp_path):
     with torchrun(FAULT, "exception", "1", "train", folder=tmp_path) as run:
         assert run.wait() != 0
         root_cause = run.err.partition("Root Cause")[2]
@@ -155,7 +159,7 @@ def test_started_by_hand(tmp_path, expected):
 
 
 def fit_as(environment, num_nodes):
-    """Train as this rank of two, the other one of which never comes."""
+    """Train as one rank of two; the other never starts."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     os.environ.update(environment)
@@ -167,14 +171,14 @@ ABSENT = {0: "rank 1 reached no rank 0", 1: "ranks [1] of 2 did not come"}
 
 
 @pytest.mark.parametrize("absent", ABSENT)
-def test_by_hand_a_rank_that_never_comes_is_named(tmp_path, absent):
+def test_an_absent_rank_is_named(tmp_path, absent):
     place = {"WORLD_SIZE": "2", "RANK": str(1 - absent), "LOCAL_RANK": str(1 - absent)}
     (rank,) = failed(tmp_path, fit_as, place, 1, ranks=1)
     assert ABSENT[absent] in rank.error
 
 
 @pytest.mark.parametrize("absent", ABSENT)
-def test_a_node_that_never_comes_is_named(tmp_path, absent):
+def test_an_absent_node_is_named(tmp_path, absent):
     (rank,) = failed(tmp_path, fit_as, {"NODE_RANK": str(1 - absent)}, 2, ranks=1)
     assert ABSENT[absent] in rank.error
 
@@ -187,7 +191,7 @@ def test_a_wrong_master_address_is_named(tmp_path, address, node):
     assert "MASTER_ADDR" in rank.error
 
 
-# --- two hosts -----------------------------------------------------------------------------------------------------------
+# --- two hosts -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -202,7 +206,7 @@ def on(host: str) -> dict:
 
 
 def node(stack: ExitStack, hosts: list[str], folder: Path, i: int, *fault: str, **environment: str):
-    """Start one node's program in a folder of its own: hosts share no disk."""
+    """Start one node's program in a separate folder: hosts share no disk."""
     path = folder / f"node-{i}"
     path.mkdir()
     address = {
@@ -229,7 +233,7 @@ def test_two_hosts_train_together(tmp_path, hosts):
     assert done == {"done-0", "done-1", "done-2", "done-3"}
     assert (tmp_path / "node-0" / "out" / "logs" / "rank-1.log").exists()
     assert (tmp_path / "node-1" / "out" / "logs" / "rank-3.log").exists()
-    # Every rank ends with the weights of rank 0: each writes a sum of them.
+    # Every rank writes its weights, which must be equal.
     sums = {
         path.read_text()
         for i in range(2)
@@ -260,7 +264,7 @@ def test_a_wrong_master_address_is_named_by_both_hosts(tmp_path, hosts, address)
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("comes", [0, 1])
-def test_a_host_that_never_comes_is_named(tmp_path, hosts, comes):
+def test_an_absent_host_is_named(tmp_path, hosts, comes):
     with ExitStack() as stack:
         run = node(stack, hosts, tmp_path, comes, TIMEOUT="5")
         assert run.wait(60) != 0
@@ -276,7 +280,8 @@ def test_torchrun_on_two_hosts(tmp_path, hosts):
         for i in range(2):
             path = tmp_path / f"node-{i}"
             path.mkdir()
-            options = f"--nproc-per-node 2 --nnodes 2 --node-rank {i} --master-addr 10.99.0.1 --master-port 29512"
+            ranks = f"--nproc-per-node 2 --nnodes 2 --node-rank {i}"
+            options = f"{ranks} --master-addr 10.99.0.1 --master-port 29512"
             arguments = ("-m", "torch.distributed.run", *options.split(), FAULT, *NO_FAULT)
             runs.append(
                 stack.enter_context(

@@ -88,7 +88,7 @@ def logged():
         before = len(counts.calls)
         trainer.fit(Logs(metrics), DataLoader(samples(16), batch_size=4))
         found[f"collectives of {metrics}"] = len(counts.calls) - before
-    three = DataLoader(samples(3), batch_size=2)  # two samples on rank 0 and one on rank 1
+    three = DataLoader(samples(3), batch_size=2)  # two samples on rank 0, one on rank 1
     found["validated"] = trainer.validate(logs, three)[0]
     trainer.test(logs, DataLoader(samples(2)))
     found["one sample"] = trainer.validate(EndOnly(), DataLoader(samples(1)))[0]
@@ -119,7 +119,7 @@ def test_without_sync_dist_each_rank_has_its_own_and_rank_zero_only_is_no_error(
     assert "first only" not in kept[1]["validated"]
 
 
-def test_a_rank_without_samples_may_log_what_belongs_to_the_epochs_end(kept):
+def test_a_rank_without_samples_may_log_at_the_epochs_end(kept):
     for rank in kept:
         assert rank["one sample"] == {"in_step": 5.0, "at_the_end": 0.5}
 
@@ -148,7 +148,7 @@ def test_all_gather_keeps_nesting_and_takes_unequal_lengths(kept):
         assert [list(part.shape) for part in rank["none on one"]] == [[0, 3], [1, 3]]
 
 
-def test_all_gather_of_what_does_not_fit_is_an_error_on_every_rank(kept):
+def test_all_gather_of_incompatible_tensors_is_an_error_on_every_rank(kept):
     for rank in kept:
         assert "rank 0 has the shape [2, 2] and rank 1 [2, 3]" in rank["other shapes"]
         assert "rank 0 and rank 1 have tensors of different types" in rank["other types"]

@@ -1,4 +1,7 @@
-"""Manual optimisation on two ranks: as one process on the whole batch, under ddp and under strategies that know nothing of it."""
+"""Manual optimisation on two ranks trains like one process on the whole batch.
+
+Tested under ddp and under strategies without support for manual optimisation.
+"""
 
 import warnings
 
@@ -26,7 +29,7 @@ class Joins(ProcessGroupStrategy):
 
 
 class Wraps(Joins):
-    """A strategy of someone else's, whose gradients are reduced in its wrapper's backward."""
+    """A third-party strategy whose wrapper reduces gradients in backward."""
 
     @hookimpl
     def wrap_model(self, run, model):
@@ -37,7 +40,7 @@ class Wraps(Joins):
 
 
 class Reduces(Joins):
-    """One that reduces in its hook."""
+    """A third-party strategy that reduces gradients in its hook."""
 
     @hookimpl
     def reduce_gradients(self, run):
@@ -51,7 +54,7 @@ STRATEGIES = {"ddp": lambda: "ddp", "wraps": Wraps, "reduces": Reduces}
 
 
 def train_in_each_way():
-    """Return weights by strategy and way."""
+    """Return weights by strategy and case."""
     trainers = {
         name: lambda make=make: one_trainer(strategy=make(), devices=2)
         for name, make in STRATEGIES.items()
@@ -128,9 +131,8 @@ def test_gradients_are_averaged_when_on_after_backward_is_called(one_script):
     (_, first, metrics, _), (_, second, _, _) = (kept["plain"] for kept in one_script)
     assert len(first) == 6
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
-    assert (
-        metrics["unused"] == 1.0
-    )  # what no rank used has no gradient: Adam would move it by zeros, too
+    # Parameters that no rank used have no gradient: Adam would change them even with zeros.
+    assert metrics["unused"] == 1.0
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
@@ -140,13 +142,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(one_script):
     assert all(torch.isfinite(value).all() for value in first.values())
 
 
-def test_a_backward_past_manual_backward_is_warned_of(one_script):
+def test_a_backward_without_manual_backward_gives_a_warning(one_script):
     for kept in one_script:
         assert sum("the ranks' weights drift apart" in one for one in kept["own"][3]) == 1
         assert not any("drift apart" in one for one in kept["plain"][3])
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused -------------------------------------------------------------------------------------
 
 
 class Buckets:
@@ -170,12 +172,12 @@ def validate_with_buckets():
     )
 
 
-def test_buckets_are_no_matter_of_an_evaluation(tmp_path):
+def test_an_evaluation_accepts_a_plugin_that_reduces_buckets(tmp_path):
     assert all("loss" in found for (found,) in results(tmp_path, validate_with_buckets))
 
 
 class Alone:
-    """It answers collectives without a group of torch.distributed."""
+    """A strategy that implements collectives without a group of torch.distributed."""
 
     launch, shard_dataloader = (staticmethod(hookimpl(function)) for function in (launch, shard))
 
@@ -219,7 +221,7 @@ def train_without_averaging():
     )
 
 
-def test_ranks_that_nobody_averages_for_are_an_error(tmp_path):
+def test_ranks_whose_gradients_are_not_averaged_are_an_error(tmp_path):
     assert any(
         "so manual optimisation would average no gradients" in rank.error
         for rank in failed(tmp_path, train_without_averaging)

@@ -1,4 +1,4 @@
-"""torchmetrics objects and reductions of the user's own over two ranks with unequal shards, and with a rank that has no sample."""
+"""torchmetrics objects and user-defined reductions over two ranks with unequal or empty shards."""
 
 import pytest
 from several_ranks import failed, kept_by

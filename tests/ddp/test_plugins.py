@@ -1,4 +1,4 @@
-"""Plugins for several processes: one that extends ddp, and a strategy as a newcomer would write it; also as pip packages."""
+"""Plugins for several processes: one extends ddp, one is a newcomer's strategy; also as wheels."""
 
 import re
 import sys
@@ -55,9 +55,8 @@ def check_compressor(ranks):
     for key, value in expected.items():
         torch.testing.assert_close(first["weights"][key], value, rtol=1e-2, atol=1e-3)
         assert torch.equal(first["weights"][key], second["weights"][key])
-    assert any(
-        not torch.equal(first["weights"][key], value) for key, value in expected.items()
-    )  # it was at work
+    # The compressor changed the weights.
+    assert any(not torch.equal(first["weights"][key], value) for key, value in expected.items())
     assert first["curve"] == pytest.approx(curve, rel=1e-2)
 
 
@@ -74,12 +73,12 @@ def test_compressor_without_ddp_is_an_unknown_hook():
         one_trainer(plugins=[Fp16Compressor()])
 
 
-# --- from their wheels ---------------------------------------------------------------------------------------------------
+# --- from their wheels ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A fresh environment with core, ddp and the packages, each from its wheel."""
+    """A new environment with core, ddp and the packages, each from its wheel."""
     wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
     root = installed.ROOT
     sources = [
@@ -108,7 +107,7 @@ torch.save(kept, f"kept-{{os.environ['RANK']}}.pt")
 
 
 def installed_results(site, folder, strategy, *named):
-    """What each of two ranks kept."""
+    """Train on two ranks and return each rank's results."""
     (folder / "train.py").write_text(
         TRAIN.format(
             shared=str(Path(__file__).parents[1] / "shared"), strategy=strategy, named=named
@@ -143,7 +142,7 @@ def test_compressors_wheel_without_ddp(site, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_versions_agree_and_ddp_says_which_geartrain_it_needs():
+def test_versions_agree_and_ddp_declares_the_geartrain_it_needs():
     assert version("geartrain") == version("geartrain-ddp")
     needs = [line for line in requires("geartrain-ddp") if re.match(r"geartrain\b(?!-)", line)]
     assert needs == ["geartrain<0.2,>=0.1"]

@@ -1,4 +1,4 @@
-"""Two ranks of ddp train in each precision as one process does, and skip a step together when one of them overflows."""
+"""Two ranks of ddp train in each precision like one process, and skip a step together."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from geartrain import hookimpl
 
 from .cases import Net, ddp, one_trainer, samples
 
-#: precision -> by how much two ranks may differ from one process: halves of a batch are summed in another order, in that format.
+#: Tolerances by precision: two ranks sum the halves of a batch in another order than one process.
 TOLERANCES = {"64-true": 1e-12, "bf16-true": 0.05, "16-mixed": 2e-3, "bf16-mixed": 2e-2}
 
 
@@ -81,17 +81,11 @@ def test_two_ranks_train_as_one_process_does(two_ranks, precision):
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
     for kept in two_ranks:
-        assert kept["moved"] == [
-            False,
-            True,
-            False,
-            True,
-            True,
-            True,
-        ]  # of the first step nothing earlier is known
+        # The first step counts as unmoved, because no weights before it were recorded.
+        assert kept["moved"] == [False, True, False, True, True, True]
         assert kept["skipped"] == 1
         assert kept["schedule"] == 5
 
 
-def test_a_plan_says_the_precision():
+def test_a_plan_has_the_precision():
     assert ddp(precision=16).plan.as_dict()["precision"]["name"] == "16-mixed"

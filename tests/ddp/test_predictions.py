@@ -27,7 +27,7 @@ class Predicts(Doubles):
 
 
 def predict_everything():
-    geartrain_parallel.predictions._CHUNK = 1  # a chunk for each output
+    geartrain_parallel.predictions._CHUNK = 1  # one chunk per output
     shuffled = DataLoader(range(50), batch_size=3, shuffle=True, generator=torch.Generator())
     shuffled.generator.seed()  # another seed on each rank
     one = ddp().predict(Doubles(), shuffled)
@@ -58,7 +58,8 @@ def test_ranks_predict_what_one_process_predicts(tmp_path):
             name for name, found in kept["in_order"].items() if not equal(found, expected[name])
         ]
         assert not wrong, (
-            f"{wrong[0]}: {kept['in_order'][wrong[0]]} on rank {number}, expected {expected[wrong[0]]}"
+            f"{wrong[0]}: {kept['in_order'][wrong[0]]} on rank {number}, "
+            f"expected {expected[wrong[0]]}"
         )
         theirs = {
             name: [batch.tolist() for batch in found] for name, found in kept["of_ranks"].items()

@@ -1,4 +1,7 @@
-"""Going on with two ranks: bit for bit what it would have been, each rank with its own state, also in a world of another size."""
+"""A run of two ranks that resumes is bit-equal to one without a stop; also in another world size.
+
+Each rank has its own state.
+"""
 
 import warnings
 
@@ -30,7 +33,7 @@ class Own(Net):
 
 
 class Keeps:
-    """Its state is another one on each rank."""
+    """A callback whose state differs between ranks."""
 
     def __init__(self):
         self.seen = []
@@ -77,7 +80,7 @@ def go(folder, epochs, path=None, **options):
         "seen": keeps.seen,
         "lines": lines.values,
         "files": every.state_dict(),
-        "told": [
+        "warnings": [
             text
             for one in caught
             if "ckpt" in (text := str(one.message)) and "belongs to another folder" not in text
@@ -101,7 +104,7 @@ def stop_and_resume():
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """The folder, and what each of two ranks kept of all runs."""
+    """Return the folder, and each rank's results of all runs."""
     folder = tmp_path_factory.mktemp("resume")
     one_trainer(seed=5, output=folder / "one").fit(
         Own(), DataLoader(samples(44), batch_size=4, shuffle=True)
@@ -125,7 +128,7 @@ def assert_same_end(a, b):
     assert a["counters"] == b["counters"]
     assert torch.equal(a["random"], b["random"])
     assert a["seen"] == b["seen"]
-    assert not b["told"]
+    assert not b["warnings"]
 
 
 PAIRS = [
@@ -141,9 +144,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(kept, whole, rest):
     _, ranks = kept
     for rank in ranks:
         assert_same_end(rank[whole], rank[rest])
-        assert (
-            rank[rest]["files"] == ranks[0][rest]["files"]
-        )  # what rank 0 found, of which each file knows the identity
+        # Rank 0 finds the files; each has an identity.
+        assert rank[rest]["files"] == ranks[0][rest]["files"]
         assert rank[rest]["files"]["identity"]
     lines = ranks[0][rest]["lines"]
     assert lines
@@ -159,7 +161,7 @@ def test_each_rank_has_its_own_state(kept):
     assert not torch.equal(
         state["ranks"][0]["random"]["torch"], state["ranks"][1]["random"]["torch"]
     )
-    # What is the same on all ranks stands there once.
+    # State that is equal on all ranks is saved once.
     assert "model_checkpoint" in state["parts"]
     assert "model_checkpoint" not in state["ranks"][1]["parts"]
 
@@ -168,26 +170,26 @@ def resume_what_is_done():
     go("late", 3, "whole/run/last.ckpt")
 
 
-def test_what_is_refused_is_refused_on_every_rank_alike(kept):
+def test_a_refused_resume_gives_the_same_error_on_every_rank(kept):
     folder, _ = kept
     first, second = failed(folder, resume_what_is_done)
     assert "UsageError: there is nothing left to do" in first.error
     assert first.error == second.error
 
 
-# --- in a world of another size ------------------------------------------------------------------------------------------
+# --- in a world of another size ------------------------------------------------------------------
 
 
 def test_one_became_two(kept):
     _, ranks = kept
-    (told,) = ranks[0]["one became two"]["told"]
+    (warning,) = ranks[0]["one became two"]["warnings"]
     assert (
-        "no saved state for Keeps, which starts from scratch; no saved state for geartrain-callbacks[model_checkpoint]"
-        in told
-    )
-    assert not ranks[1]["one became two"]["told"]
+        "no saved state for Keeps, which starts from scratch; "
+        "no saved state for geartrain-callbacks[model_checkpoint]"
+    ) in warning
+    assert not ranks[1]["one became two"]["warnings"]
     assert equal(ranks[0]["one became two"]["weights"], ranks[1]["one became two"]["weights"])
-    for rank, of in enumerate(ranks):  # 11 steps of the one, then twice 3 of the two
+    for rank, of in enumerate(ranks):  # 11 steps of one rank, then twice 3 of two ranks
         assert of["one became two"]["counters"][:2] == [17, 3]
         assert of["one became two"]["seen"] == [100 * rank + step for step in range(12, 18)]
 
@@ -210,14 +212,15 @@ def test_two_became_one(kept):
     one = one_trainer(max_epochs=4, plugins=[keeps])
     with pytest.warns(
         UserWarning,
-        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), which starts from scratch",
+        match=r"no saved state for Keeps \(it has one for each of 2 ranks, not 1\), "
+        "which starts from scratch",
     ):
         one.fit(
             Looks(),
             DataLoader(samples(44), batch_size=4),
             ckpt_path=folder / "whole" / "run" / "last.ckpt",
         )
-    assert keeps.seen == list(range(10, 21))  # no rank's
+    assert keeps.seen == list(range(10, 21))  # without the state of either rank
     assert seen.pop("step") == 9
     assert equal(seen, file["model"])
     assert one.global_step == 9 + 11
@@ -243,7 +246,7 @@ def test_two_became_one_within_an_epoch(kept):
 
 
 def test_two_became_one_at_an_epochs_last_batch(kept):
-    """Two ranks have 6 batches each, the last of them padded; one has 11, and no 12."""
+    """Two ranks have 6 batches each, the last one padded; one rank has 11 batches, not 12."""
     folder, _ = kept
     one = one_trainer(max_epochs=3)
     with pytest.warns(

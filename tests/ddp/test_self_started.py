@@ -1,4 +1,4 @@
-"""Programs whose ranks geartrain starts: the program is run again for each. One of them runs a Trainer's and a Session's commands."""
+"""Programs whose ranks geartrain starts by running the program again: Trainer and Session."""
 
 import os
 import signal
@@ -42,11 +42,11 @@ class Watched(Net):
 
 
 def fit_validate_and_test():
-    """Several runs: fit with BatchNorm, fit again, validate, test; a strategy of the user's own."""
+    """Run fit with BatchNorm, validate, test, fit again, and a user-defined strategy."""
     found = {}
     module = Watched(norm=True)
     if int(os.environ.get("RANK", 0)):
-        module.first.reset_parameters()  # ranks that start apart
+        module.first.reset_parameters()  # ranks start with different weights
     val = DataLoader(samples(24), batch_size=3)
     trainer = ddp(max_epochs=2, num_sanity_val_steps=1)
     trainer.fit(module, DataLoader(samples(), batch_size=4), val)
@@ -68,7 +68,8 @@ def fit_validate_and_test():
     found["calls of two"] = list(own.calls)
 
     other = Net()
-    other.last.reset_parameters()  # other weights on each rank, and no training that would make them the same
+    other.last.reset_parameters()
+    # Different weights on each rank, and no training that would make them equal.
     with torch.random.fork_rng():
         torch.manual_seed(trainer.global_rank)
         other.last.reset_parameters()
@@ -79,7 +80,7 @@ def fit_validate_and_test():
 
 
 def use_everything():
-    """Everything else in one session."""
+    """Use all other features in one session."""
     session = ddp_session(output="out", seed=5)
     found = {}
     with session:
@@ -103,7 +104,7 @@ def use_everything():
         with session.rank_zero_first():
             if rank == 0:
                 Path("first").touch()
-            found["first was there"] = Path("first").exists()
+            found["first exists"] = Path("first").exists()
         session.print("printed by", rank)
         net = Net(norm=True)
         model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
@@ -125,9 +126,7 @@ def use_everything():
             session.backward(functional.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-        if (
-            rank == 0
-        ):  # alone, with buffers that DDP would broadcast: nothing may wait for the other
+        if rank == 0:  # only on rank 0: DDP would broadcast buffers, but evaluation must not wait
             model.eval()
             with torch.no_grad():
                 found["alone"] = model(samples()[:4][0]).shape
@@ -161,18 +160,18 @@ def launch_functions():
 
 
 def run_everything():
-    """The first run has the folder of logs. The last session is left open: it is closed when the program ends."""
+    """Run all cases. The first run gets the logs. The program's end closes the last session."""
     return use_everything(), fit_validate_and_test(), launch_functions(), train_without_with()
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """The folder, and what each of both ranks returned."""
+    """Return the folder, and each rank's results."""
     folder = tmp_path_factory.mktemp("everything")
     return folder, program_results(folder, run_everything)
 
 
-# --- Trainer -------------------------------------------------------------------------------------------------------------
+# --- Trainer -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -214,7 +213,7 @@ def test_fit_validate_test_and_fit_again_in_one_script(one_script):
         assert not kept["group is left"]
 
 
-def test_what_a_subclass_overrides_is_called_once_a_process_and_run(one_script):
+def test_an_overridden_hook_is_called_once_per_process_and_run(one_script):
     for kept in one_script:
         assert kept["calls"] == ["init_dist_connection", "configure_ddp"]
         assert kept["calls of two"] == kept["calls"] * 2
@@ -226,7 +225,7 @@ def test_evaluation_without_training_has_rank_0s_weights_everywhere(one_script):
     assert first["of other weights"] == second["of other weights"]
 
 
-# --- Session -------------------------------------------------------------------------------------------------------------
+# --- Session -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,7 +234,7 @@ def one_session(everything):
     return [rank[0] for rank in ranks], folder
 
 
-def test_each_rank_knows_its_place(one_session):
+def test_each_rank_has_its_rank_properties(one_session):
     (first, second), _ = one_session
     assert first["place"] == (0, 0, 2, True, "cpu")
     assert second["place"] == (1, 1, 2, False, "cpu")
@@ -253,12 +252,12 @@ def test_collectives(one_session):
         }
         assert kept["whole mean"].item() == 0.5
         assert kept["broadcast"] == {"from": 1}
-        assert kept["first was there"]
+        assert kept["first exists"]
         assert kept["usable"] == (4, 1)
         assert not kept["group is left"]
 
 
-def test_loaders_are_sharded_and_shuffled_anew(one_session):
+def test_loaders_are_sharded_and_shuffled_again(one_session):
     (first, second), _ = one_session
     every = sorted(x[0].item() for x, _ in session_cases.samples(25))
     for mine, theirs in zip(first["passes"], second["passes"], strict=True):
@@ -272,7 +271,7 @@ def test_without_padding_each_sample_comes_once(one_session):
     assert (first["samples"], second["samples"]) == ((13, 4, 1, 1), (12, 3, 0, 0))
 
 
-def test_what_is_logged_and_saved(one_session):
+def test_a_session_logs_and_saves(one_session):
     (first, second), folder = one_session
     assert first["metrics"] == {"rank": 0, "mean": 0.5}
     assert second["metrics"] == {"rank": 1, "mean": 0.5}
@@ -290,7 +289,7 @@ def test_what_is_logged_and_saved(one_session):
     assert "printed by 1" not in (folder / "out" / "logs" / "rank-1.log").read_text()
 
 
-def test_a_function_runs_in_both(everything):
+def test_a_launched_function_runs_on_both_ranks(everything):
     for _, _, kept, _ in everything[1]:
         assert kept["gathered"].tolist() == [2, 4]
         assert kept["again"].tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Session on two real ranks of ddp: trains as one process does on the whole batch, and nothing of it hangs or stays."""
+"""A Session on two ranks of ddp trains like one process on the whole batch, and leaves nothing."""
 
 import sys
 
@@ -32,7 +32,7 @@ two_ranks = kept_by(train_all)
 @pytest.mark.parametrize("name", session_cases.CASES)
 def test_two_ranks_train_as_one_process_does(two_ranks, name):
     expected = session_cases.by_hand(name)
-    # float16 rounds, and LBFGS divides by small differences of gradients, which makes rounding larger.
+    # float16 rounds. LBFGS divides by small differences of gradients, which amplifies rounding.
     rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
     for key, value in expected.items():
         torch.testing.assert_close(two_ranks[0][name][key], value, rtol=rtol, atol=atol)
@@ -109,14 +109,14 @@ def count_reductions():
         return {"calls": counting.calls, "steps": session.global_step, "trained": trained}
 
 
-def test_gradients_that_are_held_back_are_not_reduced(tmp_path):
+def test_gradients_without_backward_sync_are_not_reduced(tmp_path):
     for kept in results(tmp_path, count_reductions):
         assert kept["calls"] == kept["steps"] == 3
         for key, value in session_cases.by_hand("accumulating").items():
             torch.testing.assert_close(kept["trained"][key], value, rtol=1e-5, atol=1e-6)
 
 
-# --- faults --------------------------------------------------------------------------------------------------------------
+# --- faults --------------------------------------------------------------------------------------
 
 
 def fail(fault, rank):
@@ -140,7 +140,7 @@ def log_names(first, second):
 
 
 @pytest.mark.parametrize("theirs", ["b", "ab"])
-def test_different_names_are_no_mean(tmp_path, theirs):
+def test_different_metric_names_are_an_error(tmp_path, theirs):
     errors = [rank.error for rank in failed(tmp_path, log_names, "a", theirs)]
     assert any("ranks 0 and 1 logged different metrics with sync_dist" in error for error in errors)
     assert any("Fix: log the same names on every rank" in error for error in errors)
@@ -173,10 +173,10 @@ def test_a_model_that_is_called_past_the_strategy_is_refused(tmp_path):
     )
 
 
-# --- refused before anything starts --------------------------------------------------------------------------------------
+# --- refused before anything starts --------------------------------------------------------------
 
 
-def test_under_pytest_it_says_what_to_do():
+def test_the_error_under_pytest_has_a_fix():
     session = ddp_session()
     with pytest.raises(
         gt.UsageError, match=r"under pytest it would run the tests again. Fix: .*ddp_spawn"
@@ -186,7 +186,7 @@ def test_under_pytest_it_says_what_to_do():
         session.setup(nn.Linear(1, 1))
 
 
-def test_a_notebook_is_told(monkeypatch):
+def test_the_error_in_a_notebook_has_a_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     with pytest.raises(gt.UsageError, match=r"a notebook has none\. Fix:"):
         ddp_session().launch()

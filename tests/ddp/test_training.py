@@ -1,4 +1,4 @@
-"""Two ranks of ddp train as one process does, and what is wrong is refused."""
+"""Two ranks of ddp train like one process; wrong options and models are refused."""
 
 import os
 from functools import cache
@@ -37,14 +37,14 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
     theirs, trained = two_ranks[0][name]
     assert len(curve) > 1
     assert theirs == pytest.approx(curve, rel=1e-5)
-    # LBFGS divides by small differences of gradients, which makes rounding larger.
+    # LBFGS divides by small differences of gradients, which amplifies rounding.
     rtol, atol = (1e-4, 1e-5) if name == "lbfgs" else (1e-5, 1e-6)
     for key, expected in weights.items():
         torch.testing.assert_close(trained[key], expected, rtol=rtol, atol=atol)
         assert torch.equal(trained[key], two_ranks[1][name][1][key]), f"{key} differs between ranks"
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused -------------------------------------------------------------------------------------
 
 
 class Skips(Net):
@@ -74,7 +74,7 @@ def test_none_as_a_loss_on_one_rank_is_an_error(tmp_path):
 
 
 class Late(Net):
-    """Its rank 1 comes to the second step when rank 0 has given up."""
+    """Rank 1 starts the second step when rank 0 has given up."""
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 1:
@@ -100,7 +100,7 @@ def train_alone():
 
 
 def test_strategy_that_would_train_alone_is_refused(tmp_path):
-    # Of ranks that nothing supervises, the second may find that the first has gone already.
+    # Without a supervisor, the second rank may only find that the first has gone.
     errors = [rank.error for rank in failed(tmp_path, train_alone)]
     assert any(
         "the plan has 2 processes" in error and "made a world of 1" in error for error in errors
@@ -114,7 +114,7 @@ def train_different_models():
     ddp().fit(module, DataLoader(samples(), batch_size=4))
 
 
-def test_ranks_with_different_models_are_refused_and_told_what_differs(tmp_path):
+def test_the_first_difference_between_ranks_models_is_named(tmp_path):
     _, second = failed(tmp_path, train_different_models)
     assert (
         "rank 1 differs from rank 0 in parameters: last.bias is [1, True] there and None here"
@@ -123,7 +123,7 @@ def test_ranks_with_different_models_are_refused_and_told_what_differs(tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "glooo"])
-def test_backend_that_cannot_be_is_refused_before_anything_starts(capsys, backend):
+def test_an_unusable_backend_is_refused_before_anything_starts(capsys, backend):
     options = (
         "--strategy",
         "ddp",

@@ -1,4 +1,4 @@
-"""The finders on two ranks: both find the same, end together and go on from where they were."""
+"""The finders on two ranks find the same value, end together and restore the module."""
 
 import json
 
@@ -14,7 +14,7 @@ from .cases import Net, ddp, one_trainer, samples, weights
 
 
 class Breaks(Net):
-    """Its loss becomes large or NaN in step 21, on one rank."""
+    """The loss becomes large or NaN in step 21 on one rank."""
 
     def __init__(self, rank, factor):
         super().__init__()
@@ -76,7 +76,7 @@ def test_both_ranks_find_the_same(found):
 
 
 def test_the_curve_is_that_of_one_process_on_all_the_data(found):
-    """Two ranks with batches of 4 see what one process sees in each batch of 8: samples i and i + 1 go to different ranks."""
+    """Two ranks with batches of 4 get the samples of one process with batches of 8."""
     module = Net()
     batches = list(DataLoader(samples(), batch_size=8)) * 5
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=1.0), []
@@ -90,10 +90,10 @@ def test_the_curve_is_that_of_one_process_on_all_the_data(found):
     assert found[0]["curve"].raw_losses == pytest.approx(losses, rel=1e-4)
 
 
-def test_what_one_rank_sees_ends_both_in_the_same_step(found):
+def test_a_bad_loss_on_one_rank_ends_both_in_the_same_step(found):
     for rank in found:
-        for where in (0, 1):
-            broken, large = rank[f"nan on {where}"], rank[f"large on {where}"]
+        for bad in (0, 1):
+            broken, large = rank[f"nan on {bad}"], rank[f"large on {bad}"]
             assert len(broken.lrs) == 20
             assert "the loss was nan" in broken.stopped
             assert len(large.lrs) == 21
@@ -129,7 +129,7 @@ def tune_from_the_command_line():
     )
 
 
-def test_from_the_command_line_rank_0_alone_speaks(tmp_path):
+def test_only_rank_0_of_the_command_prints(tmp_path):
     first, second = succeeded(tmp_path, tune_from_the_command_line)
     assert first.printed.count('"suggestion"') == 1
     assert second.printed == ""
@@ -152,9 +152,9 @@ def fail_in_the_finder():
             module, DataLoader(samples(), batch_size=4), min_lr=0.1, update_attr=False
         )
     except Exception as error:
-        raise RuntimeError(
-            f"as before: {all(torch.equal(value, before[name]) for name, value in weights(module).items())}"
-        ) from error
+        after = weights(module)
+        same = all(torch.equal(value, before[name]) for name, value in after.items())
+        raise RuntimeError(f"as before: {same}") from error
 
 
 def test_an_error_on_one_rank_ends_the_finder_on_both_and_is_undone(tmp_path):
@@ -172,7 +172,8 @@ def test_a_batch_size_is_found_in_one_process_only():
 
     with pytest.raises(
         gt.UsageError,
-        match=r"\[ddp\] trains in 2 processes.*Fix: find it on one device \(--strategy single --devices 1\)",
+        match=r"\[ddp\] trains in 2 processes.*"
+        r"Fix: find it on one device \(--strategy single --devices 1\)",
     ):
         Tuner(one_trainer(devices=2, strategy="ddp")).scale_batch_size(Starts())
 
