@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures for all tests."""
 
 import gc
 import os
@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
-# Before torch is imported: with more threads than cores, OpenMP's threads spin while they wait for each other, and a backward of a tiny
-# model takes 17 ms instead of 0.1. The programs that tests start inherit it. A value of the user's own stays.
+# Set before torch is imported: with more threads than cores, OpenMP's threads spin while they wait
+# for each other, and a backward of a tiny model takes 17 ms instead of 0.1 ms. Programs that tests
+# start inherit it. A value that the user has set is kept.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A job in a shell's background ignores Ctrl-C, and one under nohup ignores a hangup; so would every process that a test starts.
+# A background job of a shell ignores Ctrl-C, and a job under nohup ignores a hangup. The processes
+# that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -19,8 +21,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_finish(session):
-    """Leave what is imported by now out of later garbage collections. geartrain collects after each trial of a tuner, for example, and
-    would look through half a million objects of the tests each time."""
+    """Exclude all objects that exist now from later garbage collections.
+
+    geartrain collects garbage after each trial of a tuner, for example. Each collection would
+    inspect half a million objects of the tests.
+    """
     gc.collect()
     gc.freeze()
 

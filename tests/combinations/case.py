@@ -1,4 +1,4 @@
-"""One combination of strategy, data, options and ending: what it trains, how it ends, and what one process makes of the same samples."""
+"""One combination of strategy, data, options and ending, and its reference run in one process."""
 
 import os
 import signal
@@ -22,21 +22,22 @@ FACTORS: dict[str, list[Any]] = {
     "callbacks": ["none", "checkpoint", "stopping", "ema", "all"],
     "ending": ["done", "stopped", "error", "killed", "resumed"],
 }
-#: Strategy -> its processes, and how the ranks of one process are many.
+#: The number of ranks by strategy. The ranks of ``threads`` share one process.
 WORLDS = {"single": 1, "threads": 2, "dp": 1, "ddp": 2, "ddp_spawn": 2, "bagua": 2, "horovod": 2}
 #: Endings after which a second run continues from the last checkpoint.
 INTERRUPTED = ("error", "killed", "resumed")
 
 EPOCHS, GLOBAL_BATCH, SAMPLES = 3, 4, 24
-#: The epoch and the batch in which a run is stopped, raises or is killed: behind one checkpoint, inside a window of accumulation.
+#: The epoch and the batch in which a run is stopped, raises or is killed: after one checkpoint,
+#: inside a window of accumulation.
 EPOCH, BATCH = 1, 2
 OWN = "the user's own error"
-#: Relative differences: the order of additions, and with bf16-mixed the rounding of each rank's part.
+#: Relative tolerances: additions have another order, and bf16-mixed rounds each rank's part.
 TOLERANCE = {"32-true": 1e-4, "64-true": 1e-9, "bf16-mixed": 1e-2}
 
 
 class OwnError(Exception):
-    """What the user's code raises."""
+    """The error that the user's code raises."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The values, as a test's name and a folder's."""
+        """The values, as the name of a test and of a folder."""
         return "-".join(str(value).replace(" ", "_") for value in asdict(self).values())
 
     @property
@@ -61,12 +62,12 @@ class Case:
         return WORLDS[self.strategy]
 
 
-# --- data ----------------------------------------------------------------------------------------------------------------
+# --- data ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Graphs:
-    """A batch of graphs, as torch-geometric has it: the nodes of all, and whose each is."""
+    """A batch of graphs like torch-geometric's: all nodes, and the graph of each node."""
 
     x: torch.Tensor  # (nodes, 3)
     y: torch.Tensor  # (graphs, 1)
@@ -78,7 +79,7 @@ class Graphs:
 
 
 class Samples(Dataset):
-    """The numbers are sample numbers; graph n has 1 + n % 4 nodes."""
+    """Samples by number; graph n has 1 + n % 4 nodes."""
 
     def __init__(self, numbers, graphs=False):
         self.numbers, self.graphs = list(numbers), graphs
@@ -91,7 +92,10 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """A rank's part of each global batch; each worker has every n-th of them. Rank 0 has a batch more than the last rank."""
+    """A rank's part of each global batch. Each of n workers yields every n-th part.
+
+    Rank 0 has one batch more than the last rank.
+    """
 
     def __init__(self, rank, size):
         self.rank, self.size, self.batch = rank, size, GLOBAL_BATCH // size
@@ -120,14 +124,15 @@ def collate_graphs(items):
     )
 
 
-# --- the module ----------------------------------------------------------------------------------------------------------
+# --- the module ----------------------------------------------------------------------------------
 
 
 class Model(gt.Module):
-    """A regression that ends as the case says.
+    """A regression whose training ends as the case requires.
 
     Args:
-        reference: train as one process does, without workers and without an event, on what the ranks of the case see together.
+        reference: train in one process, without loader workers and without an event, on the samples
+            that all ranks of the case get together.
     """
 
     def __init__(self, case, event, reference=False):
@@ -150,9 +155,8 @@ class Model(gt.Module):
             return self._loader(Stream(self.trainer.global_rank, world), GLOBAL_BATCH // world)
         numbers = list(range(SAMPLES - (self.case.data == "uneven")))
         if self.reference:
-            numbers += numbers[
-                : -len(numbers) % self.case.world
-            ]  # ranks have equally many samples: the first ones come again
+            # Ranks have equal numbers of samples, so the sampler repeats the first ones.
+            numbers += numbers[: -len(numbers) % self.case.world]
         return self._loader(Samples(numbers, self.case.data == "graphs"), GLOBAL_BATCH // world)
 
     def val_dataloader(self):
@@ -166,11 +170,8 @@ class Model(gt.Module):
             return (self.net(x) - y).square().squeeze(1)
         nodes = self.net(batch.x.to(self.net[0].weight.dtype))
         graphs = torch.zeros(batch.num_graphs, 1, dtype=nodes.dtype)
-        return (
-            (graphs.index_reduce(0, batch.graph, nodes, "mean", include_self=False) - batch.y)
-            .square()
-            .squeeze(1)
-        )
+        graphs = graphs.index_reduce(0, batch.graph, nodes, "mean", include_self=False)
+        return (graphs - batch.y).square().squeeze(1)
 
     def training_step(self, batch, batch_idx):
         if (
@@ -201,11 +202,11 @@ class Model(gt.Module):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
-# --- the runs ------------------------------------------------------------------------------------------------------------
+# --- the runs ------------------------------------------------------------------------------------
 
 
 def train(case, folder, part, reference=False):
-    """Train and return what a rank has at the end.
+    """Train and return a rank's weights, metrics and counters at the end.
 
     Args:
         part: 1: until the event of the case, or the end; 2: from the last checkpoint to the end.
@@ -214,20 +215,18 @@ def train(case, folder, part, reference=False):
         "checkpoint": ModelCheckpoint(
             monitor="val_loss", save_top_k=2, dirpath=folder / "checkpoints"
         ),
-        "stopping": EarlyStopping(
-            monitor="val_loss", mode="max", patience=1
-        ),  # it falls: the second epoch is the last one
+        # val_loss falls, so the second epoch is the last.
+        "stopping": EarlyStopping(monitor="val_loss", mode="max", patience=1),
         "ema": EMA(decay=0.8),
     }
     chosen = {name: one for name, one in callbacks.items() if case.callbacks in (name, "all")}
     own = ThreadRanks(2) if case.strategy == "threads" else case.strategy
+    # By default horovod multiplies learning rates by the number of ranks.
+    scales = case.strategy == "horovod" and not reference
     trainer = gt.Trainer(
         accelerator="cpu",
         strategy="single" if reference else own,
-        # As Horovod's users do, it multiplies rates by the number of ranks.
-        strategy_options={"scale_lr": False}
-        if case.strategy == "horovod" and not reference
-        else None,
+        strategy_options={"scale_lr": False} if scales else None,
         devices=1 if reference or case.strategy == "single" else 2,
         precision=case.precision,
         accumulate_grad_batches=case.accumulate,
@@ -239,11 +238,10 @@ def train(case, folder, part, reference=False):
         num_sanity_val_steps=0,
         enable_progress_bar=False,
     )
-    happens = (
-        case.ending == "stopped"
-        if reference
-        else part == 1 and case.ending in ("stopped", "error", "killed")
-    )
+    if reference:
+        happens = case.ending == "stopped"
+    else:
+        happens = part == 1 and case.ending in ("stopped", "error", "killed")
     model = Model(case, case.ending if happens else "", reference)
     trainer.fit(model, ckpt_path="last" if part == 2 else None)
     metrics = dict(trainer.callback_metrics)
@@ -263,7 +261,7 @@ def train(case, folder, part, reference=False):
 
 
 def differences(case, found, expected):
-    """Return in words what a rank has otherwise than one process."""
+    """Return the differences between a rank's results and those of one process, in words."""
     tolerance = TOLERANCE[case.precision]
     close = partial(torch.allclose, rtol=tolerance, atol=tolerance)
     wrong = [

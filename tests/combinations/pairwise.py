@@ -1,11 +1,11 @@
-"""A covering array: few combinations in which each two values of different factors meet."""
+"""A covering array: few combinations that contain each pair of values of different factors."""
 
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-#: Random completions of a pair, of which the one that covers most is taken.
+#: The number of random completions of a pair; the one that covers most pairs is used.
 TRIES = 50
 
 #: Two values with the names of their factors.
@@ -13,18 +13,18 @@ Pair = frozenset[tuple[str, Any]]
 
 
 def pairs_of(row: Mapping[str, Any]) -> Iterator[Pair]:
-    """Yield each two values of a combination."""
+    """Yield each pair of values of a combination."""
     return map(frozenset, combinations(row.items(), 2))
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]], never: Collection[Pair] = ()
 ) -> list[dict[str, Any]]:
-    """Return combinations that together have every pair of values, the same ones in every run.
+    """Return combinations that together contain every pair of values; the same in every run.
 
     Args:
         factors: name -> values.
-        never: pairs that cannot exist. Each other pair must fit into a combination without them.
+        never: pairs that cannot exist. A combination without them must exist for each other pair.
 
     Source: one row at a time, greedily, as in Cohen et al., "The AETG system", 1997.
     """
@@ -34,9 +34,8 @@ def pairwise(
         for a, b in combinations(factors, 2)
         for x, y in product(factors[a], factors[b])
     )
-    left = dict.fromkeys(
-        pair for pair in every if pair not in never
-    )  # in order: a set of strings has another one in each process
+    # A dict keeps the order; the order of a set of strings differs between processes.
+    left = dict.fromkeys(pair for pair in every if pair not in never)
     rows = []
     while left:
         fixed = dict(next(iter(left)))

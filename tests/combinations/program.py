@@ -1,4 +1,7 @@
-"""Train cases one after another: ``program.py PART CASE...``; each case is JSON. What each rank has goes to ``CASE/rank-N.pt``."""
+"""Train cases one after the other: ``program.py PART CASE...``; each case is JSON.
+
+Each rank saves its results to ``CASE/rank-N.pt``.
+"""
 
 import json
 import sys
@@ -19,7 +22,6 @@ def main(part, *cases):
 
 
 if __name__ == "__main__":
-    sys.path.insert(
-        0, str(Path(__file__).parents[1])
-    )  # ranks of ddp_spawn import the classes of a case by this name
+    # Ranks of ddp_spawn import the classes of a case as ``combinations.case``.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Combinations of data, options, callbacks and endings in one process, on one rank and on two that are threads."""
+"""Combinations of data, options, callbacks and endings in one process: one rank, or two threads."""
 
 import multiprocessing
 import threading
@@ -39,4 +39,4 @@ def test_a_run_has_the_result_of_one_process_and_leaves_nothing(case, tmp_path):
     assert differences(case, found, train(case, tmp_path / "reference", 1, reference=True)) == []
     assert unexpected_files(tmp_path / "run") == []
     assert multiprocessing.active_children() == []
-    assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended
+    assert set(threading.enumerate()) <= threads  # a thread of an earlier test may have ended

@@ -1,6 +1,7 @@
-"""The combinations under strategies that start processes, each program with its own deadline.
+"""The combinations under strategies that start processes; each program has a deadline.
 
-A strategy's cases that end well are one program. Each that does not is a program of its own, and one more resumes them all.
+One program runs all cases of a strategy that end well. Each other case is a separate program, and
+one more program resumes all of these.
 """
 
 import json
@@ -18,13 +19,14 @@ from .case import FACTORS, INTERRUPTED, OWN, Case, differences, train, unexpecte
 from .pairwise import Pair, pairwise
 
 STRATEGIES = ["ddp", "ddp_spawn", "dp", "bagua", "horovod"]
-#: dp splits a batch's tensors, and cannot know which graph a node belongs to. Autocast does not reach its threads.
+#: dp splits a batch's tensors without regard to the graph of a node. Autocast does not reach its
+#: threads.
 NEVER = [
     Pair([("strategy", "dp"), other]) for other in (("data", "graphs"), ("precision", "bf16-mixed"))
 ]
 CASES = [Case(**row) for row in pairwise({"strategy": STRATEGIES, **FACTORS}, NEVER)]
 FAILS = ("error", "killed")
-#: Seconds until a program has ended that trains one case; a killed rank's peers are given some seconds.
+#: Seconds for a program that trains one case, with time for the peers of a killed rank to end.
 ONE_CASE = 60
 
 pytestmark = [
@@ -35,7 +37,7 @@ pytestmark = [
 
 
 def program(folder, name, part, cases):
-    """Run a program; what went wrong with it, in words, and what it printed."""
+    """Run a program and return what went wrong, in words and with its output."""
     fails = cases[0].ending in FAILS and part == 1
     words = [json.dumps(asdict(case)) for case in cases]
     with launched(
@@ -55,7 +57,7 @@ def program(folder, name, part, cases):
 
 @pytest.fixture(scope="module")
 def ended(request, tmp_path_factory):
-    """Strategy -> the folder of its selected cases, and what went wrong with each."""
+    """Return a function: by strategy, the folder of its selected cases and their failures."""
     selected = [
         item.callspec.params["case"] for item in request.session.items if item.path == request.path
     ]

@@ -1,9 +1,9 @@
-"""Run one cell of ``failure_cells.py``: train for two epochs; the event happens in the middle of the second one.
+"""Run one cell of ``failure_cells.py``: two epochs, with an event in the middle of the second.
 
     cell.py STRATEGY LOADER START EVENT RANK [--output] [--spawn-method METHOD]
 
-Files in the folder ``marks`` say what ran: ``event`` holds the moment of the event, ``except-RANK`` and ``finally-RANK`` hold what the
-caller of ``fit`` saw.
+Files in the folder ``marks`` record the run: ``event`` has the time of the event, ``except-RANK``
+has the error that the caller of ``fit`` got, ``finally-RANK`` a line for its ``finally``.
 """
 
 import argparse
@@ -21,18 +21,18 @@ from torch.utils.data import DataLoader, Dataset
 
 import geartrain as gt
 
-#: The message of the user's own error.
+#: The message of the error in the user's code.
 OWN = "the user's own error"
-#: Batches of an epoch: so many that loader workers, which read ahead, still read after the event.
+#: Batches of an epoch: so many that loader workers still prefetch after the event.
 BATCHES = 16
 #: The batch of the second epoch in which the event happens.
 MIDDLE = 5
-#: The signal by which the driver asks each process for its stack. Processes without a handler ignore it.
+#: The signal that makes a process print its stack. Processes without a handler ignore it.
 SHOW_STACK = signal.SIGWINCH
 
 
 class OwnError(Exception):
-    """What the user's code raises."""
+    """The error that the user's code raises."""
 
 
 def mark(what: str, text: str = "") -> None:
@@ -42,7 +42,7 @@ def mark(what: str, text: str = "") -> None:
 
 
 def mark_event() -> None:
-    """Write when the event happened. The first process wins."""
+    """Write the time of the event. Only the first process writes it."""
     temporary = f"marks/event.{os.getpid()}"
     Path(temporary).write_text(str(time.time()))
     with suppress(FileExistsError):
@@ -56,13 +56,17 @@ def wait_for_signal(ready) -> None:
 
 
 def use_processes() -> None:
-    """Start processes as user code does. They must be no part of the rank's supervision: neither its signals nor its exit."""
+    """Start processes as user code does. The rank's supervision must not affect them.
+
+    Raises:
+        RuntimeError: the exit code of a process is wrong.
+    """
     fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe()
-    ends, waits = fork.Process(target=int), fork.Process(target=wait_for_signal, args=(there,))
+    receiver, sender = fork.Pipe()
+    ends, waits = fork.Process(target=int), fork.Process(target=wait_for_signal, args=(sender,))
     for process in (ends, waits):
         process.start()
-    here.recv()
+    receiver.recv()
     waits.terminate()
     for process in (ends, waits):
         process.join()
@@ -73,17 +77,17 @@ def use_processes() -> None:
 
 
 class Faults:
-    """When and where the event happens.
+    """Causes the event in the right step and on the right rank.
 
     Args:
-        parts: the process's number of devices. Under dp, a "rank" is one of them.
+        parts: the process's number of devices. Under dp, each device counts as a rank.
     """
 
     def __init__(self, event: str, rank: int, parts: int, is_dp: bool) -> None:
         self.event, self.rank, self.parts, self.is_dp = event, rank, parts, is_dp
 
     def is_here(self, index: int) -> bool:
-        """True if this is the rank of the event: under dp, if the sample belongs to the part of the batch that this device gets."""
+        """True if this is the rank of the event; under dp, if its device gets the sample."""
         return (
             (index // 2) % 2 == self.rank
             if self.is_dp
@@ -198,6 +202,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import cell  # not __main__'s classes: a loader worker that is spawned by a rank of ddp_spawn could not import those
+    # Imported, because loader workers of a rank of ddp_spawn cannot import __main__'s classes.
+    import cell
 
     cell.main()

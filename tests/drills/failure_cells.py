@@ -1,8 +1,9 @@
-"""Run cells of the table of failures and print what each came to.
+"""Run cells of the table of failures and print each result.
 
-A cell is a strategy, the loader's workers and how they start, an event, and the rank on which it happens; ``cell.py`` trains it. Each
-cell must end within 15 s of its event, show the user's error, exit with the right code, run the caller's ``except`` and ``finally``,
-and leave no process, port or file. Examples::
+A cell is a strategy, the loader's workers and their start method, an event, and the rank of the
+event; ``cell.py`` trains it. Each cell must end within 15 s of its event, show the user's error,
+exit with the right code, run the caller's ``except`` and ``finally``, and leave no process, port or
+file. Examples::
 
     python tests/drills/failure_cells.py --strategies ddp,ddp_spawn --jobs 2
     python tests/drills/failure_cells.py --strategies bagua,dp,ddp2 --pairwise
@@ -34,7 +35,7 @@ from pathlib import Path
 from geartrain_testing.launching import Launched, free_port, launched, listening, until
 
 CELL = str(Path(__file__).with_name("cell.py"))
-#: Loader workers (``p``: persistent), and how they start.
+#: Loader workers (``p``: persistent), and their start method.
 LOADERS = [
     ("0", "-"),
     *((loader, start) for loader in ("1", "2", "2p") for start in ("fork", "spawn")),
@@ -44,14 +45,15 @@ EVENTS = [
     ("success", 0),
     *((event, rank) for event in ("sample", "step", "exit", "kill") for rank in (0, 1)),
 ]
-#: Strategies whose rank 0 is the process that called ``fit``, and starts the others.
+#: Strategies whose rank 0 is the process that called ``fit``; it starts the other ranks.
 RANK_0_STARTS = ("ddp", "bagua", "horovod")
 STRATEGIES = (*RANK_0_STARTS, "ddp_spawn", "dp", "ddp2")
-#: Seconds: for a cell to come to its event; from there to its end; then until its stacks are shown, and until it is killed.
+#: Seconds until the event of a cell; and from the event: until its end, until its stacks are
+#: printed, and until it is killed.
 STARTED, LIMIT, STACKS, HANG = 120.0, 15.0, 18.0, 25.0
-#: As in ``cell.py``, which imports torch.
+#: The values of ``cell.py``, which is not imported because it imports torch.
 OWN, SHOW_STACK = "the user's own error", signal.SIGWINCH
-#: What a run's folder may hold; ``logs`` and ``checkpoints`` are folders.
+#: The allowed content of a run's folder; ``logs`` and ``checkpoints`` are folders.
 RUN_FOLDER = {"plan.json", "metrics.jsonl", "summary.json", "last.ckpt", "logs", "checkpoints"}
 _CONNECTION = re.compile(
     r"connection (closed|reset)|broken pipe|gloo|HorovodInternalError", re.IGNORECASE
@@ -60,7 +62,7 @@ _CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the table. Under dp, the rank is one of the process's devices; under ddp2, it is a node."""
+    """One cell of the table. Under dp the rank is a device of the process; under ddp2, a node."""
 
     strategy: str
     loader: str
@@ -80,7 +82,7 @@ class Cell:
 
     @property
     def output(self) -> bool:
-        """True if the run has a folder: in half of the cells, whatever two other properties they have."""
+        """True if the run has a folder: half of the cells, for each pair of other properties."""
         loaders, events = ("0", "1", "2", "2p"), ("success", "sample", "step", "exit", "kill")
         return (
             loaders.index(self.loader)
@@ -89,7 +91,7 @@ class Cell:
         ) % 2 == 1
 
     def ends(self, program: int) -> bool:
-        """True if the event ends this program itself, so that nothing of it can run afterwards. ddp2 has a program for each node."""
+        """True if the event ends this program at once. ddp2 has one program per node."""
         if self.event not in ("exit", "kill"):
             return False
         if self.strategy == "dp":
@@ -99,18 +101,18 @@ class Cell:
 
 @dataclass
 class Result:
-    """What a cell came to."""
+    """The result of a cell."""
 
     cell: Cell
-    #: From the event to the end of the program; ``None`` if there was no event or no end.
+    #: Seconds from the event to the end of the program; ``None`` without an event or an end.
     seconds: float | None = None
     #: Exit codes of the cell's programs.
     codes: list[int | None] = field(default_factory=list)
-    #: What must not be.
+    #: Failures.
     wrong: list[str] = field(default_factory=list)
-    #: What is worth knowing.
+    #: Remarks that are not failures.
     notes: list[str] = field(default_factory=list)
-    #: What the programs printed, and the logs of their ranks.
+    #: The output of the programs, and the logs of their ranks.
     printed: str = ""
 
     @property
@@ -124,7 +126,7 @@ def all_cells(strategy: str) -> list[Cell]:
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Return few cells in which every pair of properties appears that appears in any cell."""
+    """Return few cells that together contain every pair of properties of all cells."""
 
     def pairs(cell: Cell) -> set[object]:
         facts = {
@@ -141,21 +143,14 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     return chosen
 
 
-# --- one cell ------------------------------------------------------------------------------------------------------------
+# --- one cell ------------------------------------------------------------------------------------
 
 
 def run_cell(cell: Cell, folder: Path, spawn_method: str = "forkserver") -> Result:
-    """Run a cell in an empty folder and judge it. Nothing of it is left running."""
+    """Run a cell in an empty folder and judge it. All its processes are ended."""
     result = Result(cell)
-    arguments = [
-        cell.strategy,
-        cell.loader,
-        cell.start,
-        cell.event,
-        str(cell.rank),
-        "--spawn-method",
-        spawn_method,
-    ]
+    arguments = [cell.strategy, cell.loader, cell.start, cell.event, str(cell.rank)]
+    arguments += ["--spawn-method", spawn_method]
     environment = {"OMP_NUM_THREADS": "1"}
     nodes = 2 if cell.strategy == "ddp2" else 1
     if nodes > 1:
@@ -212,7 +207,7 @@ def _run(result: Result, programs: list[Launched], folder: Path) -> None:
 
 
 def _wait(programs: list[Launched], moment: float) -> bool:
-    """Wait until all programs have ended; show the stacks of those that do not. True if they ended."""
+    """Wait for all programs and print the stacks of those that hang. True if all ended."""
     shown = False
     while any(program.process.poll() is None for program in programs):
         now = time.time()
@@ -223,16 +218,16 @@ def _wait(programs: list[Launched], moment: float) -> bool:
             for pid in (pid for program in programs for pid in program.processes()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, SHOW_STACK)
-                time.sleep(0.2)  # or the lines of several stacks mix
+                time.sleep(0.2)  # so that the lines of several stacks do not mix
         time.sleep(0.02)
     return True
 
 
 def _left(cell: Cell, programs: list[Launched], deadline: float) -> list[str]:
-    """What the programs have left, once they had time until the deadline to remove it."""
+    """Return processes, ports and files that the programs have not removed by the deadline."""
     while True:
         left = [what for program in programs for what in program.left_behind(0)]
-        if cell.event != "success":  # the logs of a run that failed stay
+        if cell.event != "success":  # a failed run keeps its logs
             left = [what for what in left if not what.startswith("temporary file geartrain-logs-")]
         if not left or time.time() > deadline:
             break
@@ -249,7 +244,7 @@ def _left(cell: Cell, programs: list[Launched], deadline: float) -> list[str]:
 def _judge_ends(
     cell: Cell, programs: list[Launched], folder: Path, notes: list[str]
 ) -> Iterator[str]:
-    """Exit codes, messages and markers."""
+    """Yield failures in exit codes, messages and markers."""
     for number, program in enumerate(programs):
         code, error, ends = program.process.returncode, program.err, cell.ends(number)
         other_node = cell.strategy == "ddp2" and number != cell.rank
@@ -260,9 +255,7 @@ def _judge_ends(
             if code != -signal.SIGKILL:
                 yield f"exit code {code}"
             continue
-        if (
-            ends and cell.strategy not in RANK_0_STARTS
-        ):  # the only process of its program: what it says is what counts
+        if ends and cell.strategy not in RANK_0_STARTS:  # no other process can change the exit code
             continue
         if (code == 0) != (cell.event == "success"):
             yield f"exit code {code}"
@@ -280,13 +273,14 @@ def _judge_ends(
             if _first_error(error):
                 yield f"printed {_first_error(error)!r}"
             continue
-        told = caller[0] if caller else error
-        if not _names(cell, told):
-            said = f"the caller's error is {_short(told)}" if caller else "the cause is not shown"
+        shown = caller[0] if caller else error
+        if not _names(cell, shown):
             if other_node:
-                notes.append(f"the other node's error is {_short(told)}")
+                notes.append(f"the other node's error is {_short(shown)}")
+            elif caller:
+                yield f"the caller's error is {_short(shown)}"
             else:
-                yield said
+                yield "the cause is not shown"
         if (first := _first_error(error)) and _CONNECTION.search(first) and not _names(cell, first):
             notes.append(f"shown first: {first[:80]}")
     if cell.strategy in RANK_0_STARTS and cell.event not in ("exit", "kill"):
@@ -296,7 +290,7 @@ def _judge_ends(
 
 
 def _judge_folder(cell: Cell, run: Path, notes: list[str]) -> Iterator[str]:
-    """The run's folder: whole files only, and a summary with the cause."""
+    """Yield failures in the run's folder: incomplete files, or a summary without the cause."""
     for path in sorted(run.iterdir()) if run.is_dir() else ():
         if path.name not in RUN_FOLDER:
             yield f"left run/{path.name}"
@@ -317,7 +311,7 @@ def _judge_folder(cell: Cell, run: Path, notes: list[str]) -> Iterator[str]:
         status = json.loads(text)["status"] if text else None
         if cell.event == "success":
             if status != "done":
-                yield f"summary.json says {status}"
+                yield f"summary.json has {status}"
         elif not text:
             if cell.event in ("exit", "kill") and cell.rank == 0:
                 if not cell.ends(0):
@@ -325,24 +319,22 @@ def _judge_folder(cell: Cell, run: Path, notes: list[str]) -> Iterator[str]:
             elif cell.strategy != "dp" or not cell.ends(0):
                 yield "no summary.json"
         elif not _names(cell, text):
-            said = f"summary.json says {_short(json.loads(text).get('error', status))}"
+            message = f"summary.json has {_short(json.loads(text).get('error', status))}"
             if cell.strategy == "ddp2" and cell.rank == 1:
-                notes.append(said)
+                notes.append(message)
             else:
-                yield said
+                yield message
 
 
 def _names(cell: Cell, text: str) -> bool:
-    """True if a text says the cause: the user's own error, or the rank that ended."""
-    return (
-        OWN in text.replace("\\'", "'")
-        if cell.event in ("sample", "step")
-        else re.search(rf"\brank {cell.rank}\b", text) is not None
-    )
+    """True if a text names the cause: the user's error, or the rank that ended."""
+    if cell.event in ("sample", "step"):
+        return OWN in text.replace("\\'", "'")
+    return re.search(rf"\brank {cell.rank}\b", text) is not None
 
 
 def _first_error(printed: str) -> str:
-    """The first line that names an error."""
+    """Return the first line that names an error, or an empty string."""
     for line in printed.splitlines():
         line = re.sub(r"^\[rank\d+\]: ", "", line)
         if re.match(
@@ -371,13 +363,13 @@ def _printed(programs: Iterable[Launched], folder: Path) -> Iterator[str]:
             yield f"--- {path.name} ---\n{path.read_text(errors='replace')}"
 
 
-# --- many cells ----------------------------------------------------------------------------------------------------------
+# --- many cells ----------------------------------------------------------------------------------
 
 
 def run_cells(
     cells: Sequence[Cell], jobs: int, spawn_method: str, folder: Path
 ) -> Iterator[Result]:
-    """Run cells, several at a time; results come as they are ready."""
+    """Run cells, several at a time, and yield each result when it is ready."""
 
     def run(number: int, cell: Cell) -> Result:
         own = folder / str(number)
@@ -393,7 +385,7 @@ def run_cells(
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A table in Markdown: a line for each strategy."""
+    """Return a Markdown table with one line per strategy."""
     lines = [
         "| strategy | cells | ok | slowest end | not ok |",
         "| --- | ---: | ---: | ---: | --- |",
@@ -422,13 +414,13 @@ def main() -> None:
         "--cell",
         action="append",
         type=Cell.parse,
-        help="run this cell alone; may be given more than once",
+        help="run only this cell; may be repeated",
     )
     parser.add_argument(
         "--pairwise", action="store_true", help="run few cells that cover every pair of properties"
     )
     parser.add_argument("--sample", type=int, metavar="K", help="choose K cells at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run each cell N times")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument(
@@ -439,7 +431,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write results to this file")
     parser.add_argument(
-        "--show", action="store_true", help="print what a cell that is not ok printed"
+        "--show", action="store_true", help="print the output of a cell that is not ok"
     )
     options = parser.parse_args()
 
@@ -456,10 +448,8 @@ def main() -> None:
         for result in run_cells(cells, options.jobs, options.spawn_method, Path(folder)):
             results.append(result)
             seconds = "     -" if result.seconds is None else f"{result.seconds:4.1f} s"
-            print(
-                f"{result.cell.id:28} {'output' if result.cell.output else '      '} {seconds}  {result.verdict}",
-                flush=True,
-            )
+            output = "output" if result.cell.output else "      "
+            print(f"{result.cell.id:28} {output} {seconds}  {result.verdict}", flush=True)
             if options.show and result.wrong:
                 print(result.printed, flush=True)
     print(f"\n{summary(results)}")

@@ -1,6 +1,7 @@
-"""Kill a fit while it writes, resume it, and compare with a fit that was not killed: the weights bit for bit, and the files by name.
+"""Kill a fit while it writes, resume it, and compare it with a fit that was not killed.
 
-Run it by hand; pytest does not collect it: ``python tests/drills/kill_during_write.py [KILLS] [single ddp]``.
+Weights must be equal bit for bit, and files by name. Run it by hand; pytest does not collect it:
+``python tests/drills/kill_during_write.py [KILLS] [single ddp]``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ import torch
 EPOCHS = 4
 
 
-# --- the program that is killed ------------------------------------------------------------------------------------------
+# --- the program that is killed ------------------------------------------------------------------
 
 
 def program(strategy: str, folder: str, kill_at: int) -> None:
-    """Fit, and kill this process at one of its writes, syncs, renames and deletions; print how many there were after each epoch."""
+    """Fit, and kill this process at one of its writes, syncs, renames and deletions.
+
+    Prints the number of these operations after each epoch.
+
+    Args:
+        kill_at: the number of the operation; 0: do not kill.
+    """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,11 +115,11 @@ def program(strategy: str, folder: str, kill_at: int) -> None:
     )
 
 
-# --- the drill -----------------------------------------------------------------------------------------------------------
+# --- the drill -----------------------------------------------------------------------------------
 
 
 def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]:
-    """Return the exit code, the output, and how many processes were left two seconds later."""
+    """Run the program; return its exit code, its output, and 1 if it left a process, else 0."""
     command = [sys.executable, __file__, "program", strategy, str(folder), str(kill_at)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -136,7 +143,7 @@ def start(strategy: str, folder: Path, kill_at: int = 0) -> tuple[int, str, int]
 
 
 def tensors(state: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of a checkpoint by path, without the identity that each run draws and its folder."""
+    """Return the values of a checkpoint by path, without the run's random identity and folder."""
     if isinstance(state, dict):
         return {
             name: value

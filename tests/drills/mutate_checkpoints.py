@@ -1,4 +1,4 @@
-"""Damage checkpoints in many ways and load each: how many load other values, and how many end with an error that is not geartrain's.
+"""Damage checkpoints in many ways, load each, and count wrong values and errors of other libraries.
 
 Run it by hand; pytest does not collect it: ``python tests/drills/mutate_checkpoints.py [NUMBER]``.
 """
@@ -39,7 +39,7 @@ class Net(gt.Module):
         return torch.optim.Adam(self.parameters())
 
 
-#: Its own generator: a run with a seed sets the global one.
+#: Not the global generator, because a run with a seed sets that one.
 random = Random(0)
 
 DATA = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8)
@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[int, Path], Any]] = {
 
 
 def mutations(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield kinds of damage in turn and without end."""
+    """Yield damaged copies of the data and their kinds, in turn and without end."""
     at, size = random.randrange, len(data)
 
     def put(begin: int, new: bytes) -> bytes:
@@ -164,9 +164,8 @@ def main(number: int) -> None:
                 if seen == number // 2:
                     break
             for kind, counts in table.items():
-                print(
-                    f"{len(data) / 1e6:9.3f} MB {kind:<18} {', '.join(f'{found}: {count}' for found, count in counts.items())}"
-                )
+                outcomes = ", ".join(f"{found}: {count}" for found, count in counts.items())
+                print(f"{len(data) / 1e6:9.3f} MB {kind:<18} {outcomes}")
                 total += counts
     print(f"{number} mutations, each loaded in {len(WAYS)} ways: {dict(total)}")
     sys.exit(bool(total.keys() - {"refused", "loaded the same values"}))

@@ -1,5 +1,8 @@
-"""A few cells of the table of failures: every event, kind of loader worker and rank, under ddp and ddp_spawn. Run all of them with
-``failure_cells.py``. The default kills ranks that have loader workers."""
+"""Cells of the table of failures: every event, kind of loader worker and rank, ddp and ddp_spawn.
+
+``failure_cells.py`` runs all cells. By default only the cells run that kill a rank with loader
+workers.
+"""
 
 import pytest
 
@@ -31,7 +34,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Cell -> what it came to, of the cells that this session tests."""
+    """Run the cells that this session tests; return their results by cell."""
     items = [item for item in request.session.items if item.path == request.path]
     cells = [Cell.parse(item.callspec.params["cell"]) for item in items]
     return {
