@@ -14,7 +14,7 @@ from regression import Curve, Net, one_trainer, samples, weights
 
 
 class Contrastive(gt.Module):
-    """Each sample must find its own target among all of the batch: a loss that no part of the batch can compute."""
+    """A module with a loss over the whole batch: it compares each sample with all targets."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def dp(devices=2, **options):
     return one_trainer(strategy="dp", devices=devices, **options)
 
 
-#: name -> (what the module is made with, the trainer's options, samples in a batch, devices)
+#: name -> (the module's arguments, the trainer's options, samples per batch, devices)
 CASES = {
     "sgd": ({}, {}, 8, 2),
     "adam": ({"optimizer": "adam"}, {"max_epochs": 2}, 8, 2),
@@ -80,7 +80,7 @@ CASES = {
 
 
 def train(name, strategy, batch_size=None, **more):
-    """Train a case; its trainer, the loss of each step and the weights."""
+    """Train a case; return its trainer, the loss of each step and the weights."""
     made, options, size, devices = CASES[name]
     module, curve = Net(**made), Curve()
     trainer = one_trainer(

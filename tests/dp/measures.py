@@ -1,4 +1,4 @@
-"""What a module of these tests measures, with torchmetrics."""
+"""The torchmetrics objects of the modules in these tests."""
 
 import torch
 from torchmetrics import Metric, MetricCollection
@@ -18,7 +18,7 @@ def of_the_first(values):
 
 
 class First(Metric):
-    """Keeps the first target of each epoch: it depends on the order of samples, and its ``forward`` needs the whole state."""
+    """The first target of each epoch: depends on the order of samples; needs the whole state."""
 
     full_state_update = True
 
@@ -35,7 +35,10 @@ class First(Metric):
 
 
 class Measures:
-    """Metrics whose value of a batch is no mean of its parts' (F1, a correlation), some called and some only updated."""
+    """Mixin with metrics whose value is no mean over parts (F1, correlation).
+
+    Some are called, some only updated.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""ddp2 on two nodes, which are two programs on this machine, trains as one device does with batches twice as large."""
+"""ddp2 on two nodes (two programs on this machine) trains like one device with doubled batches."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ EVEN = [name for name, case in CASES.items() if case[2] % 2 == 0]
 
 
 class Uneven(Net):
-    """Nodes have unequal numbers of parts, and evaluation gathers over the nodes where that is allowed."""
+    """Gathers over nodes with unequal numbers of parts, in ``validation_step_end``."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class OnStep(Net):
 
 
 class Counting:
-    """Counts buckets, and what goes through DDP's forward."""
+    """Counts buckets, and records the methods that go through DDP's forward."""
 
     def __init__(self):
         self.buckets, self.methods = [], set()
@@ -84,15 +84,12 @@ def be_a_node():
 
     trainer = one_trainer(devices=2, accumulate_grad_batches=3, plugins=[counting], **nodes)
     trainer.fit(Net(), DataLoader(samples(), batch_size=4), DataLoader(samples(), batch_size=4))
-    found["reductions"], found["through DDP"] = (
-        (len(counting.buckets), trainer.global_step),
-        counting.methods,
-    )
+    found["reductions"] = (len(counting.buckets), trainer.global_step)
+    found["through DDP"] = counting.methods
 
     module = Uneven()
-    val = DataLoader(
-        samples(15), batch_size=4
-    )  # nodes of 8 and 7 samples: the last batch is 4 on one, 3 on the other
+    # The nodes get 8 and 7 samples: the last batch has 4 on one node and 3 on the other.
+    val = DataLoader(samples(15), batch_size=4)
     trainer = one_trainer(devices=4, **nodes)
     trainer.fit(module, DataLoader(samples(), batch_size=4), val)
     found["fit's own validation"] = dict(trainer.run.metrics)
@@ -133,7 +130,7 @@ def one_device(name):
 
 
 @pytest.mark.parametrize("name", EVEN)
-def test_two_nodes_train_as_one_device_does(nodes, name):
+def test_two_nodes_train_like_one_device(nodes, name):
     curve, expected = one_device(name)
     theirs, trained = nodes[0]["cases"][name]
     assert theirs == pytest.approx(curve, rel=1e-5)
@@ -183,7 +180,7 @@ def test_a_loss_over_a_nodes_batch_is_the_mean_over_nodes(nodes):
     module.log = lambda *arguments, **options: None
     optimizer = module.configure_optimizers()
     for start in range(0, 48, 12):
-        # Each node has every second sample, and only a node's own samples are in its loss.
+        # Each node has every second sample, and only the node's samples are in its loss.
         of_nodes = [
             module.loss(
                 "loss",
@@ -216,7 +213,7 @@ def test_metrics_of_an_epoch_are_of_all_parts_on_all_nodes(nodes):
     trainer.fit(
         Measured(), DataLoader(samples(), batch_size=6), DataLoader(samples(25), batch_size=6)
     )
-    # A step's value is of the node's own batch.
+    # The value of a step is that of the node's batch.
     whole = {
         name: value
         for name, value in trainer.run.metrics.items()

@@ -1,4 +1,4 @@
-"""``self.log`` in a part gives the value of the whole batch, once."""
+"""``self.log`` in the parts gives one value for the whole batch."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_every_value_is_that_of_the_whole_batch(devices):
 
 
 class Given(Net):
-    """Logs what a test wants of each part."""
+    """Calls the test's function ``given`` in each part, to log values."""
 
     def validation_step(self, batch, batch_idx):
         self.given(self, batch[0])
@@ -67,11 +67,11 @@ def validated(given, n=5, batch_size=5, devices=2, **options):
 
 
 def test_a_given_batch_size_is_the_parts():
-    # Parts of 3 and 2 samples, which say that they weigh 1 and 4.
+    # Parts of 3 and 2 samples, with batch_size=1 and batch_size=4.
     sizes = {3: 1, 2: 4}
     found = validated(lambda module, x: module.log("v", float(len(x)), batch_size=sizes[len(x)]))
     assert found["v"] == pytest.approx((3 * 1 + 2 * 4) / 5)
-    # Another batch of one part: the first weighs as much as its parts together.
+    # A second batch with one part: the first weighs as much as the sum of its parts.
     found = validated(
         lambda module, x: module.log("v", float(len(x)), batch_size=sizes.get(len(x), 5)), n=6
     )
@@ -120,7 +120,7 @@ def test_a_tensor_that_changes_later_is_logged_as_it_was():
 
 
 def test_a_method_kept_in_init_logs_for_its_part_too():
-    """It is bound to the module itself, not to a replica."""
+    """The method is bound to the module, not to a replica."""
 
     class Keeping(Net):
         def __init__(self):
@@ -149,7 +149,7 @@ def test_a_method_kept_in_init_logs_for_its_part_too():
         (lambda module, x: module.log("", 1.0), "non-empty string"),
     ],
 )
-def test_wrong_calls_are_cores_own_errors(given, message):
+def test_wrong_calls_raise_cores_errors(given, message):
     with pytest.raises(gt.TrainingError, match=message):
         validated(given)
 

@@ -1,4 +1,4 @@
-"""torchmetrics objects under dp: of the same samples the same values as in one process, however a batch is split."""
+"""torchmetrics objects under dp have the same values as in one process, for any split."""
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ def measured(strategy, devices, batch_size):
     return module, curve.values, trainer.run.metrics
 
 
-# 3 samples on 2 devices are 2 and 1; of 48 in batches of 7 the last has 6, of 25 the last 4 or 1, which is one part.
+# 3 samples on 2 devices are parts of 2 and 1. The last batch has 6 of 48 samples, and 4 or 1 of 25;
+# a batch with 1 sample is one part.
 @pytest.mark.parametrize(("devices", "batch_size"), [(2, 3), (2, 7), (3, 7), (4, 5)])
 def test_steps_and_epochs_have_the_values_of_one_process(devices, batch_size):
     module, curve, metrics = measured("dp", devices, batch_size)
@@ -53,7 +54,7 @@ def test_steps_and_epochs_have_the_values_of_one_process(devices, batch_size):
     assert all(not m._forward_hooks for m in module.modules())
 
 
-def test_what_a_metric_keeps_is_no_lost_state():
+def test_the_state_of_a_metric_does_not_count_as_lost():
     assert warned(dp(), "fit", Measured(), DataLoader(samples(), batch_size=7)) == []
 
 
@@ -119,9 +120,9 @@ class Wrong(Net):
     ("given", "words"),
     [
         (lambda self, n: self.log("x", self.metric), "on_step=True.*was not called"),
-        (lambda self, n: self.log("x", self.metric if n == 2 else self.other), "different things"),
-        (lambda self, n: self.log("x", 1.0 if n == 2 else self.other), "different things"),
-        (lambda self, n: self.log("x", self.other if n == 2 else 1.0), "different things"),
+        (lambda self, n: self.log("x", self.metric if n == 2 else self.other), "different objects"),
+        (lambda self, n: self.log("x", 1.0 if n == 2 else self.other), "different objects"),
+        (lambda self, n: self.log("x", self.other if n == 2 else 1.0), "different objects"),
         (lambda self, n: self.log("x", self.hidden[0]), "an attribute of the module"),
         (lambda self, n: self.log("x", self.other, on_epoch=n == 2), "other options"),
         (
@@ -130,7 +131,7 @@ class Wrong(Net):
         ),
     ],
 )
-def test_what_cannot_be_logged(given, words):
+def test_values_that_cannot_be_logged_are_errors(given, words):
     module = Wrong()
     module.given = given.__get__(module)
     with pytest.raises(gt.TrainingError, match=words):
@@ -149,7 +150,7 @@ def test_a_window_of_updates_is_refused_with_its_name():
     assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
 
 
-# --- on GPUs, which are not here: torch's "meta" device takes their place, where nothing is computed --------------------------
+# --- on GPUs: torch's "meta" device takes their place, without computation ------------------------
 
 
 class Where(Metric):
@@ -167,7 +168,7 @@ class Where(Metric):
         return torch.zeros((), device="meta")
 
 
-def test_what_a_metric_is_called_with_comes_to_its_device():
+def test_arguments_of_a_metric_move_to_its_device():
     module, meta = Net(), torch.device("meta")
     module.where, module.net = (
         Where(),

@@ -1,4 +1,4 @@
-"""What dp and ddp2 refuse before anything starts, and what they plan."""
+"""Plans and modules that dp and ddp2 refuse before a run, and the plans that they make."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_overridden_transfer_is_refused_with_the_fix(strategy, make):
     trainer = one_trainer(strategy=strategy(), devices=2)
     with pytest.raises(
         gt.UsageError,
-        match=r"geartrain-dp\[\w+\]: Moving.transfer_batch_to_device .* Fix: on_after_batch_transfer",
+        match=r"geartrain-dp\[\w+\]: Moving.transfer_batch_to_device .* Fix: on_after_batch_",
     ):
         trainer.check(make())
     trainer.check(Net())
@@ -73,13 +73,13 @@ def test_manual_optimisation_is_refused(strategy):
 def test_several_nodes_are_ddp2s():
     with pytest.raises(
         gt.UsageError,
-        match=r"geartrain-dp\[dp\] drives the devices of one node, not num_nodes=2. Fix: --strategy ddp2",
+        match=r"geartrain-dp\[dp\] uses devices of one node, not num_nodes=2. Fix: --strategy ddp2",
     ):
         dp(num_nodes=2)
     assert one_trainer(strategy="ddp2", devices=2, num_nodes=2).plan.processes == 2
 
 
-def test_what_ddp2_refuses_of_ddp_it_refuses_under_its_own_name():
+def test_errors_that_ddp2_shares_with_ddp_have_the_name_of_ddp2():
     with pytest.raises(gt.UsageError, match=r"^geartrain-dp\[ddp2\]: timeout"):
         one_trainer(strategy="ddp2", devices=2, strategy_options={"timeout": 0.0})
     with pytest.raises(
@@ -112,7 +112,7 @@ def test_other_devices_than_cpu_and_cuda_are_refused():
         dp(accelerator=Other()).fit(Net(), DataLoader(samples(), batch_size=4))
 
 
-# --- plans ---------------------------------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 SIZED = """
 import geartrain as gt
@@ -130,7 +130,7 @@ class Sized(gt.Module):
 
 @pytest.fixture
 def explained(tmp_path, monkeypatch):
-    """``explained("dp", "--json")``: what the command prints."""
+    """``explained("dp", "--json")``: return the output of ``explain``."""
     (tmp_path / "sized.py").write_text(SIZED)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -174,8 +174,10 @@ def test_auto_prefers_ddp_and_dp_imports_no_ddp(tmp_path):
     (tmp_path / "both.py").write_text(
         "import sys, geartrain as gt\n"
         "def made(strategy):\n"
-        "    return gt.Trainer(accelerator='cpu', devices=2, strategy=strategy, enable_progress_bar=False).plan.strategy.name\n"
-        "print(made('dp'), 'geartrain_ddp' in sys.modules, made('auto'), 'geartrain_dp.ddp2' in sys.modules)\n"
+        "    options = {'accelerator': 'cpu', 'devices': 2, 'enable_progress_bar': False}\n"
+        "    return gt.Trainer(strategy=strategy, **options).plan.strategy.name\n"
+        "print(made('dp'), 'geartrain_ddp' in sys.modules)\n"
+        "print(made('auto'), 'geartrain_dp.ddp2' in sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, str(tmp_path / "both.py")], capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""A batch split over devices goes on as if it had not stopped."""
+"""A fit with dp resumes from a checkpoint as if it had not stopped."""
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ def train(folder, epochs, path=None):
     return trainer
 
 
-def test_the_rest_is_what_it_would_have_been(tmp_path):
+def test_a_resumed_fit_equals_one_without_a_stop(tmp_path):
     whole = train(tmp_path / "whole", 3)
     train(tmp_path / "first", 1)
     for folder, path in (

@@ -1,4 +1,4 @@
-"""Session with dp and ddp2: the inputs of each call are split, and the outputs put together."""
+"""Session with dp and ddp2: the inputs of each call are split, and the outputs combined."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ import geartrain as gt
 
 
 class Net(nn.Module):
-    """Keeps how many rows each call had."""
+    """Records the number of rows of each call."""
 
     seen: ClassVar[list] = []
 
@@ -56,7 +56,7 @@ def loop(session):
     return net.state_dict()
 
 
-def test_dp_splits_all_inputs_and_trains_as_one_does():
+def test_dp_splits_all_inputs_and_trains_like_one_device():
     expected = by_hand()
     Net.seen.clear()
     with gt.Session(accelerator="cpu", strategy="dp", devices=2) as session:
@@ -74,15 +74,15 @@ def test_dp_refuses_autocast():
 def test_inputs_that_cannot_be_split_are_refused():
     with gt.Session(accelerator="cpu", strategy="dp", devices=2) as session:
         model = session.setup(Net())
-        with pytest.raises(gt.TrainingError, match="rows where the batch has 6"):
+        with pytest.raises(gt.TrainingError, match="rows, but the batch has 6"):
             model(torch.ones(6, 3), scale=torch.ones(1))
 
 
-# --- ddp2 ----------------------------------------------------------------------------------------------------------------
+# --- ddp2 -----------------------------------------------------------------------------------------
 
 
 class Watched(nn.Sequential):
-    """Keeps how many rows each call had, and whether it was to train."""
+    """Records the number of rows of each call, and whether gradients were enabled."""
 
     def __init__(self, *layers):
         super().__init__(*layers)

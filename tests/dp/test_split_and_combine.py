@@ -1,4 +1,4 @@
-"""What a batch is split into, and what becomes of the parts' outputs."""
+"""The parts of a batch, and the combination of their outputs."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
@@ -58,13 +58,13 @@ def test_every_form_of_nesting_is_kept():
 
 
 class Graph:
-    """Keeps its tensors in a way of its own, as graph libraries' batches do."""
+    """Hides its tensors from geartrain, as the batches of graph libraries do."""
 
     def to(self, device):
         return self
 
 
-def test_an_object_with_tensors_of_its_own_is_one_part_alone_and_an_error_beside_tensors():
+def test_an_object_with_hidden_tensors_is_one_part_but_an_error_beside_tensors():
     graph = Graph()
     assert split(graph, 2) == ([graph], [1])
     with pytest.raises(
@@ -90,17 +90,17 @@ def test_a_batch_without_rows_is_one_part(batch):
     [
         (
             {"x": torch.ones(4, 2), "w": torch.ones(5)},
-            r"batch\['w'\] has 5 rows where the batch has 4.*Fix",
+            r"batch\['w'\] has 5 rows, but the batch has 4.*Fix",
         ),
         (Pair(torch.ones(4), [torch.ones(4), torch.ones(1)]), r"batch\.y\[1\] has 1 rows"),
         ([torch.ones(4), Record(torch.ones(3), "")], r"batch\[1\]\.x has 3 rows"),
         (
             [torch.ones(3), pack_sequence([torch.ones(2), torch.ones(1)])],
-            r"batch\[1\] is a PackedSequence.*pack it in the step",
+            r"batch\[1\] is a PackedSequence.*pack the sequences in the step",
         ),
     ],
 )
-def test_what_cannot_be_split_is_named(batch, message):
+def test_an_item_that_cannot_be_split_is_named(batch, message):
     with pytest.raises(TrainingError, match=message):
         split(batch, 2)
 
@@ -146,9 +146,9 @@ def test_rows_that_are_a_multiple_of_the_samples_are_concatenated():
     [
         ([None, torch.tensor(1.0)], "is NoneType and Tensor in different parts"),
         ([1.0, torch.tensor(1.0)], "is float and Tensor"),
-        ([16, 16], r"is a whole number in each part \(16, 16\)"),
-        ([torch.tensor(3), torch.tensor(3)], "is one number in each part, and no floating one"),
-        ([{"n": 3}, {"n": 3}], r"under \['n'\] is a whole number"),
+        ([16, 16], r"is an integer in each part \(16, 16\)"),
+        ([torch.tensor(3), torch.tensor(3)], "is a number in each part, but not a floating-point"),
+        ([{"n": 3}, {"n": 3}], r"under \['n'\] is an integer"),
         ([{"a": 1.0}, {"b": 1.0}], r"under \['[ab]'\] is not in all parts"),
         ([[1.0], [1.0, 2.0, 3.0]], r"under \[\d\] is not in all parts"),
         (
@@ -161,10 +161,10 @@ def test_rows_that_are_a_multiple_of_the_samples_are_concatenated():
         ([numpy.ones(3), numpy.ones(2)], r"\(ndarray\) is not the same"),
     ],
 )
-def test_what_nobody_could_combine_is_an_error(outputs, message):
+def test_outputs_that_cannot_be_combined_are_errors(outputs, message):
     with pytest.raises(
         TrainingError,
-        match=f"what validation_step returned.* ?{message}.*Fix: define validation_step_end",
+        match=f"the output of validation_step.* ?{message}.*Fix: define validation_step_end",
     ):
         combine("validation_step", outputs, [3, 2])
 

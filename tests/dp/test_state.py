@@ -1,4 +1,4 @@
-"""What steps change on replicas: kept, or warned of."""
+"""State that steps change on replicas: it is kept, or a warning names it."""
 
 import warnings
 
@@ -32,7 +32,7 @@ class Changing(Net):
         self.register_buffer("mean", torch.zeros(3))
 
     def training_step(self, batch, batch_idx):
-        self.constant = float("1.5")  # set, but to what it was
+        self.constant = float("1.5")  # set to an equal value
         self.kept.append(len(batch[0]))
         self.mean = self.mean + batch[0].mean(dim=0)
         self.newest = batch_idx
@@ -55,7 +55,7 @@ def test_lost_state_is_warned_of_once_with_its_path():
     assert "The first replica's are kept" in changed
     assert module.net.counter == 0
     assert module.net.seen == SAMPLES_OF_FIRST_PARTS
-    assert module.kept == [4] * 24  # a list is the module's own
+    assert module.kept == [4] * 24  # all replicas share the module's list
     assert not hasattr(module, "newest")
     assert not module.mean.any()
 
@@ -116,7 +116,7 @@ def test_batch_norm_evaluates_as_on_one_device():
         ),
         (
             lambda net: setattr(net, "extra", torch.compile(net.extra, backend="eager")),
-            "extra is compiled, .*Fix: leave it",
+            "extra is compiled, .*Fix: use the plain module",
         ),
         (lambda net: net.extra.compile(backend="eager"), "extra is compiled"),
         (

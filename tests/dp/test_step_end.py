@@ -64,7 +64,7 @@ def test_step_end_gets_the_parts_outputs_in_order():
     assert seen == [[3, 3, 2]]
 
 
-def test_what_step_end_keeps_on_the_module_stays():
+def test_attributes_that_step_end_sets_on_the_module_stay():
     class Keeping(Contrastive):
         batches = 0
 

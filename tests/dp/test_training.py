@@ -1,4 +1,4 @@
-"""dp trains, evaluates and predicts as one device does."""
+"""dp trains, evaluates and predicts like one device."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from .cases import CASES, Net, dp, one_trainer, samples, train, weights
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dp_trains_as_one_device_does(name):
+def test_dp_trains_like_one_device(name):
     _, curve, expected = train(name, "single")
     trainer, theirs, trained = train(name, "dp")
     assert len(curve) > 1
@@ -77,7 +77,7 @@ def test_predictions_are_those_of_one_device():
 
 
 class Nested(Net):
-    """A batch of nested dicts, with text and with what belongs to no sample."""
+    """A batch of nested dicts, with text and with items that belong to no sample."""
 
     def training_step(self, batch, batch_idx):
         x, more = batch["x"], batch["more"]
@@ -106,7 +106,7 @@ def test_nested_batches():
 
 
 class Recurrent(Net):
-    """Modules that keep their parameters in more than one place: a GRU's flat list, tied weights, a parametrisation, ParameterList."""
+    """Parameters in unusual places: a GRU, tied weights, a parametrisation, a ParameterList."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def test_modules_that_keep_parameters_in_unusual_places():
         torch.testing.assert_close(trained[1][key], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_in_a_part_is_the_users_own_and_the_module_is_left_as_it_was():
+def test_an_error_in_a_part_is_the_users_and_leaves_the_module_unchanged():
     class Failing(Net):
         def training_step(self, batch, batch_idx):
             if len(batch[0]) == 2:
@@ -144,7 +144,7 @@ def test_an_error_in_a_part_is_the_users_own_and_the_module_is_left_as_it_was():
     module, trainer = Failing(), dp(2)
     with pytest.raises(KeyError, match="my own error") as caught:
         trainer.fit(module, DataLoader(samples(), batch_size=5))
-    assert not hasattr(caught.value, "__notes__")  # it is nobody else's
+    assert not hasattr(caught.value, "__notes__")  # no plugin is blamed
     assert "loss" not in trainer.callback_metrics
     dp(2).fit(module, DataLoader(samples(), batch_size=8))
 
@@ -164,7 +164,7 @@ def test_none_of_every_part_skips_the_batch_and_of_some_is_an_error():
     module.least = 3
     with pytest.raises(
         gt.TrainingError,
-        match=r"training_step returned is Tensor and NoneType in different parts.*training_step_end",
+        match=r"output of training_step is Tensor and NoneType in different parts.*_step_end",
     ):
         dp(2).fit(module, DataLoader(samples(), batch_size=5))
 
@@ -175,16 +175,16 @@ def test_a_batch_that_cannot_be_split_names_the_tensor():
             return self(batch["x"]).sum()
 
     batches = [{"x": torch.randn(4, 3), "w": torch.ones(5)}]
-    with pytest.raises(gt.TrainingError, match=r"batch\['w'\] has 5 rows where the batch has 4"):
+    with pytest.raises(gt.TrainingError, match=r"batch\['w'\] has 5 rows, but the batch has 4"):
         dp(2).fit(Weighted(), batches)
     one_trainer(strategy="single").fit(Weighted(), batches)
 
 
-# --- side by side, as on CUDA --------------------------------------------------------------------------------------------
+# --- in threads, as on CUDA -----------------------------------------------------------------------
 
 
-def test_parts_in_threads_log_as_those_one_after_another_do(monkeypatch):
-    """torch's parallel_apply gives each replica a thread; here they are on the CPU."""
+def test_parts_in_threads_log_like_parts_in_turn(monkeypatch):
+    """torch's parallel_apply gives each replica a thread; this test does so on the CPU."""
 
     def in_threads(replicas, inputs, devices, side_by_side):
         assert side_by_side
@@ -229,7 +229,7 @@ class OnDevice(Net):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_cuda_devices_train_as_one_does():
+def test_two_cuda_devices_train_like_one():
     trained = []
     for strategy, devices in (("single", 1), ("dp", 2)):
         module = OnDevice("adam")

@@ -16,6 +16,6 @@ __all__ = ["DDP2Strategy", "DataParallelStrategy", "__version__"]
 def __getattr__(name: str) -> Any:
     if name != "DDP2Strategy":
         raise AttributeError(f"module 'geartrain_dp' has no attribute {name!r}")
-    from geartrain_dp.ddp2 import DDP2Strategy  # brings geartrain_ddp, which dp does not need
+    from geartrain_dp.ddp2 import DDP2Strategy  # imports geartrain_ddp, which dp does not need
 
     return DDP2Strategy

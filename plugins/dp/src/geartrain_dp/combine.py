@@ -15,17 +15,22 @@ from geartrain_dp.split import children, has_rows, is_plain_list
 def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Combine the outputs of a step method that has no ``*_step_end``.
 
-    0-d floating tensors and floats become their mean, weighted by the samples in each part; tensors with rows, and lists of plain
-    values, are concatenated; mappings, lists, tuples and dataclasses are combined item by item; ``None`` stays ``None``, and
-    other values stay where they are equal in all parts.
+    - 0-d floating tensors and floats: the mean, weighted by the samples in each part.
+    - Tensors with rows, and lists of plain values: concatenated.
+    - Mappings, lists, tuples and dataclasses: combined item by item.
+    - Other values, ``None`` included: kept if they are equal in all parts.
 
     Args:
-        outputs: one a part, on one device.
-        sizes: the samples in each part.
+        method: name of the step method, for messages.
+        outputs: one output per part, all on one device.
+        sizes: number of samples in each part.
+
+    Returns:
+        The output for the whole batch, on the device of the outputs.
 
     Raises:
-        TrainingError: a value has no defined meaning for the whole batch. Whole numbers have none: counts would have to be
-            added, identities kept.
+        TrainingError: a value has no defined meaning for the whole batch. This includes integers:
+            counts would have to be added, but indices would not.
     """
     return outputs[0] if len(outputs) == 1 else _combine(method, method, list(outputs), sizes)
 
@@ -33,16 +38,13 @@ def combine(method: str, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _combine(method: str, path: str, values: list[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
     if any(type(value) is not type(first) for value in values):
-        _unclear(
-            method,
-            path,
-            f"is {' and '.join(dict.fromkeys(type(value).__name__ for value in values))} in different parts",
-        )
+        types = " and ".join(dict.fromkeys(type(value).__name__ for value in values))
+        _unclear(method, path, f"is {types} in different parts")
     if isinstance(first, torch.Tensor) and first.ndim == 0:
         if not (first.is_floating_point() or first.is_complex()) or any(
             value.ndim for value in values
         ):
-            _unclear(method, path, "is one number in each part, and no floating one")
+            _unclear(method, path, "is a number in each part, but not a floating-point number")
         return _mean(values, sizes)
     if isinstance(first, torch.Tensor):
         return _cat(method, path, values, sizes)
@@ -54,7 +56,7 @@ def _combine(method: str, path: str, values: list[Any], sizes: Sequence[int]) ->
     if inner[0]:
         return _nested(method, path, values, inner, sizes)
     if isinstance(first, int) and not isinstance(first, bool):
-        _unclear(method, path, f"is a whole number in each part ({', '.join(map(str, values))})")
+        _unclear(method, path, f"is an integer in each part ({', '.join(map(str, values))})")
     if has_rows(first) or not all(_equal(first, value) for value in values):
         _unclear(method, path, f"({type(first).__name__}) is not the same in all parts")
     return first
@@ -67,15 +69,14 @@ def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _cat(
     method: str, path: str, values: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Concatenate, where rows belong to samples: a confusion matrix has as many rows for a part as for the whole."""
+    """Concatenate if rows belong to samples. A confusion matrix has the same rows for any part."""
     rows = [value.shape[0] if value.ndim else 0 for value in values]
     a_sample = rows[0] // sizes[0]
     if method != "predict_step" and rows != [a_sample * size for size in sizes]:
         _unclear(method, path, f"has {rows} rows in parts of {list(sizes)} samples")
     if len({value.shape[1:] for value in values}) > 1:
-        _unclear(
-            method, path, f"has the shapes {[list(value.shape) for value in values]} in its parts"
-        )
+        shapes = [list(value.shape) for value in values]
+        _unclear(method, path, f"has the shapes {shapes} in its parts")
     return torch.cat(list(values))
 
 
@@ -102,19 +103,17 @@ def _nested(
 def _equal(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
-    except Exception:  # whatever an object's own == does
+    except Exception:  # an object's == may raise anything
         return False
 
 
 def _unclear(method: str, path: str, what: str) -> NoReturn:
-    where = f"what {method} returned" + (
-        f" under {path.removeprefix(method)}" if path != method else ""
-    )
+    where = f"the output of {method}"
+    if path != method:
+        where += f" under {path.removeprefix(method)}"
     fix = (
         "return tensors, which are concatenated"
         if method == "predict_step"
-        else f"define {method}_end(outputs), which gets every part's"
+        else f"define {method}_end(outputs), which gets the outputs of all parts"
     )
-    raise TrainingError(
-        f"{where} {what}, so it cannot be put together for the whole batch. Fix: {fix}"
-    )
+    raise TrainingError(f"{where} {what}, so the parts cannot be combined. Fix: {fix}")

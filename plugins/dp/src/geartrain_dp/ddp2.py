@@ -16,18 +16,21 @@ from geartrain_dp.strategy import refuse
 
 
 class DDP2Strategy(DDPStrategy):
-    """One process a node, which splits each of its batches over the node's devices; gradients are averaged over the nodes during
-    backward, once a step. The options are ddp's."""
+    """Strategy ``ddp2``: one process per node, which splits each batch over the node's devices.
+
+    Gradients are averaged over the nodes during backward, once per step. The options are those of
+    :class:`~geartrain_ddp.DDPStrategy`.
+    """
 
     def ddp_device_ids(self, run: Run) -> None:
-        """The replicas move each part to its device; DDP moves nothing."""
+        """Return ``None``: the replicas move each part to its device, so DDP must move nothing."""
 
     @hookimpl
     def plan_processes(self, request: PlanRequest) -> Layout:
         return Layout(1, len(request.devices))
 
-    @hookimpl
-    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]  # hooks are called by name
+    @hookimpl  # hooks are called by argument name, so the override may add one
+    def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:  # type: ignore[override]
         super().check_plan(plan)
         refuse(plan, module)
 
@@ -42,7 +45,6 @@ class DDP2Strategy(DDPStrategy):
         model = run.model
         assert model is not None
         if not torch.is_grad_enabled() and isinstance(model, DistributedDataParallel):
-            model = (
-                model.module
-            )  # DDP's own forward may communicate, and nodes may have unequal numbers of batches
+            # DDP's forward may communicate, but nodes may have unequal numbers of batches.
+            model = model.module
         return model(method, *args)

@@ -1,4 +1,4 @@
-"""``self.log`` on the replicas -> one entry for the whole batch."""
+"""Combine the calls of ``self.log`` on the replicas into one entry for the whole batch."""
 
 from __future__ import annotations
 
@@ -22,36 +22,32 @@ class _Call:
     """One call of ``self.log`` in one part."""
 
     value: Any
-    #: The value's weight in a mean: ``batch_size``, else the samples in the part.
+    #: Weight in a mean: ``batch_size``, otherwise the samples in the part.
     weight: int
     batch_size: int | None
     options: dict[str, Any]
 
 
 class PartLogs:
-    """Stands in for ``run.logs`` while the parts run, records their metrics, and then logs them combined.
+    """Replacement of ``run.logs`` while the parts run; afterwards it logs the combined values.
 
     Args:
-        sizes: the samples in each part.
+        run: the run whose ``logs`` are replaced.
+        sizes: number of samples in each part.
         metrics: the module's torchmetrics objects.
-        copies: the objects kept from batch to batch.
+        copies: their copies, kept from batch to batch.
     """
 
     def __init__(
         self, run: Run, sizes: list[int], metrics: PartMetrics, copies: dict[str, tuple[Any, Any]]
     ) -> None:
-        self._run, self._logs, self._sizes, self._metrics, self._copies = (
-            run,
-            run.logs,
-            sizes,
-            metrics,
-            copies,
-        )
-        #: (name, how often the part had logged it before) -> part -> the call.
+        self._run, self._logs, self._sizes = run, run.logs, sizes
+        self._metrics, self._copies = metrics, copies
+        #: (name, number of earlier calls in the part) -> part -> the call.
         self._calls: dict[tuple[str, int], dict[int, _Call]] = {}
         self._counts: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
-        #: Which part the running thread is in.
+        #: ``index``: the part that the current thread runs.
         self._here = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +55,7 @@ class PartLogs:
 
     @contextmanager
     def temporary_copies(self) -> Iterator[None]:
-        """Be ``run.logs``; then log the records, unless a part failed."""
+        """Replace ``run.logs`` inside the block; then log the records, unless a part failed."""
         self._run.logs = self  # type: ignore[assignment]
         try:
             yield
@@ -69,7 +65,7 @@ class PartLogs:
 
     @contextmanager
     def part(self, index: int) -> Iterator[None]:
-        """Whatever this thread logs inside is logged by this part."""
+        """Assign all calls of this thread inside the block to this part."""
         self._here.index = index
         self._metrics.begin(index)
         try:
@@ -87,11 +83,11 @@ class PartLogs:
         if index is not None and is_metric(value):
             value, one = self._metrics.seen(name, value), True
         if index is None or not one or not isinstance(name, str):
-            # Not logged by a part; or wrong, and core's own error should show the line that did it.
+            # Logged outside a part; or wrong, so that core's error shows the user's line.
             self._logs.log(name, value, batch_size=batch_size, **options)
             return
         if isinstance(value, torch.Tensor):
-            value = value.detach().clone()  # it may be changed in place before all parts have run
+            value = value.detach().clone()  # it may change in place before all parts have run
         with self._lock:
             occurrence = self._counts.get((name, index), 0)
             self._counts[name, index] = occurrence + 1
@@ -104,7 +100,7 @@ class PartLogs:
         for (name, _), by_part in self._calls.items():
             calls = [by_part[index] for index in sorted(by_part)]
             odd = next((call for call in calls if call.options != calls[0].options), None)
-            if odd is not None:  # core's own error says which option differs
+            if odd is not None:  # let core's error name the option that differs
                 self._log(name, calls[0].value, calls[0].batch_size, calls[0].options)
                 self._log(name, odd.value, odd.batch_size, odd.options)
             if any(isinstance(call.value, Seen) for call in calls):
@@ -113,7 +109,7 @@ class PartLogs:
             whole = len(calls) == len(self._sizes) and all(
                 call.batch_size is None for call in calls
             )
-            # Without a batch_size core weighs the whole batch, as it does in one process.
+            # Without a batch_size, core weights by the whole batch, as in one process.
             self._log(
                 name,
                 self._combined(calls),
@@ -122,7 +118,7 @@ class PartLogs:
             )
 
     def _replay_metric(self, name: str, calls: list[_Call]) -> None:
-        """Log a torchmetrics object, which has seen all parts by now, once."""
+        """Log a torchmetrics object once; by now it has seen all parts."""
         first, options = calls[0].value, calls[0].options
         seen = [
             call.value
@@ -131,7 +127,8 @@ class PartLogs:
         ]
         if len(seen) < len(calls):
             raise TrainingError(
-                f"self.log({name!r}): parts of one batch gave it different things. Fix: a name for each metric"
+                f"self.log({name!r}): the parts of a batch logged different objects. "
+                "Fix: use one name per metric"
             )
         on_step = options.get("on_step")
         if self._run.stage == "train" if on_step is None else on_step:
@@ -147,7 +144,7 @@ class PartLogs:
         )
 
     def _combined(self, calls: list[_Call]) -> Any:
-        """The parts' values as one, in float64; a tensor stays on the first device, and nothing waits for it."""
+        """Combine the values in float64; tensors stay on the first device, without a wait for it."""
         device = (
             self._run.device
             if any(isinstance(call.value, torch.Tensor) for call in calls)

@@ -1,4 +1,4 @@
-"""torchmetrics objects on the replicas: every part's samples go into the module's own, part after part."""
+"""torchmetrics objects on the replicas: every part updates the module's objects, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from geartrain import TrainingError
 from geartrain.plugin_api import map_tensors, move
 from geartrain_torchmetrics import find_metrics, is_metric, replace_metric
 
-#: torchmetrics' wrapper that keeps a window of updates; torchmetrics is never imported here.
+#: torchmetrics' wrapper that keeps a window of updates. This module never imports torchmetrics.
 _WINDOW = ("torchmetrics.wrappers.running", "Running")
 
 
@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     """A metric that a part logged."""
 
     metric: Any
-    #: The arguments and keyword arguments that the part called it with last; ``None`` where it only updated it.
+    #: The arguments of the part's last call; ``None`` if the part only called ``update``.
     call: tuple[tuple[Any, ...], dict[str, Any]] | None
 
 
@@ -32,12 +32,12 @@ class PartMetrics:
 
     Args:
         network: the replicated module.
-        devices: of each part; the metrics are on the first.
+        devices: one per part; the metrics are on the first.
     """
 
     def __init__(self, network: nn.Module, devices: Sequence[torch.device]) -> None:
         self._places, self._devices = find_metrics(network), devices
-        #: They and all inside them, by id: a metric's hash changes with its state.
+        #: The metrics and their submodules, by id: a metric's hash changes with its state.
         self.modules = {
             id(module): module for _, metric in self._places for module in metric.modules()
         }
@@ -46,13 +46,13 @@ class PartMetrics:
         self._part = 0
 
     def put_into(self, replica: nn.Module) -> None:
-        """Give a replica the module's own metrics, in the place of its copies."""
+        """Replace the copies in a replica by the module's metrics."""
         for path, metric in self._places:
             replace_metric(replica, path, metric)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the metrics' arguments, and move them to their device."""
+        """Record the metrics' arguments and move them to their device, inside the block."""
         with ExitStack() as stack:
             for metric in filter(is_metric, self.modules.values()):
                 stack.callback(metric.register_forward_hook(self._called, with_kwargs=True).remove)
@@ -63,18 +63,19 @@ class PartMetrics:
             yield
 
     def begin(self, part: int) -> None:
-        """This part runs next."""
+        """Set the part that runs next."""
         self._part = part
 
     def seen(self, name: str, metric: nn.Module) -> Seen:
         """Return the value that the running part logs for a metric.
 
         Raises:
-            TrainingError: the metric is not the module's.
+            TrainingError: the metric is no attribute of the module.
         """
         if id(metric) not in self.modules:
             raise TrainingError(
-                f"self.log({name!r}): parts of a batch share only what the module has. Fix: an attribute of the module"
+                f"self.log({name!r}): the metric is no attribute of the module, so the parts of a "
+                "batch do not share it. Fix: make it an attribute of the module"
             )
         return Seen(metric, self._calls.get((self._part, id(metric))))
 
@@ -89,19 +90,21 @@ class PartMetrics:
 def whole_batch(
     seen: Sequence[Seen], device: torch.device, copies: dict[str, tuple[Any, Any]], name: str
 ) -> None:
-    """Let a metric's newest ``forward`` be that of the whole batch, where each part left its own.
+    """Set the value of a metric's last ``forward`` to that of the whole batch.
 
-    A reset copy is updated with the arguments of all parts: a mean of the parts' values would be right for few metrics.
+    Each part left its own value there. A reset copy gets the arguments of all parts, because the
+    mean of the parts' values would be wrong for most metrics.
 
     Args:
-        seen: the values that each part logged.
-        device: the metric's.
-        copies: by name, each metric and its copy, from earlier batches: a metric may keep all samples of the epoch, and should not be
-            copied with them for each batch.
+        seen: the value that each part logged.
+        device: device of the metric.
+        copies: name -> a metric and its copy, from earlier batches. A metric may hold all samples
+            of the epoch, so it is not copied for each batch.
+        name: the name under which the module logs the metric.
     """
     metric, calls = seen[0].metric, [one.call for one in seen if one.call is not None]
     if len(calls) < len(seen):
-        metric._forward_cache = None  # core says that it was not called
+        metric._forward_cache = None  # core's error says that the metric was not called
         return
     kept, same = copies.get(name, (None, None))
     if kept is not metric:
@@ -115,24 +118,28 @@ def whole_batch(
 
 
 def refuse_metrics(network: nn.Module, label: str, nodes: bool) -> None:
-    """Refuse metrics that would be something else than in one process.
+    """Raise for metrics whose value would differ from that in one process.
 
     Args:
-        nodes: whether there are several ranks.
+        network: the module to replicate.
+        label: the strategy, for messages.
+        nodes: true if there are several ranks.
 
     Raises:
-        TrainingError: the first that would.
+        TrainingError: a metric cannot be used; the message names the first.
     """
     for path, metric in find_metrics(network):
         for module in filter(is_metric, metric.modules()):
             what = f"{label}: {path.removeprefix('module.')} ({type(module).__name__})"
             if any((cls.__module__, cls.__name__) == _WINDOW for cls in type(module).__mro__):
                 raise TrainingError(
-                    f"{what} keeps a window of updates, and each part of a batch is one. Fix: --strategy ddp"
+                    f"{what} keeps a window of updates, but each part of a batch is one update. "
+                    "Fix: --strategy ddp"
                 )
             if nodes and module.dist_sync_on_step:
                 raise TrainingError(
-                    f"{what} has dist_sync_on_step=True, but nodes may have unlike numbers of parts. Fix: leave it out, or --strategy ddp"
+                    f"{what} has dist_sync_on_step=True, but nodes may have different numbers of "
+                    "parts. Fix: remove dist_sync_on_step, or --strategy ddp"
                 )
 
 

@@ -1,8 +1,10 @@
-"""The model on k devices: a replica for each, one after another on the CPU, side by side on CUDA.
+"""One replica of the model per device. Replicas run in turn on the CPU, in parallel on CUDA.
 
-With torchmetrics objects they are started one after another there too, because all of them update the module's own.
+With torchmetrics objects they also run in turn on CUDA, because all replicas update the module's
+metrics.
 
-Replicas share the parameters, so that gradients come together in the module's own, as torch.nn.DataParallel's do:
+Replicas share the parameters, so gradients accumulate in the module's parameters, as in
+torch.nn.DataParallel:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 
@@ -26,11 +28,11 @@ from geartrain_dp.watch import Watch
 
 
 class LoadedPlugin(nn.Module):
-    """A step method on one part of a batch, as a ``forward``; this module is replicated."""
+    """The module that is replicated: its ``forward`` runs a step method on one part of a batch."""
 
-    #: Which part this replica works on.
+    #: Index of the replica's part.
     index = 0
-    #: Where it logs.
+    #: The replica logs here.
     logs: PartLogs
 
     def __init__(self, step: StepForwarder) -> None:
@@ -43,15 +45,19 @@ class LoadedPlugin(nn.Module):
 
 
 class Replicas(nn.Module):
-    """The ``StepForwarder`` that splits: ``replicas("training_step", batch, batch_idx)`` runs a part of the batch on each device, and gives
-    what one process would have returned for the whole batch.
+    """A ``StepForwarder`` that splits each batch over the devices.
+
+    ``replicas("training_step", batch, batch_idx)`` runs one part of the batch on each device and
+    returns the output that one process would return for the whole batch.
 
     Args:
-        step: the module's, on the first device when it is called.
-        label: what errors and warnings call the strategy.
+        run: the run of this process.
+        step: the module's ``StepForwarder``, on the first device when it is called.
+        label: the strategy, for errors and warnings.
 
     Raises:
-        TrainingError: several devices that are neither the CPU nor CUDA, or modules that cannot be replicated.
+        TrainingError: several devices that are neither CPU nor CUDA, or a module that cannot be
+            replicated.
     """
 
     def __init__(self, run: Run, step: StepForwarder, label: str) -> None:
@@ -107,45 +113,51 @@ class Replicas(nn.Module):
         for index, (replica, device) in enumerate(zip(replicas, devices, strict=True)):
             replica.index, replica.logs = index, logs
             own = copy.copy(self._run)
-            own.device = device  # so that self.device is the replica's
+            own.device = device  # self.device of the replica
             vars(replica.step.module)["_run"] = own
             if own.world.size > 1:
                 vars(replica.step.module)["all_gather"] = self._refuse_all_gather
         return replicas
 
     def _refuse_all_gather(self, data: Any) -> Any:
-        # Nodes may have different numbers of parts, and on CUDA the parts run side by side: the ranks' collectives would not match.
+        # Nodes may have different numbers of parts, and on CUDA the parts run in parallel, so the
+        # ranks' collectives would not match.
         raise TrainingError(
-            f"{self._label}: self.all_gather inside a step sees a part of the batch only, and nodes may have different numbers of parts. "
+            f"{self._label}: self.all_gather inside a step sees a part of the batch only, and "
+            "nodes may have different numbers of parts. "
             "Fix: gather in training_step_end, validation_step_end or test_step_end"
         )
 
 
 def _check(step: StepForwarder, first: torch.device, label: str) -> None:
-    """Refuse what cannot be replicated.
+    """Raise if a device or a module cannot be replicated.
 
     Raises:
-        TrainingError: devices, or the first module that cannot.
+        TrainingError: the message names the device, or the first such module.
     """
     if first.type not in ("cpu", "cuda"):
         raise TrainingError(
-            f"{label} makes replicas on cpu and cuda only, not on {first.type}. Fix: devices=1, or --strategy ddp"
+            f"{label} makes replicas on cpu and cuda only, not on {first.type}. "
+            "Fix: devices=1, or --strategy ddp"
         )
     for name, module in step.module.named_modules():
         name = name or type(module).__name__
-        # A compiled module's replica would still call the original; torch.compile(net)'s would even empty the original's parameters.
+        # A replica of a compiled module would still call the original. A replica of
+        # torch.compile(net) would even empty the original's parameters.
         compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
             what = "compiled" if compiled else "a ScriptModule"
             raise TrainingError(
-                f"{label}: {name} is {what}, which cannot be replicated. Fix: leave it as it is written, or --strategy ddp"
+                f"{label}: {name} is {what}, which cannot be replicated. "
+                "Fix: use the plain module, or --strategy ddp"
             )
         if any(
             isinstance(parameter, nn.UninitializedParameter)
             for parameter in module._parameters.values()
         ):
             raise TrainingError(
-                f"{label}: {name} has lazy parameters, whose shapes no replica could set. Fix: call the module on one batch before"
+                f"{label}: {name} has lazy parameters, whose shapes a replica cannot set. "
+                "Fix: call the module on one batch before the fit"
             )
 
 
@@ -155,7 +167,7 @@ def _apply(
     devices: Sequence[torch.device],
     side_by_side: bool,
 ) -> list[Any]:
-    """Each replica's output, all on the first device."""
+    """Run the replicas and return their outputs, all on the first device."""
     if devices[0].type == "cpu":
         return [replica(*arguments) for replica, arguments in zip(replicas, inputs, strict=True)]
     there = [
@@ -164,7 +176,7 @@ def _apply(
     ]
     if side_by_side:
         outputs = parallel_apply(replicas, there, None, devices)
-    else:  # started one after another, in this thread, so that metrics see the parts in their order
+    else:  # one after another in this thread, so that metrics see the parts in order
         each = zip(replicas, there, devices, strict=True)
         outputs = [
             parallel_apply([replica], [arguments], None, [device])[0]
@@ -174,9 +186,14 @@ def _apply(
 
 
 def _share(network: nn.Module, first: bool) -> nn.Module:
-    """torch.nn.parallel.replicate for the CPU: new modules around the same parameters; the first replica has the same buffers too,
-    the others copies of them."""
-    copies = {module: module._replicate_for_data_parallel() for module in network.modules()}  # type: ignore[no-untyped-call]
+    """Replicate on the CPU: same parameters; same buffers for the first replica, copies otherwise.
+
+    ``torch.nn.parallel.replicate`` does this on CUDA.
+    """
+    copies = {
+        module: module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for module in network.modules()
+    }
     buffers = {buffer: buffer if first else buffer.clone() for buffer in network.buffers()}
     for module, replica in copies.items():
         replica._parameters = module._parameters.copy()

@@ -1,4 +1,4 @@
-"""A batch -> one part for each device."""
+"""Split a batch into one part per device."""
 
 from __future__ import annotations
 
@@ -15,37 +15,43 @@ from geartrain.plugin_api import map_nested
 
 
 def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[int]]:
-    """Split a batch along the first dimension of its tensors, as ``torch.chunk`` does: equal parts but for the last, and fewer
-    if the samples do not suffice.
+    """Split a batch along the first dimension of its tensors, as ``torch.chunk`` does.
 
-    Tensors and arrays with dimensions are sliced, in any nesting of lists, tuples, named tuples, mappings and dataclasses, and so
-    is a list or tuple of plain values (text, numbers) that has one for each sample. Everything else goes to every part.
+    All parts but the last have the same size. There are fewer parts if the samples do not suffice.
+
+    Tensors and arrays with dimensions are sliced, in any nesting of lists, tuples, named tuples,
+    mappings and dataclasses. A list or tuple of plain values (text, numbers) is sliced if it has
+    one value per sample. Every part gets all other objects.
 
     Args:
-        count: the most parts, one for each device.
-        path: what errors call the batch.
+        batch: any nesting of the types above.
+        count: the most parts, one per device.
+        path: name of the batch in errors.
 
     Returns:
-        The parts, and the samples in each; the batch itself, with one sample, if nothing in it has a first dimension.
+        The parts, and the number of samples in each. If no item has a first dimension: the batch
+        itself, as one sample.
 
     Raises:
-        TrainingError: tensors with different first dimensions, a packed sequence, or an object beside the tensors that keeps tensors
-            of its own if they cannot be split.
+        TrainingError: tensors differ in their first dimension, the batch has a packed sequence, or
+            an object beside the tensors holds tensors that cannot be split.
     """
     n: int | None = None
     for where, rows in _rows(batch, path):
         n = rows if n is None else n
         if rows != n:
             raise TrainingError(
-                f"{where} has {rows} rows where the batch has {n}: it cannot be split over devices. "
-                "Fix: give every tensor one row a sample, or keep what is no sample's in a buffer of the module"
+                f"{where} has {rows} rows, but the batch has {n}: it cannot be split over devices. "
+                "Fix: give every tensor one row per sample; keep other tensors in a buffer of the "
+                "module"
             )
     opaque = list(_opaque(batch, path))
     if n is not None and opaque:
         where, name = opaque[0]
         raise TrainingError(
-            f"{where} is a {name}, whose tensors cannot be split over devices as those beside it are. "
-            "Fix: give them as tensors, in lists, dicts or dataclasses, or use --strategy ddp"
+            f"{where} is a {name}, whose tensors cannot be split over devices, unlike the tensors "
+            "beside it. "
+            "Fix: pass its tensors in lists, dicts or dataclasses, or use --strategy ddp"
         )
     if not n:
         return [batch], [1]
@@ -57,19 +63,19 @@ def split(batch: Any, count: int, path: str = "batch") -> tuple[list[Any], list[
 
 
 def has_rows(item: Any) -> bool:
-    """True if it is a tensor or array with a first dimension."""
+    """True if ``item`` is a tensor or array with a first dimension."""
     if isinstance(item, torch.Tensor):
         return item.ndim > 0
     return hasattr(item, "__array__") and bool(getattr(item, "shape", ()))
 
 
 def is_plain(item: Any) -> bool:
-    """True if it is text or a number."""
+    """True if ``item`` is text or a number."""
     return isinstance(item, str | bytes | Number)
 
 
 def is_plain_list(data: Any, n: int) -> bool:
-    """True if it is a list or tuple of ``n`` plain values; a named tuple has fields, not samples."""
+    """True if ``data`` is a list or tuple of ``n`` plain values, but not a named tuple."""
     return (
         isinstance(data, list | tuple)
         and not hasattr(data, "_fields")
@@ -85,12 +91,12 @@ def _slice(data: Any, n: int, start: int, stop: int) -> Any:
 
 
 def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Where each tensor or array with a first dimension stands, and that dimension."""
-    if isinstance(
-        data, PackedSequence
-    ):  # a named tuple whose fields have unlike first dimensions, none of them the samples'
+    """Yield the path and the first dimension of each tensor or array that has one."""
+    # A PackedSequence is a named tuple; no field has one row per sample.
+    if isinstance(data, PackedSequence):
         raise TrainingError(
-            f"{path} is a PackedSequence, which cannot be split over devices. Fix: pack it in the step method"
+            f"{path} is a PackedSequence, which cannot be split over devices. "
+            "Fix: pack the sequences in the step method"
         )
     if has_rows(data):
         yield path, int(data.shape[0])
@@ -99,7 +105,7 @@ def _rows(data: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Return the places and types of objects that hold tensors in their own way, such as those that can be moved to a device."""
+    """Yield path and type of objects with hidden tensors: they have ``to``, but no known items."""
     if (
         callable(getattr(data, "to", None))
         and not isinstance(data, torch.Tensor)
@@ -111,7 +117,7 @@ def _opaque(data: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def children(data: Any) -> list[tuple[str, Any]]:
-    """Yield the leaves of a nested batch, each with its path: ``['x']``, ``[0]``, ``.x``."""
+    """Return the direct items of a nested batch, each with its path: ``['x']``, ``[0]``, ``.x``."""
     if isinstance(data, Mapping):
         return [(f"[{key!r}]", item) for key, item in data.items()]
     if isinstance(data, tuple) and hasattr(data, "_fields"):

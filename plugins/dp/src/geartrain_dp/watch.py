@@ -1,4 +1,4 @@
-"""Find a step method's changes on the replicas, which are thrown away after it."""
+"""Find state that a step method sets on the replicas, which are discarded after each batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _PREFIX = "step.module."
 
 
 class Watch:
-    """Remembers the replicas' attributes, and finds those that were set and the buffers that were changed in place.
+    """A record of the replicas' attributes, which finds attributes and buffers that changed.
 
-    Nothing is read from a device: attributes are compared by identity, buffers by torch's count of their in-place changes.
+    No value is read from a device: attributes are compared by identity, buffers by torch's count of
+    in-place changes.
 
     Args:
-        replicas: one a part.
-        kept: by id, modules that are no replica's own; what happens to them stays.
+        replicas: one per part.
+        kept: ids of modules that all replicas share; their changes are kept, so they are ignored.
     """
 
     def __init__(self, replicas: Sequence[nn.Module], kept: Container[int] = ()) -> None:
@@ -35,7 +36,7 @@ class Watch:
         self._modules = [
             [(name, module, _held(module)) for name, module in modules] for modules in own
         ]
-        # The first replica's buffers are the module's own: what happens to them in place stays.
+        # The first replica has the module's buffers, so in-place changes of them are kept.
         self._buffers = [
             (f"{path}.{name}" if path else name, buffer, buffer._version)
             for modules in own[1:]
@@ -45,25 +46,28 @@ class Watch:
         ]
 
     def warn(self, method: str, label: str, warned: set[str]) -> None:
-        """Warn of each name once.
+        """Warn about lost changes, once per name.
 
         Args:
             method: the step method that ran.
-            label: the strategy, as errors name it.
-            warned: names that were warned of before; new ones are added.
+            label: the strategy, for messages.
+            warned: names of earlier warnings; new ones are added.
         """
         lost = _new(self._lost(), warned)
         if lost:
             warnings.warn(
-                f"{label}: {_some(lost)} was set on a replica in {method} and is lost: replicas are made anew for each batch. "
-                "Fix: return it and keep it in a *_step_end or another hook of the module, or use --strategy ddp",
+                f"{label}: {_some(lost)} was set on a replica in {method} and is lost: each batch "
+                "gets new replicas. Fix: return the value and store it in a *_step_end or another "
+                "hook of the module, or use --strategy ddp",
                 stacklevel=2,
             )
         changed = _new(self._changed(), warned)
         if changed:
             warnings.warn(
-                f"{label}: {method} changed the buffers {_some(changed)} on every replica. The first replica's are kept and the others' "
-                "are lost, so running statistics have seen the first part of each batch only. Fix: --strategy ddp, or a layer without them",
+                f"{label}: {method} changed the buffers {_some(changed)} on every replica. "
+                "The first replica's are kept and the others' are lost, so running statistics have "
+                "seen the first part of each batch only. "
+                "Fix: --strategy ddp, or a layer without such buffers",
                 stacklevel=2,
             )
 
@@ -72,9 +76,8 @@ class Watch:
             if buffer._version != version:
                 yield name
                 module, _, own = name.rpartition(".")
-                if (
-                    own == "num_batches_tracked"
-                ):  # torch's batch_norm changes the statistics beside it without counting that
+                # torch's batch_norm also changes its statistics, but does not count that.
+                if own == "num_batches_tracked":
                     yield from (f"{module}.running_mean", f"{module}.running_var")
 
     def _lost(self) -> Iterator[str]:
@@ -90,7 +93,7 @@ class Watch:
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """Every attribute, parameter, buffer and submodule of a module by name."""
+    """Return every attribute, parameter, buffer and submodule of a module by name."""
     held = {name: value for name, value in vars(module).items() if name not in _STORES}
     for store in _STORES:
         held |= vars(module)[store]
