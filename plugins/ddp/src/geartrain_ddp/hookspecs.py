@@ -1,4 +1,4 @@
-"""The hooks that ddp brings."""
+"""The hooks that ddp adds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 @hookspec(firstresult=True)
 def reduce_bucket(run: Run, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Reduce one bucket of gradients over all ranks, in another way than DDP's own all-reduce: compressed, say.
+    """Reduce one bucket of gradients over all ranks in place of DDP's all-reduce, e.g. compressed.
 
-    Fired: once a bucket, during the backward of the last micro-batch.
-    Arguments: ``bucket`` is a ``torch.distributed.GradBucket``; ``bucket.buffer()`` is this rank's flat gradients, 1-d.
-    Returns: a future of the mean over ranks, of the same shape; start the work and return, do not wait for it.
-    Default: DDP's own all-reduce.
+    Fired: once per bucket, during the backward of the last micro-batch.
+    Arguments: ``bucket`` is a ``torch.distributed.GradBucket``; ``bucket.buffer()`` has this rank's
+        gradients, flat (1-d).
+    Returns: a future of the mean over ranks, of the same shape; start the work and return without
+        waiting for it.
+    Default: DDP's all-reduce.
     """
     raise NotImplementedError

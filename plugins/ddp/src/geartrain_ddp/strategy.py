@@ -1,4 +1,4 @@
-"""One process a device; gradients averaged over all of them during backward.
+"""The strategy ddp: one process per device, gradients averaged over all ranks during backward.
 
 DistributedDataParallel: Li et al. 2020, https://arxiv.org/abs/2006.15704
 """
@@ -25,18 +25,22 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class DDPStrategy(ProcessGroupStrategy):
-    """Starts one process a device (or joins those that torchrun, SLURM or MPI started) and trains with DistributedDataParallel.
+    """Strategy ``ddp``: one process per device, trained with DistributedDataParallel.
+
+    It starts the processes, or joins those that torchrun, SLURM or MPI started.
 
     Args:
-        process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
-        find_unused_parameters: look for parameters that a step did not use, at a cost, instead of waiting for their gradients.
-        gradient_as_bucket_view: make gradients views of the buckets, which saves their memory.
+        process_group_backend: torch.distributed backend; default nccl on cuda, gloo elsewhere.
+        timeout: seconds that a rank waits for the others in one collective before the run ends with
+            an error.
+        find_unused_parameters: find the parameters that a step did not use, instead of waiting for
+            their gradients. This costs time.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves memory.
         static_graph: promise that every step uses the same parameters in the same order.
-        bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
+        bucket_cap_mb: MiB of gradients in one all-reduce; default torch's, 25.
 
     Raises:
-        UsageError: a timeout that is not above 0, or more than a thread can wait.
+        UsageError: ``timeout`` is not above 0, or longer than a thread can wait.
     """
 
     hookspecs = hookspecs
@@ -50,11 +54,10 @@ class DDPStrategy(ProcessGroupStrategy):
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads wait as long, too
-            raise UsageError(
-                f"timeout={timeout!r} must be above 0 and at most {threading.TIMEOUT_MAX:.0f} seconds."
-            )
-        #: The capabilities that the conformance kit may expect.
+        if not 0 < timeout <= threading.TIMEOUT_MAX:  # threads use the same timeout
+            most = f"{threading.TIMEOUT_MAX:.0f}"
+            raise UsageError(f"timeout={timeout!r} must be above 0 and at most {most} seconds.")
+        #: Read by the conformance kit.
         self.capabilities = {"unused_parameters": find_unused_parameters}
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout)
@@ -66,11 +69,14 @@ class DDPStrategy(ProcessGroupStrategy):
         if bucket_cap_mb is not None:
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
 
-    # --- to override in a subclass ---------------------------------------------------------------------------------------
+    # --- to override in a subclass ----------------------------------------------------------------
 
     def init_dist_connection(self, run: Run) -> None:
-        """Make the default process group; called once in each process and run. ``run.store`` is a fresh store that every rank
-        reaches, and ``MASTER_ADDR`` and ``MASTER_PORT`` name it."""
+        """Create the default process group; called once per process and run.
+
+        ``run.store`` is a new store that every rank reaches; ``MASTER_ADDR`` and ``MASTER_PORT``
+        name it.
+        """
         place = run.cluster
         assert place is not None
         backend = self.process_group_backend or _default_backend(run.plan.accelerator.name)
@@ -79,23 +85,23 @@ class DDPStrategy(ProcessGroupStrategy):
         )
 
     def configure_ddp(self, run: Run, model: nn.Module) -> nn.Module:
-        """Wrap the model, which is on its device; called once in each process and run."""
+        """Wrap the model, which is on its device; called once per process and run."""
         ddp = DistributedDataParallel(
             model, device_ids=self.ddp_device_ids(run), **self.ddp_options
         )
         if run.hooks.implementers("reduce_bucket"):
-            # A lambda, because DDP compares annotations with types, and those here are strings.
+            # A lambda, because DDP compares annotations with types, but here they are strings.
             ddp.register_comm_hook(
                 run, lambda run, bucket: run.hooks.reduce_bucket(run=run, bucket=bucket)
             )
         return ddp
 
     def ddp_device_ids(self, run: Run) -> list[torch.device] | None:
-        """Return the device to which DDP moves the arguments of its forward; ``None`` if it moves nothing."""
+        """Return the device to which DDP moves the inputs of its forward; ``None`` for no move."""
         return None if run.device.type == "cpu" else [run.device]
 
     def refuse_buckets(self, run: Run) -> None:
-        """Refuse a plugin that reduces buckets if there are none.
+        """Raise if a plugin reduces buckets but the run has none.
 
         Raises:
             UsageError: a ``fit`` in manual optimisation.
@@ -106,11 +112,13 @@ class DDPStrategy(ProcessGroupStrategy):
             and (by := run.hooks.implementers("reduce_bucket"))
         ):
             raise UsageError(
-                f"{by[0].label}: its reduce_bucket would never be called: {type(run.module).__name__}.automatic_optimization is False, "
-                "and manual_backward averages without DDP's buckets. Fix: one without the other"
+                f"{by[0].label}: its reduce_bucket would never be called: "
+                f"{type(run.module).__name__}.automatic_optimization is False, and manual_backward "
+                "averages without DDP's buckets. "
+                "Fix: remove the plugin, or use automatic optimisation"
             )
 
-    # --- hooks -----------------------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------
 
     @hookimpl
     def check_plan(self, plan: Plan) -> None:
@@ -119,9 +127,10 @@ class DDPStrategy(ProcessGroupStrategy):
         here = [name for name in _BACKENDS if plan.assumed or dist.is_backend_available(name)]
         right = [name for name in here if name != "nccl" or accelerator == "cuda"]
         if backend not in right:
-            fix = " or ".join(right) or "a torch built with one"
+            fix = " or ".join(right) or "a torch built with a backend"
             raise UsageError(
-                f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on {accelerator}. Fix: {fix}"
+                f"{plan.strategy.label}: process_group_backend={backend!r} cannot be used on "
+                f"{accelerator}. Fix: {fix}"
             )
 
     @hookimpl
@@ -145,8 +154,9 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def wrap_model(self, run: Run, model: nn.Module) -> nn.Module:
-        # DDP refuses a model with nothing to train, and evaluation calls the bare module anyway.
-        # Manual optimisation calls the bare module, and manual_backward averages its gradients: DDP would only keep buckets of their size.
+        # DDP refuses a model without trainable parameters, and evaluation calls the bare module.
+        # Manual optimisation also calls the bare module, and manual_backward averages gradients:
+        # DDP would only waste memory for its buckets.
         trains = (
             run.command == "fit"
             and run.mode != "manual"
@@ -160,7 +170,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def micro_step(self, run: Run, first: bool, last: bool) -> AbstractContextManager[Any]:
-        # Gradients stay on this rank until the window's last micro-batch: one reduction a step.
+        # Gradients stay on this rank until the window's last micro-batch: one reduction per step.
         if last or not isinstance(run.model, DistributedDataParallel):
             return _NOTHING
         context: AbstractContextManager[Any] = run.model.no_sync()
@@ -168,7 +178,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @hookimpl
     def reduce_gradients(self) -> None:
-        """DDP reduced during backward."""
+        """Do nothing: DDP reduced the gradients during backward."""
 
 
 def _default_backend(accelerator: str) -> str:
