@@ -1,4 +1,4 @@
-"""What the tests of ddp_spawn train."""
+"""The modules that the tests of ddp_spawn train."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def trainer(start_method="forkserver", **options):
 
 
 class Net(gt.Module):
-    """Adam with a schedule, BatchNorm, and a lambda, which a plain pickle refuses."""
+    """A module with Adam, a schedule, BatchNorm, and a lambda, which plain pickle refuses."""
 
     def __init__(self):
         super().__init__()
@@ -82,18 +82,15 @@ class Net(gt.Module):
 
 
 class Faulty(Net):
-    """Fails on one rank, and says which process each rank was: ``Faulty(folder, "SIGKILL", rank=1)``. The other rank waits for one that
-    is late, because it hangs or is stopped."""
+    """Fails on one rank, and writes each rank's pid: ``Faulty(folder, "SIGKILL", rank=1)``.
+
+    If the rank is late because it hangs or is stopped, the other rank waits for it.
+    """
 
     def __init__(self, folder, kind, rank, where="train", error=None):
         super().__init__()
-        self.folder, self.kind, self.rank, self.where, self.error = (
-            Path(folder),
-            kind,
-            rank,
-            where,
-            error,
-        )
+        self.folder, self.kind, self.rank = Path(folder), kind, rank
+        self.where, self.error = where, error
 
     def mark(self, what):
         (self.folder / f"{what}-{self.global_rank}").write_text(str(os.getpid()))
@@ -101,13 +98,11 @@ class Faulty(Net):
     def fault(self, where):
         if where != self.where:
             return
-        if self.kind in (
-            "hang",
-            "late",
-        ):  # with less patience than the strategy's timeout, which ranks need that start apart
+        if self.kind in ("hang", "late"):
+            # A short timeout. The strategy's is longer, because ranks may start at different times.
             dist.barrier()
             group = dist.new_group(timeout=timedelta(seconds=3))
-            dist.barrier(group)  # they are connected
+            dist.barrier(group)  # connect the ranks
         if self.global_rank != self.rank:
             if self.kind in ("hang", "late"):
                 dist.barrier(group)
@@ -143,7 +138,7 @@ class Faulty(Net):
 
 
 class AbortsAtExit(Faulty):
-    """Rank 1 aborts while its process ends, after it has told its error."""
+    """Rank 1 aborts while its process ends, after it has reported its error."""
 
     def setup(self, stage):
         super().setup(stage)
@@ -152,7 +147,7 @@ class AbortsAtExit(Faulty):
 
 
 class HangsInTeardown(Faulty):
-    """The rank that fails does not come to an end."""
+    """The rank that fails hangs in its teardown."""
 
     def teardown(self, stage):
         super().teardown(stage)
@@ -161,7 +156,7 @@ class HangsInTeardown(Faulty):
 
 
 def is_gone(folder, rank):
-    """Whether the process of a rank has ended."""
+    """True if the process of a rank has ended."""
     try:
         os.kill(int((Path(folder) / f"pid-{rank}").read_text()), 0)
     except ProcessLookupError:

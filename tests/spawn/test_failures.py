@@ -1,4 +1,4 @@
-"""Whatever happens to a rank: the caller gets the error that came first, and nothing is left of the others."""
+"""A rank fails: the caller gets the first error, and no process is left."""
 
 import gc
 import os
@@ -16,12 +16,12 @@ from geartrain_spawn.files import AnonymousFile
 from .models import AbortsAtExit, Faulty, HangsInTeardown, Net, is_gone, loader, trainer
 
 matrix = pytest.mark.matrix
-#: Seconds from a fault to the end of the run; generous, for a machine with two busy cores.
+#: Most seconds from a fault to the end of the run, on a machine with two busy cores.
 PROMPT = 30
 
 
 class Mine(ValueError):
-    """An error with a signature that unpickling must not trip over."""
+    """An error whose signature needs its ``__reduce__`` for unpickling."""
 
     def __init__(self, code, *, hint):
         super().__init__(f"code {code}")
@@ -41,7 +41,7 @@ class CannotTravel(ValueError):
 
 
 class CannotComeBack(ValueError):
-    """It pickles, but what is pickled cannot be made again."""
+    """An error that pickles but does not unpickle."""
 
     def __init__(self, code, *, hint):
         super().__init__(f"code {code}")
@@ -50,7 +50,7 @@ class CannotComeBack(ValueError):
 def fails(
     tmp_path, kind, rank, where="train", method="forkserver", error=None, module=Faulty, **options
 ):
-    """Run until the fault; the error that the caller got."""
+    """Run until the fault; return the error that the caller got."""
     one = trainer(method, **options)
     with pytest.raises(BaseException) as raised:
         one.fit(module(tmp_path, kind, rank, where, error), loader(), loader(8))
@@ -63,7 +63,7 @@ def fails(
 
 LATE = "did not come to a collective within the strategy's timeout (hung or stopped): rank"
 LEFT = "left the program before the run ended"
-#: Kind of failure -> what the error says, after the rank's name. An exception is raised as it was.
+#: Kind of failure -> text of the error after the rank's name. An exception is raised unchanged.
 KINDS = {
     "exception": "",
     "SIGKILL": "was ended by SIGKILL",
@@ -75,7 +75,7 @@ KINDS = {
     "SIGSTOP": "failed: it has been stopped (SIGSTOP) for 1 s",
 }
 PHASES = ("setup", "train", "validation")
-#: The default's part of the table.
+#: The cases that run by default.
 EVER = [
     ("exception", 1, "train"),
     ("SIGKILL", 1, "train"),
@@ -101,10 +101,8 @@ def test_a_rank_that_fails(tmp_path, monkeypatch, capfd, kind, rank, where):
         assert type(error) is Mine
         assert (error.code, error.hint) == (7, "look there")
         assert f"raised on rank {rank}" in error.__notes__
-        assert (
-            f"in {'setup' if where == 'setup' else 'training_step' if where == 'train' else 'validation_step'}"
-            in str(error.__cause__)
-        )
+        methods = {"setup": "setup", "train": "training_step", "validation": "validation_step"}
+        assert f"in {methods[where]}" in str(error.__cause__)
     else:
         assert type(error) is gt.TrainingError
         assert str(error).startswith(f"rank {rank} {KINDS[kind]}")
@@ -141,7 +139,7 @@ def test_a_rank_that_hangs_is_named_at_the_strategy_s_timeout(tmp_path):
     assert "timed out" in str(error).lower()
 
 
-def test_an_error_that_cannot_travel_is_told(tmp_path):
+def test_an_error_that_cannot_be_pickled_is_reported(tmp_path):
     class Raises(Faulty):
         def fault(self, where):
             if where == "train":
@@ -152,7 +150,7 @@ def test_an_error_that_cannot_travel_is_told(tmp_path):
         one.fit(Raises(tmp_path, "", 0), loader())
 
 
-def test_a_rank_that_is_killed_while_it_hands_over_is_named(tmp_path, monkeypatch):
+def test_a_rank_that_is_killed_while_it_writes_its_result_is_named(tmp_path, monkeypatch):
     dump = AnonymousFile.dump
 
     def half(file, thing):
@@ -161,13 +159,13 @@ def test_a_rank_that_is_killed_while_it_hands_over_is_named(tmp_path, monkeypatc
             os.truncate(file.descriptor, os.fstat(file.descriptor).st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(AnonymousFile, "dump", half)  # ranks have it, being forks
+    monkeypatch.setattr(AnonymousFile, "dump", half)  # ranks inherit it, because they are forks
     error = fails(tmp_path, "", None, method="fork")
     assert isinstance(error, gt.TrainingError)
     assert str(error) == "rank 0 was ended by SIGKILL"
 
 
-def test_an_error_that_cannot_come_back_is_told(tmp_path):
+def test_an_error_that_cannot_be_unpickled_is_reported(tmp_path):
     error = fails(
         tmp_path, "exception", 1, error=CannotComeBack(7, hint="look there"), method="fork"
     )
@@ -183,9 +181,9 @@ def test_a_crash_at_exit_does_not_hide_the_error(tmp_path, rank):
     assert f"raised on rank {rank}" in error.__notes__
 
 
-def test_a_teardown_without_end_does_not_hide_the_error(tmp_path, monkeypatch):
+def test_a_teardown_that_hangs_does_not_hide_the_error(tmp_path, monkeypatch):
     monkeypatch.setenv("GEARTRAIN_PATIENCE", "unwind=0.5,grace=0.5")
-    options = {"timeout": 5.0}  # its connections stay, so the other waits
+    options = {"timeout": 5.0}  # the hanging rank keeps its connections, so the other waits
     error = fails(
         tmp_path,
         "exception",
@@ -211,10 +209,10 @@ def test_runs_leave_no_descriptor_and_no_file_in_memory(tmp_path):
         return len(os.listdir("/proc/self/fd"))
 
     one, module = trainer(max_epochs=1), Net()
-    one.fit(module, loader())  # the helper process's descriptors stay
+    one.fit(module, loader())  # descriptors of the helper process stay open
     before = opened()
     fails(tmp_path, "exception", 1, error=KeyError("mine"))
-    one.fit(module, loader())  # after a run that failed
+    one.fit(module, loader())  # works after a run that failed
     predicted = one.predict(module, loader())
     assert len(module.losses) == 12
     assert opened() == before
@@ -223,13 +221,13 @@ def test_runs_leave_no_descriptor_and_no_file_in_memory(tmp_path):
     assert predicted
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 def test_unknown_start_method():
     with pytest.raises(
         gt.UsageError,
-        match=r"geartrain-spawn\[ddp_spawn\]: start_method='thread' cannot be used here. Fix: forkserver",
+        match=r"geartrain-spawn\[ddp_spawn\]: start_method='thread' cannot be used here. Fix: fork",
     ):
         trainer("thread")
 
@@ -237,7 +235,7 @@ def test_unknown_start_method():
 def test_fork_after_cuda_was_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
-        gt.UsageError, match="start_method='fork' cannot be used once this process has used CUDA"
+        gt.UsageError, match="start_method='fork' cannot be used after this process has used CUDA"
     ):
         trainer("fork").fit(Net(), loader())
 
@@ -252,7 +250,7 @@ def test_in_a_process_that_a_launcher_started(monkeypatch):
     }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(
-        gt.UsageError, match=r"this is one of 2 that torchrun has started\. Fix: --strategy ddp"
+        gt.UsageError, match=r"is one of 2 that torchrun started\. Fix: --strategy ddp"
     ):
         trainer().fit(Net(), loader())
 
@@ -265,7 +263,7 @@ def test_the_backend_s_error_names_this_strategy():
         trainer(strategy_options={"process_group_backend": "nccl"}).fit(Net(), loader())
 
 
-def test_the_environment_of_the_caller_is_left_alone():
+def test_the_environment_of_the_caller_does_not_change():
     before = dict(os.environ)
     trainer(max_epochs=1).fit(Net(), loader())
     assert {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"} == {

@@ -1,4 +1,4 @@
-"""Manual optimisation in processes that are started on a function: as one process on whole batches, and its weights come back."""
+"""Manual optimisation with ddp_spawn: it trains like one process, and its weights come back."""
 
 import copy
 
@@ -15,7 +15,7 @@ from .models import loader, samples, trainer
 class Two(gt.Module):
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False  # on the object alone, which travels
+        self.automatic_optimization = False  # only an attribute of the object, which travels
         self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 1)
 
     def training_step(self, batch, batch_idx):
@@ -34,7 +34,7 @@ class Two(gt.Module):
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_weights_come_back_and_are_those_of_one_process(method):
+def test_weights_come_back_and_equal_those_of_one_process(method):
     one = trainer(method)
     module = Two()
     expected = copy.deepcopy(module)

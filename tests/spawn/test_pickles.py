@@ -1,4 +1,4 @@
-"""What goes to a rank, and the name of what cannot."""
+"""Objects that travel to a rank, and errors that name those that cannot."""
 
 import functools
 import gc
@@ -18,7 +18,7 @@ from geartrain_spawn.files import AnonymousFile
 from .models import Net, loader, samples, trainer
 
 
-def there_and_back(thing):
+def round_trip(thing):
     file = AnonymousFile()
     try:
         file.dump(thing)
@@ -27,7 +27,7 @@ def there_and_back(thing):
         file.close()
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def there_and_back(thing):
     ids=str,
 )
 def test_tensors_keep_value_type_and_form(tensor):
-    same = there_and_back([tensor])[0]
+    same = round_trip([tensor])[0]
     assert torch.equal(same, tensor)
     assert (same.dtype, same.shape, same.requires_grad) == (
         tensor.dtype,
@@ -54,9 +54,9 @@ def test_tensors_keep_value_type_and_form(tensor):
     )
 
 
-def test_tensors_that_share_memory_share_it_still_and_nobody_elses():
+def test_tensors_that_share_memory_still_share_it_but_not_with_the_originals():
     whole = torch.arange(10.0)
-    same, part = there_and_back((whole, whole[2:5]))
+    same, part = round_trip((whole, whole[2:5]))
     same[2] = 99
     assert part[0] == 99
     assert whole[2] == 2
@@ -65,7 +65,7 @@ def test_tensors_that_share_memory_share_it_still_and_nobody_elses():
 def test_a_model_keeps_tied_weights_and_trains():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     net[1].weight = net[0].weight
-    same = there_and_back(net)
+    same = round_trip(net)
     assert same[1].weight is same[0].weight
     same(torch.ones(1, 3)).sum().backward()
     torch.optim.SGD(same.parameters(), 0.1).step()
@@ -93,7 +93,7 @@ def test_a_file_that_could_not_be_written_is_empty():
     file.close()
 
 
-def test_what_is_loaded_from_a_file_travels_by_value(tmp_path, monkeypatch):
+def test_a_function_that_is_loaded_from_a_file_travels_by_value(tmp_path, monkeypatch):
     path = tmp_path / "nowhere_importable.py"
     path.write_text("SCALE = 3\ndef scaled(x):\n    return SCALE * x\n")
     spec = importlib.util.spec_from_file_location("nowhere_importable", path)
@@ -106,7 +106,7 @@ def test_what_is_loaded_from_a_file_travels_by_value(tmp_path, monkeypatch):
     assert net.losses
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 class Scale:
@@ -191,25 +191,25 @@ def local_function():
         (Net(), loader(), [Locked()], "Locked.lock: _thread.lock"),
     ],
 )
-def test_what_cannot_be_pickled_is_named_by_its_path_before_anything_starts(
+def test_an_object_that_cannot_be_pickled_is_named_by_its_path_before_the_start(
     module, data, plugins, named, tmp_path
 ):
     one = trainer(plugins=plugins, output=tmp_path / "out")
     with pytest.raises(gt.UsageError) as refused:
         one.fit(module, data)
     assert str(refused.value).startswith(f"geartrain-spawn[ddp_spawn]: {named}")
-    assert "Fix: make it in setup()" in str(refused.value)
+    assert "Fix: create it in setup()" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_validation_loaders_are_named_too():
+def test_validation_loaders_are_named_as_well():
     with pytest.raises(gt.UsageError, match=r"val_dataloaders\.dataset\.names"):
         trainer().fit(Net(), loader(), DataLoader(Data()))
     with pytest.raises(gt.UsageError, match=r": dataloaders\.dataset\.names"):
         trainer().validate(Net(), DataLoader(Data()))
 
 
-def test_fork_hands_over_anything():
+def test_fork_accepts_objects_that_do_not_pickle():
     module = model_with(lock=threading.Lock())
     trainer("fork", max_epochs=1).fit(module, loader())
     assert len(module.losses) == 6
@@ -217,7 +217,7 @@ def test_fork_hands_over_anything():
 
 
 class BelongsToAThread:
-    """Unreachable garbage that no other process may collect: C++ objects that join threads abort there."""
+    """Garbage that only its process may collect: elsewhere, C++ objects that join threads abort."""
 
     def __init__(self):
         self.process, self.cycle = os.getpid(), self

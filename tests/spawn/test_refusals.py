@@ -1,4 +1,4 @@
-"""The path to what cannot be pickled."""
+"""The search for objects that cannot be pickled, and their paths."""
 
 import functools
 import pickle
@@ -39,7 +39,7 @@ def paths(thing, **how):
     return [refusal.path for refusal in refusals("it", thing, plain_dump, **how)]
 
 
-def test_what_pickles_is_not_refused():
+def test_objects_that_pickle_are_not_refused():
     fine = [
         nn.Linear(2, 2),
         {"a": torch.ones(3)},
@@ -64,7 +64,7 @@ def test_what_pickles_is_not_refused():
         (lambda: LOCK, ["it"]),
     ],
 )
-def test_every_innermost_one_is_named(thing, expected):
+def test_every_innermost_refused_object_is_named(thing, expected):
     assert paths(thing) == expected
 
 
@@ -76,18 +76,18 @@ def test_an_nn_module_s_parts_have_the_names_that_users_type():
     assert paths(net)[1].startswith("it.1._forward_hooks[")
 
 
-def test_one_that_is_shared_is_named_wherever_it_is():
+def test_a_shared_object_is_named_under_each_holder():
     shared = Holder(lock=LOCK)
     assert paths({"a": shared, "b": shared}) == ["it['a'].lock", "it['b'].lock"]
 
 
-def test_what_leads_back_is_not_to_blame():
+def test_a_part_that_refers_to_its_holder_is_not_named():
     net, child, grandchild = Holder(), Holder(), Holder()
     net.child, child.child, grandchild.back, net.lock = child, grandchild, net, LOCK
     assert paths(net) == ["it.lock"]
 
 
-def test_what_refuses_and_leads_back_is_named():
+def test_a_refused_part_that_refers_to_its_holder_is_named():
     class Local(Holder):
         pass
 
@@ -99,7 +99,7 @@ def test_what_refuses_and_leads_back_is_named():
     assert paths(net) == ["it.child"]
 
 
-def test_it_says_what_and_why():
+def test_a_refusal_has_the_type_and_the_reason():
     (lock,) = refusals("it", LOCK, plain_dump)
     assert (lock.what, lock.is_name) == ("_thread.lock", False)
     assert "pickle" in lock.why
@@ -116,8 +116,8 @@ def test_it_says_what_and_why():
     assert found.what.endswith("Local")
 
 
-def test_a_function_s_own_parts_count_where_its_code_is_pickled():
-    """As cloudpickle does; here with a pickler that refuses every function, and locks."""
+def test_objects_that_a_function_uses_are_searched_if_its_code_is_pickled():
+    """As with cloudpickle; this test's pickler refuses every function, and locks."""
     lock, empty = threading.Lock(), None
 
     def made():
@@ -129,7 +129,7 @@ def test_a_function_s_own_parts_count_where_its_code_is_pickled():
         later = 1
 
 
-def test_a_function_s_defaults_count_those_by_keyword_too():
+def test_a_function_s_defaults_are_searched_including_keyword_defaults():
     def made(first=LOCK, *, second=LOCK, third=1):
         return first, second, third
 

@@ -1,4 +1,4 @@
-"""After a run in other processes, its caller is as after one in its own."""
+"""After a run in other processes, the caller has the same state as after a run in its process."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ ALL = [
 
 @pytest.fixture(scope="module", params=ALL)
 def fitted(request):
-    """A trainer and its module after two fits, and what was seen after the first."""
+    """A trainer and its module after two fits, and a record of the first."""
     one = trainer(request.param)  # seeds the weights
     module = Net()
     one.fit(module, loader(), loader(20))
@@ -69,7 +69,7 @@ def test_metrics_and_counters(fitted):
     assert one.logged_metrics == one.callback_metrics
 
 
-def test_second_fit_goes_on_from_the_first_ones_weights(fitted):
+def test_a_second_fit_continues_from_the_weights_of_the_first(fitted):
     module, _, seen = fitted
     assert len(module.losses) == 24
     assert module.losses[:12] == seen["losses"]
@@ -93,7 +93,7 @@ def test_evaluation_after_fit(fitted):
     assert one.test(module, loader(21)) == [{"samples": 21.0}]
     assert one.global_step == 12
 
-    class Predicted(NamedTuple):  # as in a notebook: no other process can import it
+    class Predicted(NamedTuple):  # a local class: no other process can import it
         y: torch.Tensor
 
     class Predicts(Net):
@@ -105,9 +105,8 @@ def test_evaluation_after_fit(fitted):
     predicted = one.predict(same, loader(8))
     module.eval()
     expected = module.net(loader(8).dataset.tensors[0])
-    assert torch.allclose(
-        torch.cat([output.y for output in predicted]), expected, atol=1e-6
-    )  # of both ranks, in the loader's order
+    # Predictions of both ranks, in the loader's order.
+    assert torch.allclose(torch.cat([output.y for output in predicted]), expected, atol=1e-6)
 
 
 def test_start_methods_train_alike(fitted, request):
@@ -119,11 +118,11 @@ def test_start_methods_train_alike(fitted, request):
 _LOSSES = pytest.StashKey[list]()
 
 
-# --- modules, plugins, data ----------------------------------------------------------------------------------------------
+# --- modules, plugins, data -----------------------------------------------------------------------
 
 
 class Grows(Net):
-    """Makes a layer, a parameter and a buffer only in the process that trains."""
+    """Creates a layer, a parameter and a buffer only in the process that trains."""
 
     def setup(self, stage):
         if stage == "fit":
@@ -161,7 +160,7 @@ class Lazy(Net):
         pass
 
 
-def test_lazy_layers_come_back_made():
+def test_lazy_layers_come_back_initialized():
     module = Lazy()
     trainer(max_epochs=1).fit(module, loader())
     assert module.net.weight.shape == (1, 4)
@@ -183,7 +182,7 @@ def test_tied_weights_stay_tied():
 
 
 class Counts:
-    """Keeps no state_dict: its plain attributes come back."""
+    """A plugin without state_dict: its plain attributes come back."""
 
     def __init__(self):
         self.steps, self.console = 0, None
@@ -191,7 +190,7 @@ class Counts:
     @gt.hookimpl
     def on_step_end(self, run):
         self.steps += 1
-        self.console = open(os.devnull)  # noqa: SIM115 (cannot travel, and need not)
+        self.console = open(os.devnull)  # noqa: SIM115 (cannot be pickled, and need not be)
 
 
 class Remembers:
@@ -209,7 +208,7 @@ class Remembers:
         self._seen = [*state["seen"], "loaded"]
 
 
-def test_a_later_run_goes_on_in_the_table_that_the_first_one_began(tmp_path):
+def test_a_later_run_continues_the_table_of_the_first(tmp_path):
     one = trainer(plugins=["csv"], output=tmp_path, max_epochs=1)
     module = Net()
     one.fit(module, loader())
@@ -262,7 +261,7 @@ class Mine:
 """
 
 
-def test_plugin_chosen_by_file_is_made_anew_in_each_rank_with_its_options_and_state(
+def test_a_plugin_from_a_file_is_created_in_each_rank_with_its_options_and_state(
     tmp_path, monkeypatch
 ):
     (tmp_path / "spawned_hooks.py").write_text(HOOKS)
@@ -289,10 +288,10 @@ def test_the_run_folder_is_written_by_rank_0(tmp_path):
     }
 
 
-def test_optimizer_that_cannot_be_made_twice_costs_a_warning_and_no_weights():
+def test_an_optimizer_that_cannot_be_created_twice_is_a_warning_and_weights_come_back():
     class Once(Net):
         def configure_optimizers(self):
-            if self.global_step:  # in the caller, when the run is over
+            if self.global_step:  # in the caller, after the run
                 raise RuntimeError("only in a rank")
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -303,11 +302,11 @@ def test_optimizer_that_cannot_be_made_twice_costs_a_warning_and_no_weights():
     assert not torch.equal(before, module.net[0].weight)
 
 
-# --- size ----------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------
 
 
 class Big(gt.Module):
-    """Frozen weights and 300 metrics."""
+    """A module with frozen weights and 300 metrics."""
 
     def __init__(self, mebibytes):
         super().__init__()
@@ -328,7 +327,7 @@ class Big(gt.Module):
 
 @pytest.fixture
 def _nothing_is_left(tmp_path, monkeypatch):
-    util.get_temp_dir()  # which multiprocessing keeps until this process ends
+    util.get_temp_dir()  # multiprocessing keeps this folder until this process ends
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     shared = Path("/dev/shm")
@@ -361,7 +360,7 @@ def test_loader_workers_leave_nothing():
     assert len(module.losses) == 6
 
 
-# --- what a rank takes over ----------------------------------------------------------------------------------------------
+# --- settings that a rank copies ------------------------------------------------------------------
 
 
 class Looks(Net):
@@ -373,10 +372,8 @@ class Looks(Net):
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_ranks_take_over_dtype_random_state_environment_and_directory(
-    method, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("OF_THE_CALLER", method)  # a forkserver started with another environment
+def test_ranks_copy_dtype_random_state_environment_and_directory(method, monkeypatch, tmp_path):
+    monkeypatch.setenv("OF_THE_CALLER", method)  # the forkserver has another environment
     monkeypatch.chdir(tmp_path)
     module = Looks()
     one = trainer(method, max_epochs=1, seed=None)
@@ -431,13 +428,13 @@ def test_the_best_checkpoint_is_known_to_the_caller(tmp_path):
     one.test(dataloaders=loader(21), ckpt_path="best")
     saved = torch.load(best.best_model_path, weights_only=True)["model"]
     assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
-    one.fit(module, loader(), loader(20))  # goes on: the workers know what is saved already
+    one.fit(module, loader(), loader(20))  # the ranks know the checkpoints of the first fit
     assert len(best.best_k_models) == 2
     assert {str(path) for path in tmp_path.iterdir()} == {*best.best_k_models, best.last_model_path}
 
 
 class LateOnRank0:
-    """Makes rank 0 come to the store after rank 1."""
+    """Delays rank 0, so that it reaches the store after rank 1."""
 
     def __getstate__(self):
         return {"is_late": True}
@@ -447,8 +444,8 @@ class LateOnRank0:
             time.sleep(1)
 
 
-def test_a_run_of_ddp_before_it_in_the_same_process(monkeypatch):
-    """Both meet through the store of the process; a rank could read there where the store of the other run was."""
+def test_a_run_with_ddp_before_it_in_the_same_process(monkeypatch):
+    """Both runs use the process's store, so a rank could read the keys of the other run."""
     number = 10_000
     monkeypatch.setattr(launching, "_runs", number)
     monkeypatch.setattr(starter, "_numbers", itertools.count(number + 1))

@@ -1,4 +1,4 @@
-"""A run in other processes goes on as if it had not stopped, and its caller has what it came to."""
+"""A run with ddp_spawn resumes as if it had not stopped, and the caller gets its results."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from .models import Net, loader, trainer
 
 
 @pytest.mark.timeout(300)  # three runs of two processes each
-def test_the_rest_is_what_it_would_have_been(tmp_path):
+def test_a_resumed_run_equals_one_without_a_stop(tmp_path):
     def train(name, epochs, path=None):
         patient = EarlyStopping("val_loss", patience=50)
         one = trainer(max_epochs=epochs, output=tmp_path / name, plugins=[patient], seed=3)

@@ -1,4 +1,4 @@
-"""Session with ddp_spawn: the loop is a function that every process runs."""
+"""Session with ddp_spawn: every process runs the loop, which is a function."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def train(session, module, epochs=2):
 
 
 def by_hand(epochs=2):
-    """On whole batches, which are twice as large as those of each rank."""
+    """Train on whole batches, which are twice as large as those of a rank."""
     module = net()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(epochs):
@@ -66,13 +66,13 @@ def test_two_ranks_train_as_one_process_does(method, tmp_path):
     assert (brought["steps"], brought["ranks"]) == (12, [0, 1])
     for key, value in by_hand().items():
         torch.testing.assert_close(brought["weights"][key], value, rtol=1e-5, atol=1e-6)
-        assert torch.equal(module.state_dict()[key], before[key])  # what changed there stays there
+        assert torch.equal(module.state_dict()[key], before[key])  # ranks trained copies
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert '"rank": 0.5' in lines[0]
 
 
-def test_it_can_be_launched_again_and_seeds_each_time():
+def test_a_session_can_be_launched_twice_and_seeds_each_time():
     session = make(seed=11)
 
     def draw(session):
@@ -80,12 +80,10 @@ def test_it_can_be_launched_again_and_seeds_each_time():
 
     one, two = session.launch(draw), session.launch(draw)
     assert torch.equal(one[0], two[0])
-    assert torch.equal(
-        one[1][0], one[1][1]
-    )  # what is made before the first batch is the same on every rank
+    assert torch.equal(one[1][0], one[1][1])  # before the first batch, all ranks draw the same
 
 
-def test_an_error_of_a_rank_is_raised_here():
+def test_an_error_of_a_rank_is_raised_in_the_caller():
     def work(session):
         if session.global_rank == 1:
             raise KeyError("mine")
@@ -95,7 +93,7 @@ def test_an_error_of_a_rank_is_raised_here():
         make().launch(work)
 
 
-def test_what_cannot_travel_is_named():
+def test_an_argument_that_cannot_be_pickled_is_named():
     import threading
 
     module = net()
@@ -110,7 +108,7 @@ def test_it_must_be_launched_with_a_function():
     session = make()
     with pytest.raises(
         gt.UsageError,
-        match=r"geartrain-spawn\[ddp_spawn\] starts its processes on a function. Fix: session.launch\(train\)",
+        match=r"geartrain-spawn\[ddp_spawn\] starts its processes on a function. Fix: session\.",
     ):
         session.launch()
     with pytest.raises(gt.UsageError, match=r"setup comes before session.launch\(\)"):

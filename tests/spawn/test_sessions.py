@@ -1,4 +1,4 @@
-"""From wherever ``fit`` is called: notebooks, interactive sessions, scripts without a guard, standard input, the command line."""
+"""``fit`` with ddp_spawn in notebooks, interactive sessions, unguarded scripts and commands."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from geartrain_testing.launching import HAS_PROC, LOOPBACK, launched, listening,
 from .models import Net, loader, trainer
 
 STARTED = 60
-#: Seconds from a fault to the end of everything.
+#: Most seconds from a fault to the end of all processes.
 PROMPT = 30
 
 NET = """
@@ -49,7 +49,8 @@ class Net(gt.Module):
         return loss
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=int(os.environ.get("LOADER_WORKERS", "0")))
+        workers = int(os.environ.get("LOADER_WORKERS", "0"))
+        return torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=workers)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -58,12 +59,20 @@ class Net(gt.Module):
         Path(f"teardown-{self.global_rank}").touch()
 """
 FIT = """
-trainer = gt.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", strategy_options=OPTIONS, max_epochs=4, enable_progress_bar=False)
+trainer = gt.Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy="ddp_spawn",
+    strategy_options=OPTIONS,
+    max_epochs=4,
+    enable_progress_bar=False,
+)
 module = Net()
 before = module.net.weight.detach().clone()
 trainer.fit(module)
 trainer.fit(module)
-print("steps", trainer.global_step, "moved", bool((module.net.weight != before).all()), "loss", trainer.run.metrics["loss"] < 0.1)
+moved = bool((module.net.weight != before).all())
+print("steps", trainer.global_step, "moved", moved, "loss", trainer.run.metrics["loss"] < 0.1)
 """
 #: The `geartrain` command.
 GEARTRAIN = "import sys; from geartrain.commands import main; sys.exit(main())"
@@ -75,18 +84,18 @@ def fit(start_method="forkserver"):
 
 
 def methods(first, *others):
-    """One start method in the default, and others."""
+    """Parametrize: the first start method runs by default, the others in the matrix."""
     return pytest.mark.parametrize(
         "method", [first, *(pytest.param(method, marks=pytest.mark.matrix) for method in others)]
     )
 
 
-# --- sessions ------------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def executed(tmp_path, monkeypatch):
-    """A function that runs cells in a real notebook, with a kernel of its own, and gives them with their outputs."""
+    """A function that runs cells in a new notebook kernel and returns them with their outputs."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     kernels = tmp_path / "jupyter" / "kernels" / "here"
@@ -111,7 +120,7 @@ def executed(tmp_path, monkeypatch):
     return execute
 
 
-#: A fit of a second at least, in the notebook's own process, which counts how often its display is updated.
+#: A fit of a second or more in the notebook's process, with a counter of display updates.
 BAR = """
 import time
 import IPython.display
@@ -156,7 +165,7 @@ def test_in_a_notebook(tmp_path, method, executed):
 
 
 def check_progress(drawn, counted):
-    """Progress is one output of the notebook's own process."""
+    """Progress is one output of the notebook's process."""
     displays = [
         output["data"]["text/plain"]
         for output in drawn.outputs
@@ -164,11 +173,11 @@ def check_progress(drawn, counted):
     ]
     bars = [shown for shown in displays if "epoch 2" in shown]
     assert len(bars) == 1
-    assert bars[0].startswith("epoch 2/2 \u2501")  # the last of many
+    assert bars[0].startswith("epoch 2/2 \u2501")  # the last update
     assert "4/4" in bars[0]
     assert "val_loss=" in bars[0]
-    assert "\n" not in bars[0]  # the bar of the validation is away
-    assert int(counted.outputs[0]["data"]["text/plain"]) > 1  # how many depends on how fast it goes
+    assert "\n" not in bars[0]  # the validation's bar is removed
+    assert int(counted.outputs[0]["data"]["text/plain"]) > 1  # the number depends on the speed
     printed = "".join(
         output["text"] for output in drawn.outputs if output["output_type"] == "stream"
     )
@@ -180,7 +189,7 @@ def check_progress(drawn, counted):
 def test_in_an_interactive_session(tmp_path, method):
     session = f"{NET}\n\n{fit(method)}"
     (tmp_path / "session.py").write_text(session)
-    # Typed in, as a person does: -i with a file would leave a script that could be run again.
+    # Typed in, as a user does: with -i FILE there would be a script that could run again.
     typed = "exec(compile(open('session.py').read(), '<typed>', 'exec'), globals())\n"
     done = subprocess.run(
         [sys.executable, "-i", "-q"],
@@ -275,7 +284,7 @@ def test_spawn_is_another_name(tmp_path):
     assert plan["strategy"]["distribution"] == "geartrain-spawn"
 
 
-@pytest.mark.end_to_end  # test_what_comes_back.py has one in this process
+@pytest.mark.end_to_end  # test_results.py tests this in the test process
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_loaders_with_workers(tmp_path, method):
     (tmp_path / "train.py").write_text(NET + fit(method))
@@ -285,7 +294,7 @@ def test_loaders_with_workers(tmp_path, method):
 
 
 class Place(Net):
-    """Tells its place in the last step."""
+    """Records its place in the last step."""
 
     def training_step(self, batch, batch_idx):
         self.where = (self.global_rank, self.trainer.run.world.node_rank, self.trainer.world_size)
@@ -308,7 +317,7 @@ def test_two_nodes(tmp_path):
 
 
 class Listens(Net):
-    """Notes the addresses on which its rank and the starter listen."""
+    """Records the addresses on which its rank and the starter listen."""
 
     def on_train_end(self):
         self.found = listening([os.getpid(), int(os.environ["OF_THE_STARTER"])])
@@ -325,7 +334,7 @@ def test_nothing_listens_outside_loopback(tmp_path, monkeypatch):
     assert not {*found[0], *found[1]} - set(LOOPBACK)
 
 
-# --- the starter ends ----------------------------------------------------------------------------------------------------
+# --- the starter ends -----------------------------------------------------------------------------
 
 
 def waiting(tmp_path, method="forkserver", **environment):
@@ -334,9 +343,9 @@ def waiting(tmp_path, method="forkserver", **environment):
 
 
 def until_waiting(run, tmp_path):
-    there = (tmp_path / "waits-0", tmp_path / "waits-1")
+    marks = (tmp_path / "waits-0", tmp_path / "waits-1")
     until(
-        lambda: all(path.exists() for path in there) or run.process.poll() is not None,
+        lambda: all(path.exists() for path in marks) or run.process.poll() is not None,
         STARTED,
         "both ranks are in their second step",
     )
@@ -358,7 +367,7 @@ def test_a_signal_to_the_starter_ends_everything_and_tears_down(tmp_path, number
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 @methods("fork", "forkserver")
 def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
-    """A terminal interrupts all processes of the program, so that a rank is asked to end while it tears down already."""
+    """A terminal signals all processes, so a rank gets a second request to end in its teardown."""
     with waiting(tmp_path, method) as run:
         until_waiting(run, tmp_path)
         found = listening(run.processes())
@@ -373,7 +382,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_and_tears_down(tmp_path, method):
 
 @pytest.mark.skipif(not HAS_PROC, reason="finds processes through /proc")
 @methods("forkserver", "spawn", "fork")
-def test_a_killed_starter_takes_everything_with_it(tmp_path, method):
+def test_all_processes_end_after_the_starter_is_killed(tmp_path, method):
     with waiting(tmp_path, method, LOADER_WORKERS="1") as run:
         until_waiting(run, tmp_path)
         assert len(run.processes()) >= 3
@@ -386,8 +395,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**kept, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
 
 
-def test_the_forkserver_ends_without_undoing_its_imports(tmp_path):
-    """Otherwise it outlives the program: by seconds where torch has many libraries."""
+def test_the_forkserver_exits_without_undoing_its_imports(tmp_path):
+    """Otherwise it may outlive the program by seconds, if torch has many libraries."""
     text = "import atexit; atexit.register(print, 'undone'); import geartrain_spawn.preload"
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=STARTED, check=True

@@ -1,4 +1,4 @@
-"""The finders, whose runs are in other processes: what is found comes back, and the caller's module is as it was."""
+"""The tuner with ddp_spawn: its result comes back, and the caller's module is unchanged."""
 
 import os
 
@@ -12,7 +12,7 @@ from .models import Net, loader, samples, trainer
 
 
 class Tuned(Net):
-    """Keeps which process it was trained in, which must not come back; has room for eleven samples."""
+    """Records its pids, which must not come back; a batch may have at most eleven samples."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def state(module):
 
 @pytest.fixture
 def module():
-    """One that is at the end as it was at the beginning, but for what was found."""
+    """A module; at the end only the tuned attribute may have changed."""
     module = Tuned()
     before, attributes = state(module), {"losses": [], "pids": [], "best": None}
     yield module

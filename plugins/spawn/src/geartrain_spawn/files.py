@@ -1,6 +1,6 @@
-"""Files without a name, through which a starter and its ranks hand each other what may be gigabytes.
+"""Files without a name, by which a starter and its ranks exchange objects of up to gigabytes.
 
-Unlike a pipe it needs no reader while it is written, and unlike a named file nothing is left if a process is killed.
+A pipe would need a reader during the write. A named file would stay behind if a process is killed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 
 from geartrain_spawn.pickles import Pickler
 
-#: Where in a file a tensor's memory may begin: what torch's own allocator keeps to.
+#: Alignment of a tensor's memory in the file, in bytes, as in torch's allocator.
 _ALIGNED = 64
 _LENGTH = struct.Struct("<Q")
 
 
 class AnonymousFile:
-    """A file that vanishes with the last process that has it open; in memory where the system has such files.
+    """A file that vanishes when the last process closes it; in memory if the system has such files.
 
-    It holds one pickled object, with the memory of its tensors beside the pickle: readers map it, so that weights are neither copied
-    into the pickle nor out of it. It can be an argument of a process that is being started, by any start method.
+    It holds one pickled object and, beside the pickle, the memory of its tensors. Readers map the
+    file, so that weights are not copied into or out of the pickle. The object can be an argument of
+    a process that is started, with any start method.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -37,10 +38,10 @@ class AnonymousFile:
                 self.descriptor = os.dup(file.fileno())
 
     def dump(self, thing: Any) -> None:
-        """Write an object, from the beginning.
+        """Replace the file's content by an object.
 
         Raises:
-            Exception: it cannot be pickled; the file is then empty.
+            Exception: the object cannot be pickled; the file is then empty.
         """
         os.ftruncate(self.descriptor, 0)
         os.lseek(self.descriptor, 0, os.SEEK_SET)
@@ -62,12 +63,12 @@ class AnonymousFile:
             file.write(index + _LENGTH.pack(len(index)))
 
     def load(self) -> Any:
-        """The object, its tensors in memory that this process alone sees change; ``None`` where nothing was written."""
+        """Return the object; ``None`` if the file is empty. Changes of its tensors stay local."""
         size = os.fstat(self.descriptor).st_size
         if not size:
             return None
-        # Mapped, because a descriptor that another process has too shares its position with that. A copy of a page is made when it
-        # is first written, so that a rank's weights cost memory once they change.
+        # Mapped, because processes that share a descriptor share its position. A page is copied at
+        # its first write, so a rank's weights cost memory only when they change.
         data = memoryview(mmap.mmap(self.descriptor, size, access=mmap.ACCESS_COPY))
         (length,) = _LENGTH.unpack(data[-_LENGTH.size :])
         places = pickle.loads(data[-_LENGTH.size - length : -_LENGTH.size])

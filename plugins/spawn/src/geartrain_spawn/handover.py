@@ -1,7 +1,8 @@
-"""Bring the results of a run from the process that worked back to the one that called ``fit``.
+"""Bring the results of a run from the rank back to the process that called ``fit``.
 
-A run travels to a rank by pickling (run, worker). Back comes everything that a caller sees after a run in its own process:
-the module's tensors and plain attributes, optimizer state, plugins' state, counters, metrics, the result.
+A run travels to a rank as the pickle of (run, worker). Everything that a caller sees after a run in
+one process comes back: the module's tensors and plain attributes, optimizer state, plugins' state,
+counters, metrics and the result.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from geartrain.plugin_api import LoadedPlugin, MetricStore, map_tensors, read_op
 if TYPE_CHECKING:
     from geartrain import Module, Run
 
-#: What nn.Module itself keeps in a module's ``__dict__``; of it only these travel as attributes.
+#: nn.Module's entries of a module's ``__dict__``, except the two that travel as attributes.
 _OWN = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _REGISTERED = ("_modules", "_parameters", "_buffers")
-#: Fields of a run and of its logs that its caller sees afterwards.
+#: Fields of a run and of its logs that the caller sees afterwards.
 _FIELDS = (
     "step",
     "epoch",
@@ -49,20 +50,20 @@ class RankResult:
     logs: dict[str, Any]
     #: Parameters and buffers by name.
     tensors: dict[str, torch.Tensor]
-    #: Modules, parameters and buffers that the run has added, by the path of the module that has them.
+    #: Modules, parameters and buffers that the run added, by the path of their module.
     added: dict[str, dict[str, dict[str, Any]]]
-    #: Plain attributes by the path of the module that has them.
+    #: Plain attributes by the path of their module.
     attributes: dict[str, dict[str, Any]]
     datamodule: dict[str, Any]
-    #: Of each optimizer and of each scheduler, its ``state_dict()``.
+    #: The ``state_dict()`` of each optimizer and of each scheduler.
     optimizers: list[Any]
     schedulers: list[Any]
-    #: Of each plugin its ``state_dict()``, or its plain attributes if it has none.
+    #: The ``state_dict()`` of each plugin, or its plain attributes if it has no such method.
     plugins: list[Any]
 
 
 def registered_names(module: nn.Module) -> frozenset[str]:
-    """The names of a module's submodules, parameters and buffers, itself under ``""``."""
+    """Return the names of a module's submodules, parameters and buffers; its own name is ``""``."""
     tensors = [
         name
         for name, _ in (
@@ -76,9 +77,10 @@ def registered_names(module: nn.Module) -> frozenset[str]:
 
 
 def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
-    """Return everything that this rank brings back after its run; the module is moved to the CPU.
+    """Return everything that this rank sends back after its run; move the module to the CPU.
 
     Args:
+        run: the run that ended.
         result: the worker's result.
         known: :func:`registered_names` of the module, before the worker was called.
     """
@@ -107,9 +109,10 @@ def outcome(run: Run, result: Any, known: frozenset[str]) -> RankResult:
 
 
 def apply_result(run: Run, brought: RankResult) -> Any:
-    """Let the caller's module, plugins, trainer and run be as if the run had been in this process.
+    """Set the caller's module, plugins, trainer and run as if the run had been in this process.
 
-    Nothing keeps a tensor of ``brought``: they may lie in a mapped file, all of which one of them would keep.
+    All tensors of ``brought`` are copied: they may be in a mapped file, and one kept tensor would
+    keep the whole file.
 
     Returns:
         The worker's result.
@@ -146,18 +149,18 @@ def _update_module(module: Module, brought: RankResult) -> None:
             if own.shape == theirs.shape and own.dtype == theirs.dtype:
                 own.copy_(theirs)
             else:
-                own.data = theirs.clone()  # resized in the run
+                own.data = theirs.clone()  # the run resized it
     for path, attributes in brought.attributes.items():
         _set(parts[path], _copy(attributes))
 
 
 def _set(thing: Any, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
-        thing.__dict__[name] = value  # past a property or a __setattr__, as it was found
+        thing.__dict__[name] = value  # not through a property or a __setattr__, as it was read
 
 
 def _make_optimizers(run: Run, brought: RankResult) -> None:
-    """The caller's own optimizers, with the state of those that trained."""
+    """Create the caller's optimizers, with the state of the rank's."""
     module = run.module
     module._run, module._trainer = run, run.trainer
     try:
@@ -166,17 +169,17 @@ def _make_optimizers(run: Run, brought: RankResult) -> None:
             optimizer.load_state_dict(_copy(state))
         for schedule, state in zip(run.schedulers, brought.schedulers, strict=True):
             schedule.scheduler.load_state_dict(_copy(state))
-    except Exception as error:  # the run is done and its weights are here: an optimizer that cannot be made twice must not lose them
+    except Exception as error:  # an error here must not lose the trained weights
         warnings.warn(
-            f"the optimizers' state did not come back: {type(module).__name__}.configure_optimizers failed in the calling process "
-            f"({type(error).__name__}: {error})",
+            f"the optimizers' state is lost: {type(module).__name__}.configure_optimizers failed "
+            f"in the calling process ({type(error).__name__}: {error})",
             stacklevel=2,
         )
     finally:
         module._run = None
 
 
-# --- what travels --------------------------------------------------------------------------------------------------------
+# --- the objects that travel ----------------------------------------------------------------------
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -185,7 +188,7 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict[str, Any]]:
-    """Return the run's additions to one module, by the name of nn.Module's dictionary that holds it."""
+    """Return the run's additions to one module, by the nn.Module dictionary that holds them."""
     prefix = f"{path}." if path else ""
     found = {
         kind: {
@@ -199,7 +202,7 @@ def _new_in(part: nn.Module, path: str, known: frozenset[str]) -> dict[str, dict
 
 
 def _plain_attributes(thing: Any) -> dict[str, Any]:
-    """Attributes that are numbers, strings, tensors, arrays, or lists, tuples, sets and dicts of them."""
+    """Return the attributes that are numbers, strings, tensors, arrays, or collections of them."""
     return {
         name: map_tensors(value, _to_cpu)
         for name, value in vars(thing).items()
@@ -237,7 +240,7 @@ def _plugin_state(part: LoadedPlugin) -> Any:
     state = state_of(part.plugin)
     if state is not None:
         return state
-    # A file of functions is a module, whose globals are no state; an object with slots keeps none that could be found.
+    # A file of functions is a module, whose globals are no state. Objects with slots have none.
     return (
         _plain_attributes(part.plugin)
         if hasattr(part.plugin, "__dict__") and not isinstance(part.plugin, ModuleType)

@@ -1,4 +1,4 @@
-"""How things travel to a rank, and the path to what cannot."""
+"""Pickle objects for a rank, and name those that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from geartrain_spawn.refusals import refusals
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value the definitions of a script, a notebook or any other module that a fresh process could not import, so that a
-    rank need not run the script again.
+    """A pickler that sends by value the definitions that a new process could not import.
+
+    These come from a script, a notebook or a module that was loaded from a file. So a rank need not
+    run the script again.
 
     Args:
-        buffers: called with the memory of tensors, once for all that share it.
+        file: the pickle is written here.
+        buffers: called with the memory of tensors, once per storage.
     """
 
     def __init__(self, file: IO[bytes], buffers: Any = None) -> None:
@@ -40,7 +43,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             memory = (ctypes.c_char * obj.nbytes()).from_address(obj.data_ptr())
             return _storage, (pickle.PickleBuffer(memory),)
         if type(obj) is torch.Tensor and _is_plain(obj):
-            # Tensors that share memory have one storage, also as a Python object: the pickler knows it when it comes again.
+            # Tensors that share memory share one storage object, so the pickler writes it once.
             return _tensor, (
                 obj.untyped_storage(),
                 obj.dtype,
@@ -50,12 +53,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 obj.requires_grad,
             )
         if isinstance(obj, type | types.FunctionType):
-            _by_value_where_needed(obj.__module__)
+            _by_value_if_needed(obj.__module__)
         return super().reducer_override(obj)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if memory and shape are all of a tensor; torch pickles any other itself."""
+    """True if a tensor is only memory and shape; torch pickles all others."""
     strided = (
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
     )
@@ -87,13 +90,15 @@ def _tensor(
 
 
 @cache
-def _by_value_where_needed(name: str) -> None:
-    """Let cloudpickle pickle the contents of a module that was loaded in another way than a plain import would: a test's, or one that
-    was loaded from a file."""
+def _by_value_if_needed(name: str) -> None:
+    """Make cloudpickle send a module by value if a plain import would not find it.
+
+    Examples are a test module, and a module that was loaded from a file.
+    """
     module = sys.modules.get(name)
     origin = getattr(module, "__file__", None)
     if module is None or origin is None or name == "__main__":
-        return  # built in, made by hand, or by value anyway
+        return  # built in, created in memory, or already by value
     found: ModuleSpec | None = None
     path: Any = None
     for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
@@ -113,24 +118,26 @@ def _by_value_where_needed(name: str) -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
-#: How multiprocessing and torch.multiprocessing pickle descriptors and tensors.
+#: The reducers of multiprocessing and torch.multiprocessing for descriptors and tensors.
 _SHARED = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 class _WorkerPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles for a loader worker that a rank starts: as multiprocessing does, and by value names that a new process cannot import."""
+    """The pickler for loader workers of a rank: multiprocessing's, with definitions by value."""
 
     dispatch_table: ClassVar[Any] = ChainMap(_SHARED, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType):
-            _by_value_where_needed(obj.__module__)
+            _by_value_if_needed(obj.__module__)
         return super().reducer_override(obj)
 
 
 def pickle_by_value_for_workers() -> None:
-    """Let this rank start loader workers by ``spawn`` and ``forkserver``: a dataset of the caller's script came here by value, and the
-    rank's own ``__main__`` does not have its class."""
+    """Enable loader workers by ``spawn`` and ``forkserver`` in this rank.
+
+    A dataset class of the caller's script is here only by value: the rank's ``__main__`` lacks it.
+    """
 
     def dump_for_worker(obj: Any, file: Any, protocol: int | None = None) -> None:
         _WorkerPickler(file, protocol).dump(obj)
@@ -138,11 +145,11 @@ def pickle_by_value_for_workers() -> None:
     reduction.dump = dump_for_worker
 
 
-# --- what does not pickle ------------------------------------------------------------------------------------------------
+# --- objects that do not pickle -------------------------------------------------------------------
 
 
 def pickled_arguments(run: Run, worker: Any) -> dict[str, Any]:
-    """Return the objects that travel with a run, by the names that its user knows: for an error about something that cannot go."""
+    """Return the objects that travel with a run, by the user's names for them, for errors."""
     source = next(
         (argument for argument in getattr(worker, "args", ()) if isinstance(argument, DataSource)),
         None,
@@ -182,23 +189,24 @@ def _argument(command: str, stage: str) -> str:
 
 
 def refusal(arguments: Mapping[str, Any], error: Exception, strategy: str) -> UsageError:
-    """Return the error that names what does not pickle.
+    """Return the error that names an object that does not pickle.
 
     Args:
         arguments: the objects to pickle; see :func:`pickled_arguments`.
-        error: what pickling raised.
-        strategy: whose error this is.
+        error: the exception that pickling raised.
+        strategy: label of the strategy, for the message.
     """
     for name, thing in arguments.items():
         for found in refusals(name, thing, dump, by_value=True):
             return UsageError(
-                f"{strategy}: {found.path}: {found.what} cannot be pickled, and what goes to another process must be ({found.why}). "
-                "Fix: make it in setup(), which runs in each process, leave it out in __getstate__, or use --strategy ddp, "
-                "which needs no pickling"
+                f"{strategy}: {found.path}: {found.what} cannot be pickled, so it cannot be sent "
+                f"to another process ({found.why}). "
+                "Fix: create it in setup(), which runs in each process, leave it out in "
+                "__getstate__, or use --strategy ddp, which needs no pickling"
             )
     return UsageError(f"{strategy}: the run cannot be pickled: {type(error).__name__}: {error}")
 
 
 def dump(thing: Any, file: IO[bytes]) -> None:
-    """Pickle as for a rank, but without the memory of tensors."""
+    """Pickle as for a rank, but skip the memory of tensors."""
     Pickler(file, lambda buffer: None).dump(thing)

@@ -1,4 +1,4 @@
-"""The imports of the forkserver before it forks the first rank: those on which a rank would spend its first second."""
+"""The forkserver imports this module before the first fork, which saves a second per rank."""
 
 import atexit
 import gc
@@ -11,12 +11,13 @@ import torch._dynamo  # noqa: F401 (torch's optimizers import it when the first 
 import geartrain_spawn.rank
 import geartrain_spawn.strategy  # noqa: F401
 
-with suppress(
-    Exception
-):  # the progress bar, if it is installed, and rich, which rank 0 imports for it
+# The progress bar, if it is installed, and rich, which it imports on rank 0.
+with suppress(Exception):
     import_module("geartrain_callbacks.bars")
 
-gc.freeze()  # else each rank's first collection touches all of these objects, and with them copies their memory
+# Otherwise each rank's first garbage collection would write to these objects and copy their memory.
+gc.freeze()
 
-# Only the server runs it: ranks end by os._exit. Else it outlives the program by the seconds that Python takes to undo the imports.
+# Only the server runs this: ranks end by os._exit. Otherwise the server would outlive the program
+# by the seconds that Python takes to undo the imports.
 atexit.register(os._exit, 0)

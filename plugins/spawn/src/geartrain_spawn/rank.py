@@ -1,4 +1,4 @@
-"""The main function of a started process: become its rank, work, and leave the result for its starter."""
+"""The main function of a started process: become a rank, run the worker, return the result."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from geartrain_spawn.pickles import pickle_by_value_for_workers
 
 @dataclass(slots=True)
 class Surroundings:
-    """Settings that a rank takes over from its starter, where code that the user ran may have changed them."""
+    """Settings that a rank copies from its starter: the user's code may have changed them."""
 
     environment: dict[str, str]
     directory: str
-    #: How loader workers start: a started process has otherwise the method by which it was started itself.
+    #: Start method of loader workers. Otherwise it would be the method that started the rank.
     start_method: str | None
     dtype: torch.dtype
     matmul_precision: str
@@ -64,7 +64,7 @@ class Surroundings:
         )
 
     def take_over(self) -> None:
-        os.environ.clear()  # a forkserver's is that of the first run
+        os.environ.clear()  # a forkserver has the environment of the first run
         os.environ.update(self.environment)
         os.chdir(self.directory)
         multiprocessing.set_start_method(self.start_method, force=True)
@@ -83,64 +83,67 @@ class Job:
     """The task of one rank."""
 
     place: ClusterEnvironment
-    #: The number of the run in the program.
+    #: Number of the run in the program.
     number: int
     timeout: timedelta
     #: The pickled run, or the run itself in a fork.
     payload: AnonymousFile | tuple[Run, Callable[[int], Any]]
     #: The file for the result or the exception.
     answer: AnonymousFile
-    #: The file for its output; ``None`` for the starter's own output.
+    #: The file for the rank's output; ``None`` for the starter's output.
     log: Path | None
-    #: The file for the report of its error; see ``geartrain.parallel.Failure.read``.
+    #: The file for the report of the rank's error; see ``geartrain.parallel.Failure.read``.
     error_file: Path
-    #: ``None`` in a fork, which has them.
+    #: ``None`` in a fork, which inherits them.
     surroundings: Surroundings | None
 
 
-#: The answer of a rank that has done its work and brings nothing.
+#: The answer of a rank that succeeded and has no result to return.
 DONE = "done"
 
 
 def main(job: Job) -> None:
-    """Run in a fresh process; exits with 1 after an error."""
+    """Run one rank in a new process; exit with 1 after an error."""
     _die_with_starter()
     _direct_output(job.log)
     try:
         if job.surroundings is None:
-            gc.freeze()  # garbage of the starter belongs to threads that a fork does not have: collecting it would abort
+            # The starter's garbage may belong to threads that a fork lacks; collecting it would
+            # abort the process.
+            gc.freeze()
         else:
             job.surroundings.take_over()
             pickle_by_value_for_workers()
         os.environ.update(variables(job.place), TORCHELASTIC_ERROR_FILE=str(job.error_file))
-        # After a fork OpenMP's threads are gone, and waiting for them would never end: one thread needs none.
+        # After a fork, OpenMP's threads are gone and a wait for them would hang. One thread needs
+        # none of them.
         torch.set_num_threads(1 if job.surroundings is None else threads(job.place.local_size))
         run, worker = job.payload.load() if isinstance(job.payload, AnonymousFile) else job.payload
         known = registered_names(run.module)
         result = join(run, worker, job.place, job.number, job.timeout)
         job.answer.dump(outcome(run, result, known) if job.place.local_rank == 0 else DONE)
     except BaseException as error:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(
-            job.error_file
-        )  # an error may come before the environment is the starter's
+        # Again, because the error may come before the environment is set.
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(job.error_file)
         report(error)
         if job.log is not None:
             traceback.print_exception(error)
-        with suppress(Exception):  # an error may hold what cannot be pickled; its text is reported
+        with suppress(Exception):  # an error that cannot be pickled; its text is reported
             job.answer.dump(error)
         sys.exit(1)
 
 
 def _die_with_starter() -> None:
-    """End when the starter does, however that ends."""
+    """End this process when the starter ends, even if it is killed."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     assert starter.pid is not None
     if os.getppid() == starter.pid:
         die_with_parent()
 
-    # A forkserver's child is no child of its starter, and the server may outlive it. Not the sentinel if there is a choice: it is a pipe,
-    # whose other end the starter's forked children hold open after its death.
+    # A forkserver's child is not a child of the starter, and the server may outlive the starter.
+    # Prefer the pidfd to the sentinel, which is a pipe: forked children of the starter hold its
+    # other end open after the starter's death.
     ended = os.pidfd_open(starter.pid) if hasattr(os, "pidfd_open") else starter.sentinel
 
     def watch() -> None:
@@ -155,6 +158,6 @@ def _direct_output(log: Path | None) -> None:
     if log is None:
         return
     write_output_to(log)
-    # In a fork of a notebook these would go to the notebook.
+    # In a fork of a notebook, Python's streams would still write to the notebook.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,6 +1,6 @@
-"""The path to what cannot be pickled: which attribute of a module, of data or of a loader, and why.
+"""Find the attribute of a module, of data or of a loader that cannot be pickled, and the reason.
 
-Used if something must go to another process: by ``ddp_spawn``, by ``geartrain doctor --pickle`` and by geartrain-testing's thread ranks.
+Used by ``ddp_spawn``, ``geartrain doctor --pickle`` and the thread ranks of geartrain-testing.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from typing import IO, Any
 
 import torch
 
-#: Writes an object into a file, as ``pickle.dump`` does, or raises.
+#: A function like ``pickle.dump``: write an object into a file, or raise.
 Dump = Callable[[Any, IO[bytes]], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One thing that does not pickle, and none of whose parts is to blame."""
+    """An object that does not pickle, although all of its parts do."""
 
-    #: How its user reaches it: ``"model.transform.lock"``.
+    #: Path from the user's object: ``"model.transform.lock"``.
     path: str
-    #: Its type: ``"_thread.lock"``, or a function's name, file and line.
+    #: Its type: ``"_thread.lock"``; for a function its name, file and line.
     what: str
-    #: What pickling it raised.
+    #: The error of its pickling.
     why: str
-    #: True if it is a function or a class, which plain pickle writes as a name that other processes must be able to import.
+    #: True for a function or a class: plain pickle writes its name, and the reader must import it.
     is_name: bool
 
 
 def refusals(path: str, thing: Any, dump: Dump, by_value: bool = False) -> Iterator[Refusal]:
-    """The innermost parts of ``thing`` that ``dump`` cannot write, in the order in which pickling meets them.
+    """Yield the innermost parts of ``thing`` that ``dump`` cannot write, in the order of pickling.
 
     Args:
-        path: what ``thing`` is called.
+        path: name of ``thing``.
+        thing: the object to search.
         dump: writes an object into a file, or raises.
-        by_value: whether ``dump`` writes functions and classes that cannot be imported with their code, as cloudpickle does, so that
-            it is what they refer to that may be refused.
+        by_value: true if ``dump`` writes the code of functions and classes that cannot be imported,
+            as cloudpickle does. Then the search also covers the objects that they use.
     """
     why = _why_not(thing, dump)
     if why is None:
@@ -51,12 +52,12 @@ def refusals(path: str, thing: Any, dump: Dump, by_value: bool = False) -> Itera
     for refusal in _Search(dump, by_value).of(path, thing, why):
         found = True
         yield refusal
-    if not found:  # the culprit refers to its holder
+    if not found:  # the object that does not pickle refers to its holder
         yield from _Search(dump, by_value, blame_cycles=True).of(path, thing, why)
 
 
 def plain_dump(thing: Any, file: IO[bytes]) -> None:
-    """Pickle as the standard library does, but without the memory of tensors, which always pickles and may be gigabytes."""
+    """Pickle like the standard library, but skip the memory of tensors, which may be gigabytes."""
     _Plain(file, 5).dump(thing)
 
 
@@ -70,7 +71,7 @@ class _Plain(pickle.Pickler):
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file that discards its content."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -79,7 +80,7 @@ class _Nowhere:
 def _why_not(thing: Any, dump: Dump) -> str | None:
     try:
         dump(thing, _Nowhere())  # type: ignore[arg-type]
-    except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
+    except Exception as error:  # the user's __reduce__ or __getstate__ may raise anything
         return (
             f"{type(error).__name__}: {error}" if not isinstance(error, TypeError) else str(error)
         )
@@ -90,11 +91,11 @@ def _why_not(thing: Any, dump: Dump) -> str | None:
 class _Search:
     dump: Dump
     by_value: bool
-    #: If True, report a thing if the only parts of it that do not pickle hold it: these may be refused for another part.
+    #: True: report an object even if some of its parts hold it and so do not pickle either.
     blame_cycles: bool = False
 
     def of(self, path: str, thing: Any, why: str, above: tuple[int, ...] = ()) -> Iterator[Refusal]:
-        """What in ``thing``, which is refused, is to blame; ``above`` has the ids of what holds it."""
+        """Yield the innermost refused parts of ``thing``; ``above``: the ids of its holders."""
         above, innermost = (*above, id(thing)), True
         for step, part in _parts(thing, self.by_value):
             if id(part) in above:
@@ -107,7 +108,7 @@ class _Search:
 
 
 def _parts(thing: Any, by_value: bool) -> Iterator[tuple[str, Any]]:
-    """What pickling ``thing`` would pickle, each with the step that leads to it."""
+    """Yield the parts that pickling ``thing`` would pickle, each with its step of the path."""
     if isinstance(thing, Mapping):
         yield from ((f"[{key!r}]", value) for key, value in thing.items())
     elif isinstance(thing, list | tuple | set | frozenset):
@@ -147,15 +148,12 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
     try:
         state = thing.__getstate__()
-    except Exception:  # it is this object itself that does not pickle
+    except Exception:  # this object itself does not pickle
         return
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, Mapping):
-            registered = (
-                "_modules",
-                "_parameters",
-                "_buffers",
-            )  # nn.Module's: their names are those that a user types
+            # nn.Module's dictionaries: the user accesses their items as attributes.
+            registered = ("_modules", "_parameters", "_buffers")
             for name in registered:
                 yield from _attributes(attributes.get(name) or {})
             yield from _attributes(
@@ -163,7 +161,7 @@ def _parts_of_object(thing: Any) -> Iterator[tuple[str, Any]]:
             )
     try:
         thing.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    except Exception:  # it is the object, a lock for one, that does not pickle, whatever its class
+    except Exception:  # the object does not pickle (a lock, for example), not its class
         return
     yield "'s class", type(thing)
 

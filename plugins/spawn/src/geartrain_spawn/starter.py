@@ -1,4 +1,4 @@
-"""The process that called ``fit``: hand the run over, start the ranks, watch them, apply the result."""
+"""The process that called ``fit``: pickle the run, start and watch the ranks, apply the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from geartrain_spawn import pickles, rank
 from geartrain_spawn.files import AnonymousFile
 from geartrain_spawn.handover import apply_result
 
-#: Those of the seeds that this system has, the default first.
+#: The start methods of this system, the default first.
 START_METHODS = [
     name
     for name in ("forkserver", "spawn", "fork")
@@ -46,14 +46,21 @@ _numbers = itertools.count(1)
 def run_in_ranks(
     run: Run, worker: Callable[[int], Any], start_method: str, timeout: timedelta
 ) -> Any:
-    """Call ``worker`` in one fresh process for each of this node's ranks.
+    """Call ``worker`` in one new process per rank of this node.
+
+    Args:
+        run: the run; afterwards it and its objects are as after a run in this process.
+        worker: called with the rank's number.
+        start_method: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
+        timeout: how long a rank waits for the others.
 
     Returns:
-        What ``worker`` returned in this node's first rank; ``run`` and what belongs to it are as after a run in this process.
+        The result of ``worker`` in this node's first rank.
 
     Raises:
-        UsageError: something cannot be handed over; nothing was started.
-        TrainingError: a rank was killed, stopped, hung or left. A rank's own error is raised as it is, with its traceback as the cause.
+        UsageError: an object cannot be pickled; no process was started.
+        TrainingError: a rank was killed, was stopped, hung or left. An exception that a rank raised
+            is raised here as well, with its traceback as the cause.
     """
     _check(run, start_method)
     payload = (run, worker) if start_method == "fork" else _pack(run, worker)
@@ -63,7 +70,7 @@ def run_in_ranks(
         else run.output.absolute() / "logs"
     )
     logs.mkdir(parents=True, exist_ok=True)
-    util.get_temp_dir()  # ranks and their loader workers use it too: a killed one leaves no folder
+    util.get_temp_dir()  # ranks and loader workers share it, so a killed one leaves no folder
     ranks = Ranks(start_method, logs)
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
@@ -87,12 +94,13 @@ def _check(run: Run, start_method: str) -> None:
         place = run.cluster or run.trainer.cluster
         assert place is not None
         raise UsageError(
-            f"{label} starts its processes itself, and this is one of {place.size} that {place.launcher} has started. "
-            "Fix: --strategy ddp, which joins them"
+            f"{label} starts its processes itself, but this process is one of {place.size} that "
+            f"{place.launcher} started. Fix: --strategy ddp, which joins them"
         )
     if start_method == "fork" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
-            f"{label}: start_method='fork' cannot be used once this process has used CUDA. Fix: start_method='forkserver'"
+            f"{label}: start_method='fork' cannot be used after this process has used CUDA. "
+            "Fix: start_method='forkserver'"
         )
 
 
@@ -100,7 +108,7 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
     payload = AnonymousFile()
     try:
         payload.dump((run, worker))
-    except Exception as error:  # whatever a __reduce__ or __getstate__ of the user's raises
+    except Exception as error:  # the user's __reduce__ or __getstate__ may raise anything
         payload.close()
         raise pickles.refusal(
             pickles.pickled_arguments(run, worker), error, run.plan.strategy.label
@@ -110,7 +118,7 @@ def _pack(run: Run, worker: Callable[[int], Any]) -> AnonymousFile:
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank; its process was forked by this one, or by multiprocessing's server."""
+    """One rank; this process or multiprocessing's server forked its process."""
 
     process: multiprocessing.process.BaseProcess
     number: int
@@ -126,9 +134,8 @@ class _Rank:
         return self.process.sentinel
 
     def poll(self) -> int | None:
-        return (
-            None if self.process.is_alive() else self.process.exitcode or 0
-        )  # one that could not be started is not alive either
+        # A process that could not be started is not alive and has no exit code.
+        return None if self.process.is_alive() else self.process.exitcode or 0
 
     def signal(self, number: int) -> None:
         if self.process.is_alive():
@@ -139,7 +146,7 @@ class _Rank:
         return Failure.read(self.number, self.error_file)
 
     def exception(self) -> BaseException | None:
-        """Return the error that the rank raised, if it could be pickled and can be unpickled."""
+        """Return the rank's exception, if it can be pickled and unpickled."""
         with suppress(Exception):
             if isinstance(answer := self.answer.load(), BaseException):
                 return answer
@@ -157,7 +164,7 @@ class Ranks:
     def start(
         self, place: ClusterEnvironment, number: int, timeout: timedelta, payload: Any
     ) -> None:
-        """Start one rank; the first of this node prints where this process does, the others to their logs."""
+        """Start one rank. The node's first prints to this process's output, others to logs."""
         name = f"rank-{place.rank}"
         error_file = self._logs / f"{name}.error.json"
         error_file.unlink(missing_ok=True)
@@ -177,14 +184,14 @@ class Ranks:
             process.start()
 
     def outcome(self) -> Any:
-        """Wait for all of them.
+        """Wait for all ranks.
 
         Returns:
             The result of the first.
 
         Raises:
-            TrainingError: one was killed, stopped, hung or left.
-            Exception: a rank's own error.
+            TrainingError: a rank was killed, was stopped, hung or left.
+            Exception: the exception that a rank raised.
         """
         if self._supervisor.watch():
             self._supervisor.unwind()
@@ -205,29 +212,26 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """End every rank, and close its files."""
+        """End every rank and close its files."""
         self._supervisor.end()
         for each in self._ranks:
             each.answer.close()
-            with suppress(
-                ValueError
-            ):  # it cannot be killed, because it is stuck in a device's driver
+            # ValueError: the process is stuck in a device's driver and cannot be killed.
+            with suppress(ValueError):
                 each.process.close()
 
 
 class RankError(Exception):
-    """The traceback of an error as it was in its rank: the cause of the error that is raised in the caller."""
+    """The traceback of an error in its rank: the cause of the error that the caller sees."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
 
 
 def _again(failure: Failure, error: BaseException | None) -> BaseException:
-    """Return a rank's own error, to be raised here: of its own type if it came back, with its traceback as the cause."""
-    if isinstance(error, KeyboardInterrupt):
-        error = TrainingError(
-            f"rank {failure.rank} was {str(error) or 'interrupted'}"
-        )  # "ended by SIGTERM"
+    """Return the error to raise for a rank's, of the same type if it travelled, with its cause."""
+    if isinstance(error, KeyboardInterrupt):  # its text may be "ended by SIGTERM"
+        error = TrainingError(f"rank {failure.rank} was {str(error) or 'interrupted'}")
     elif isinstance(error, SystemExit):
         error = TrainingError(
             f"rank {failure.rank} left the program before the run ended ({failure.message})"
@@ -240,22 +244,23 @@ def _again(failure: Failure, error: BaseException | None) -> BaseException:
     return error
 
 
-# --- starting ------------------------------------------------------------------------------------------------------------
+# --- start ----------------------------------------------------------------------------------------
 
 
 def _context(start_method: str) -> Any:
     chosen = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        chosen.set_forkserver_preload(
-            ["geartrain_spawn.preload"]
-        )  # torch, geartrain and ddp are loaded once, and forked
+    if start_method == "forkserver":  # load torch, geartrain and ddp once, before the forks
+        chosen.set_forkserver_preload(["geartrain_spawn.preload"])
     return chosen
 
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Keep ranks from running the caller's script again. Its classes and functions have travelled by value, and a script that starts to
-    train without asking for ``__name__ == "__main__"`` would train in every rank."""
+    """Keep ranks from running the caller's script again, inside the block.
+
+    Its classes and functions travel by value. Without ``if __name__ == "__main__"``, the script
+    would start a training in every rank.
+    """
     own = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

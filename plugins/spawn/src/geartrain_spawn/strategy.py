@@ -1,4 +1,4 @@
-"""ddp in processes that are started on a function: from a notebook, an interactive session or a test, too."""
+"""ddp in processes that are started on a function: also from a notebook, a session or a test."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from geartrain_spawn.starter import START_METHODS, run_in_ranks
 
 
 class DDPSpawnStrategy(DDPStrategy):
-    """Starts one fresh process a device and trains there as ``ddp`` does; the process that called ``fit`` waits, and gets the trained
-    weights, optimizer state, plugins' state, metrics and counters back.
+    """Strategy ``ddp_spawn``: trains like ``ddp``, in one new process per device.
+
+    The process that called ``fit`` waits. It gets the trained weights, optimizer state, plugins'
+    state, metrics and counters back.
 
     Args:
-        start_method: ``"forkserver"`` (fast: torch is loaded once), ``"spawn"``, or ``"fork"``, which hands nothing over by pickling
-            and cannot be used once this process has used CUDA.
-        process_group_backend: torch.distributed's backend; default nccl on cuda, gloo elsewhere.
-        timeout: seconds that a rank waits for the others in one collective before the run ends with an error.
-        find_unused_parameters: look for parameters that a step did not use, at a cost, instead of waiting for their gradients.
-        gradient_as_bucket_view: make gradients views of the buckets, which saves their memory.
+        start_method: ``"forkserver"`` (fast: torch is loaded once), ``"spawn"``, or ``"fork"``,
+            which pickles nothing and cannot be used after this process has used CUDA.
+        process_group_backend: torch.distributed backend; default nccl on cuda, gloo elsewhere.
+        timeout: seconds that a rank waits for the others in one collective before the run ends with
+            an error.
+        find_unused_parameters: find the parameters that a step did not use, instead of waiting for
+            their gradients. This costs time.
+        gradient_as_bucket_view: make gradients views of the buckets, which saves memory.
         static_graph: promise that every step uses the same parameters in the same order.
-        bucket_cap_mb: MiB of gradients that one all-reduce carries; default torch's, 25.
+        bucket_cap_mb: MiB of gradients in one all-reduce; default torch's, 25.
 
     Raises:
-        UsageError: an unknown start method, or a timeout that is not above 0.
+        UsageError: an unknown start method, or ``timeout`` is not above 0.
     """
 
-    #: A session is launched with a function: there is nothing else that its processes could begin with.
+    #: A session must be launched with a function: its processes have no other entry point.
     needs_function = True
-    #: How it pickles what goes to a rank, by which ``geartrain doctor --pickle`` looks for what cannot.
+    #: Pickles objects for a rank; ``geartrain doctor --pickle`` uses it to find objects that fail.
     dump = staticmethod(dump)
 
     def __init__(
@@ -45,9 +49,8 @@ class DDPSpawnStrategy(DDPStrategy):
         bucket_cap_mb: float | None = None,
     ) -> None:
         if start_method not in START_METHODS:
-            raise UsageError(
-                f"start_method={start_method!r} cannot be used here. Fix: {' or '.join(START_METHODS)}"
-            )
+            fix = " or ".join(START_METHODS)
+            raise UsageError(f"start_method={start_method!r} cannot be used here. Fix: {fix}")
         super().__init__(
             process_group_backend,
             timeout,
