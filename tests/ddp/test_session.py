@@ -169,7 +169,7 @@ def call_past_the_strategy():
 def test_a_model_that_is_called_past_the_strategy_is_refused(tmp_path):
     ranks = failed(tmp_path, call_past_the_strategy)
     assert any(
-        "Net was not called through what session.setup returned" in rank.error for rank in ranks
+        "not called through the model that session.setup returned" in rank.error for rank in ranks
     )
 
 

@@ -1,4 +1,4 @@
-"""A Session's function on two ranks: trains as one process does on the whole batch, and tells ranks what they must know."""
+"""A Session on two ranks: it trains as one process does, and its collectives work."""
 
 import warnings
 
@@ -15,13 +15,13 @@ from geartrain.testing import ThreadRanks
 
 
 def launch(function, **options):
-    """What ``function(session)`` returns on each rank."""
+    """Return the result of ``function(session)`` on each rank."""
     strategy = ThreadRanks(2)
     gt.Session(accelerator="cpu", strategy=strategy, **options).launch(function)
     return strategy.results
 
 
-#: name -> (what the net is made with, the session's options, micro-batches a step)
+#: name -> (the net's arguments, the session's options, micro-batches per step)
 CASES = {
     "sgd": ({}, {}, 1),
     "adam": ({"optimizer": "adam"}, {}, 1),
@@ -34,14 +34,13 @@ CASES = {
 
 
 def loop(name, session=None):
-    """The same loop with a session, on each rank's part of the batches, and without, on the whole ones; the weights after it."""
+    """Train, with a session on a rank's batches, or without on whole ones; return the weights."""
     made, _, window = CASES[name]
-    net, scale = (
-        Net(**made),
-        0.01 if name == "with a scaler" else 1,
-    )  # gradients must not overflow float16 at the scaler's first scale
+    # Small, so that gradients do not overflow float16 at the scaler's first scale.
+    scale = 0.01 if name == "with a scaler" else 1
+    net = Net(**made)
     if session is not None and session.global_rank:
-        net.first.reset_parameters()  # ranks that start apart
+        net.first.reset_parameters()  # ranks start with different weights
     model, optimizer = (
         (net, net.configure_optimizers())
         if session is None
@@ -84,7 +83,7 @@ def loop(name, session=None):
 def test_two_ranks_train_as_one_process_does(name):
     first, second = launch(lambda session: loop(name, session), **CASES[name][1])
     assert equal(first, second)
-    # float16 rounds, and LBFGS divides by small differences of gradients, which makes rounding larger.
+    # float16 rounds. LBFGS divides by small differences of gradients, which makes rounding larger.
     rtol, atol = {"with a scaler": (1e-2, 1e-4), "lbfgs": (1e-4, 1e-5)}.get(name, (1e-5, 1e-6))
     for key, value in loop(name).items():
         torch.testing.assert_close(first[key], value, rtol=rtol, atol=atol)
@@ -111,7 +110,7 @@ def test_any_module_is_trained_by_all_ranks(make):
 
 
 def test_places_and_collectives():
-    def tell(session):
+    def work(session):
         rank = session.global_rank
         order = []
         with session.rank_zero_first():
@@ -136,22 +135,22 @@ def test_places_and_collectives():
             str(session.device),
         )
 
-    assert launch(tell) == [(0, 0, 2, True, "cpu"), (1, 1, 2, False, "cpu")]
+    assert launch(work) == [(0, 0, 2, True, "cpu"), (1, 1, 2, False, "cpu")]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_rank_0_comes_first(first):
     order = []
 
-    def come(session):
+    def work(session):
         with session.rank_zero_first():
             order.append(session.global_rank)
 
-    gt.Session(accelerator="cpu", strategy=ThreadRanks(2, first)).launch(come)
+    gt.Session(accelerator="cpu", strategy=ThreadRanks(2, first)).launch(work)
     assert order == [0, 1]
 
 
-def test_loaders_are_sharded_and_shuffled_anew():
+def test_loaders_are_sharded_and_shuffled_in_each_pass():
     def passes(session):
         loader = session.setup_dataloaders(DataLoader(samples(25), 4, shuffle=True))
         return [torch.cat([x[:, 0] for x, _ in loader]) for _ in range(2)]
@@ -174,7 +173,7 @@ def test_without_padding_each_sample_comes_once():
     assert launch(counted) == [[(13, 4), (1, 1)], [(12, 3), (0, 0)]]
 
 
-def test_what_is_logged_saved_and_drawn(tmp_path):
+def test_logs_checkpoints_and_random_numbers(tmp_path):
     def train(session):
         net = Net(norm=True)
         model, optimizer = session.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
@@ -204,10 +203,10 @@ def test_what_is_logged_saved_and_drawn(tmp_path):
     assert '"step": 6' in lines[0]
     assert '"rank": 0.0' in lines[0]
     assert torch.equal(before, also)
-    assert not torch.equal(drawn, other)  # not the same dropout
+    assert not torch.equal(drawn, other)  # so dropout differs
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -223,10 +222,10 @@ def test_an_error_on_one_rank_ends_all(rank):
 
 
 @pytest.mark.parametrize("theirs", [{"b": 1.0}, {"a": 1.0, "b": 1.0}])
-def test_different_names_are_no_mean(theirs):
+def test_ranks_that_log_different_names_are_an_error(theirs):
     with pytest.raises(
         gt.TrainingError,
-        match=r"ranks 0 and 1 logged different metrics with sync_dist.*Fix: log the same names on every",
+        match=r"ranks 0 and 1 logged different metrics with sync_dist.*Fix: log the same names on",
     ):
         launch(
             lambda session: session.log_dict(
@@ -240,7 +239,7 @@ def test_models_that_differ_are_refused():
         launch(lambda session: session.setup(nn.Linear(3, 1 + session.global_rank)))
 
 
-def test_a_model_that_is_called_past_the_strategy_is_refused():
+def test_a_call_of_the_original_model_is_an_error():
     def train(session):
         net = Net()
         _, optimizer = session.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -249,7 +248,7 @@ def test_a_model_that_is_called_past_the_strategy_is_refused():
             optimizer.step()
 
     with pytest.raises(
-        gt.TrainingError, match=r"Net was not called through what session\.setup returned"
+        gt.TrainingError, match=r"Net was not called through the model that session\.setup returned"
     ):
         launch(train)
 
@@ -266,7 +265,7 @@ def test_a_function_runs_twice_with_arguments():
         assert gathered.tolist() == [scale, 2 * scale]
 
 
-def test_nothing_is_warned_of():
+def test_a_correct_loop_causes_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         launch(lambda session: loop("sgd", session))

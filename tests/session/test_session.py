@@ -1,4 +1,4 @@
-"""Session: somebody's own loop trains as Trainer does and as the hand-written loop does, and what cannot be is refused."""
+"""Session: a user's loop trains like Trainer and like a loop in plain torch; refusals."""
 
 import copy
 import inspect
@@ -42,7 +42,7 @@ def loss_of(model, batch):
 
 
 def train(session, module, batches, optimizer=None, accumulate=1, epochs=1):
-    """The loop as one writes it, with a Session; returns whether each step was taken."""
+    """Run a typical user's loop with a Session; return for each step if it was taken."""
     made = (
         torch.optim.SGD(module.parameters(), lr=0.1)
         if optimizer is None
@@ -60,7 +60,7 @@ def train(session, module, batches, optimizer=None, accumulate=1, epochs=1):
     return taken
 
 
-# --- the same weights ----------------------------------------------------------------------------------------------------
+# --- the same weights -----------------------------------------------------------------------------
 
 CASES = {
     "sgd": {},
@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loop_trains_as_a_trainer_does(name):
+def test_a_loop_trains_like_a_trainer(name):
     options = dict(CASES[name])
     theirs, ours = Net(), Net()
     ours.load_state_dict(theirs.state_dict())
@@ -89,7 +89,7 @@ def test_a_loop_trains_as_a_trainer_does(name):
     assert differ({k: v.float() for k, v in ours.state_dict().items()}, before)
 
 
-def test_a_loop_trains_as_the_hand_written_one_does():
+def test_a_loop_trains_like_a_loop_in_plain_torch():
     module = Net()
     expected = by_hand(module, list(loader()), torch.optim.AdamW, epochs=2)
     with make() as session:
@@ -154,7 +154,7 @@ def test_a_closure_of_an_optimizer_that_needs_none_is_called_once():
 
 
 def test_two_models_take_turns_as_in_plain_torch():
-    """A GAN in miniature: each loss goes through both models, each optimizer steps one."""
+    """A small GAN: each loss uses both models, each optimizer steps one."""
 
     def play(make_parts, step):
         one, two, optimizer_one, optimizer_two, backward = make_parts
@@ -213,7 +213,7 @@ def test_a_trainers_module_is_called_through_its_own_step():
 
 @pytest.mark.parametrize("method", ["optimizers", "manual_backward", "toggle_optimizer"])
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_module_that_would_step_itself_is_told_whose_loop_it_is(automatic, method):
+def test_a_module_that_steps_its_optimizers_is_an_error(automatic, method):
     class Manual(Net):
         automatic_optimization = automatic
 
@@ -224,7 +224,7 @@ def test_a_module_that_would_step_itself_is_told_whose_loop_it_is(automatic, met
         model = session.setup(Manual())
         with pytest.raises(
             TrainingError,
-            match=rf"Manual calls self.{method}, and in a Session .* your loop's. Fix: session.backward",
+            match=rf"Manual calls self.{method}, and in a Session .*. Fix: session.backward",
         ):
             model.training_step(samples(), 0)
 
@@ -240,11 +240,11 @@ def test_hooks_of_a_module_that_a_session_never_calls_are_named():
         session.setup(Hooked())
 
 
-# --- hooks ---------------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 class Watcher:
-    """Wraps the hooks of a step and keeps who was called when, and with what run."""
+    """A plugin that wraps the hooks of a step and records their order and their runs."""
 
     def __init__(self):
         self.calls, self.runs = [], []
@@ -326,7 +326,7 @@ def test_the_hooks_are_called_in_the_order_of_a_step():
     assert watcher.runs[-3] == (2, ["SGD"], "Sequential")
 
 
-def test_what_a_plugin_logs_in_a_step_comes_to_the_loggers():
+def test_metrics_that_a_plugin_logs_in_a_step_reach_the_loggers():
     module, lines = layers(), Loggers()
     with make(plugins=[Watcher(), lines], log_every_n_steps=1) as session:
         train(session, module, loader(8))
@@ -351,7 +351,7 @@ def test_norms_are_of_the_optimizer_that_steps_and_unscaled(precision):
     assert [metrics["grad_norm"] for _, metrics in lines.lines] == pytest.approx(expected, rel=1e-2)
 
 
-def test_gradients_are_reduced_once_where_they_are_clipped_by_hand():
+def test_gradients_are_reduced_once_if_the_loop_clips_them():
     watcher, module = Watcher(), layers()
     with make(plugins=[watcher], precision="16-mixed") as session:
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -383,9 +383,8 @@ def test_a_skipped_step_does_not_change_another_optimizers_of_the_same_backward(
         assert_equal(module[0], layers()[0])
         for name, parameter in module[2].named_parameters():
             step = layers()[2].get_parameter(name) - parameter
-            torch.testing.assert_close(
-                step, plain[2].get_parameter(name).grad, rtol=5e-2, atol=1e-3
-            )  # float16
+            expected = plain[2].get_parameter(name).grad
+            torch.testing.assert_close(step, expected, rtol=5e-2, atol=1e-3)  # float16
         first.zero_grad()
         second.zero_grad()
         session.backward(loss_of(model, next(iter(loader()))))
@@ -430,7 +429,7 @@ def test_clipping_by_hand_by_value_and_wrong_calls():
             optimizer.step()
 
 
-def test_a_skipped_step_is_seen():
+def test_a_skipped_step_is_reported():
     module, lines = layers(), Loggers()
     with make(precision="16-mixed", plugins=[lines]) as session:
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -445,7 +444,7 @@ def test_a_skipped_step_is_seen():
     assert lines.lines[-1][1] == {"skipped_steps": 1.0}
 
 
-def test_after_an_error_plugins_hear_of_it_and_the_device_is_let_go_of():
+def test_after_an_error_on_exception_fires_and_the_device_is_released():
     watcher = Watcher()
 
     def work():
@@ -469,7 +468,7 @@ def test_after_an_error_plugins_hear_of_it_and_the_device_is_let_go_of():
         "micro_step",
     ],
 )
-def test_a_plugin_that_waits_for_what_is_never_called_is_refused(hook):
+def test_a_plugin_with_a_hook_that_is_never_called_is_refused(hook):
     argument = {"step": "micro_batches", "micro_step": "first"}.get(hook, "run")
     namespace = {"hookimpl": hookimpl}
     body = "        return (yield)" if hook in ("step", "micro_step") else "        pass"
@@ -481,17 +480,17 @@ def test_a_plugin_that_waits_for_what_is_never_called_is_refused(hook):
         make(plugins=[namespace["Waits"]()])
 
 
-def test_geartrains_own_plugins_for_a_trainer_are_refused_by_name():
+def test_geartrains_plugins_for_a_trainer_are_refused_by_name():
     with pytest.raises(
         UsageError,
-        match=r"geartrain-callbacks\[early_stopping\]: a Session never calls on_epoch_end, on_validation_end",
+        match=r"geartrain-callbacks\[early_stopping\]: a Session never calls on_epoch_end, on_val",
     ):
         make(plugins=[EarlyStopping("val_loss")])
     with pytest.raises(UsageError, match=r"ema.*never calls on_validation_start"):
         make(callbacks=[EMA()])
 
 
-def test_a_harmless_plugin_is_warned_of():
+def test_a_plugin_with_errors_are_warnings_causes_a_warning():
     class Monitor:
         errors_are_warnings = True
 
@@ -505,10 +504,10 @@ def test_a_harmless_plugin_is_warned_of():
         make(plugins=[Monitor()])
 
 
-def test_a_plugin_whose_missing_events_are_optional_is_warned_of():
+def test_a_plugin_whose_missing_hooks_are_optional_causes_a_warning():
     with pytest.warns(
         UserWarning,
-        match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_validation_end",
+        match=r"geartrain-device-stats\[device_stats\]: a Session never calls on_epoch_end, on_val",
     ):
         make(plugins=["device_stats"])
 
@@ -536,10 +535,10 @@ def test_a_strategy_that_owns_the_step_is_refused():
         make(strategy=Graphs(), devices=1)
 
 
-# --- models, optimizers, loaders -----------------------------------------------------------------------------------------
+# --- models, optimizers, loaders ------------------------------------------------------------------
 
 
-def test_the_model_is_as_it_was_for_whoever_looks():
+def test_a_session_model_has_the_attributes_and_state_of_the_model():
     module = layers()
     module.temperature = 1.0
     with make() as session:
@@ -562,10 +561,10 @@ def test_the_model_is_as_it_was_for_whoever_looks():
         model.load_state_dict({key: value + 1 for key, value in module.state_dict().items()})
         x = torch.ones(2, 3)
         assert torch.equal(model(x), module(x))
-    assert torch.equal(model(x), module(x))  # closed: the model alone
+    assert torch.equal(model(x), module(x))  # closed: the plain model
 
 
-def test_another_method_is_called_through_the_hook_where_it_is_marked():
+def test_a_marked_method_is_called_through_the_hook():
     watcher, module = Watcher(), Net()
     batch = next(iter(loader()))
     with make(plugins=[watcher]) as session:
@@ -670,18 +669,18 @@ def test_wrong_setups():
     with make() as session:
         with pytest.raises(
             UsageError,
-            match=r"SGD steps parameters that Linear does not have. Fix: make it from model.parameters\(\)",
+            match=r"SGD steps parameters that Linear does not have. Fix: create it from model\.",
         ):
             session.setup(nn.Linear(3, 1), torch.optim.SGD(module.parameters()))
-        with pytest.raises(UsageError, match="what follows the model are its optimizers"):
+        with pytest.raises(UsageError, match="the arguments after the model are not optimizers"):
             session.setup(module, [torch.optim.SGD(module.parameters())])
-        with pytest.raises(UsageError, match="the first argument is the model"):
+        with pytest.raises(UsageError, match="the first argument is no model"):
             session.setup(torch.optim.SGD(module.parameters()))
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters()))
         for again in (module, model):
-            with pytest.raises(UsageError, match="this Sequential is set up already"):
+            with pytest.raises(UsageError, match="this Sequential is already set up"):
                 session.setup(again)
-        with pytest.raises(UsageError, match="this SGD is set up already"):
+        with pytest.raises(UsageError, match="this SGD is already set up"):
             session.setup_optimizers(optimizer)
         with (
             pytest.raises(UsageError, match=r"give the model that session.setup returned"),
@@ -692,7 +691,7 @@ def test_wrong_setups():
         optimizer.step()
 
 
-def test_loaders_shuffle_anew_in_each_pass():
+def test_loaders_shuffle_in_each_pass():
     random = loader(shuffle=True)
     random.sampler.epochs = []
     random.sampler.set_epoch = random.sampler.epochs.append
@@ -720,7 +719,7 @@ def test_batches_and_to_device_are_of_the_precisions_type():
         assert session.to_device(module := nn.Linear(2, 2)) is module
 
 
-# --- launch and close ----------------------------------------------------------------------------------------------------
+# --- launch and close -----------------------------------------------------------------------------
 
 
 def test_launch_with_a_function_runs_it_and_closes():
@@ -736,7 +735,7 @@ def test_launch_with_a_function_runs_it_and_closes():
     one = session.launch(work, 3, plus=2)
     assert one[1:] == (5, 1)
     assert watcher.calls[-2:] == ["on_run_end", "teardown_device"]
-    assert torch.equal(session.launch(work, 0)[0], one[0])  # again, from the seed
+    assert torch.equal(session.launch(work, 0)[0], one[0])  # each launch seeds
     with pytest.raises(ZeroDivisionError):
         session.launch(lambda session: 1 / 0)
     assert watcher.calls[-2:] == ["on_exception division by zero", "teardown_device"]
@@ -744,10 +743,10 @@ def test_launch_with_a_function_runs_it_and_closes():
 
 def test_wrong_launches():
     with make() as session:
-        with pytest.raises(UsageError, match="it is no function"):
+        with pytest.raises(UsageError, match="the argument is no function"):
             session.launch(3)
         session.launch()
-        with pytest.raises(UsageError, match="launched already"):
+        with pytest.raises(UsageError, match="already launched"):
             session.launch()
     session.close()
 
@@ -762,7 +761,7 @@ def test_several_processes_must_be_launched():
     ):
         with pytest.raises(
             UsageError,
-            match=r"before session.launch\(\), and Pretend has 2 processes. Fix: session.launch",
+            match=r"before session.launch\(\), and Pretend has 2 processes. Fix: first call ses",
         ):
             use()
     assert (session.world_size, session.global_rank) == (2, 0)
@@ -777,7 +776,7 @@ def test_several_processes_must_be_launched():
         assert session.is_global_zero
 
 
-def test_a_strategy_that_starts_on_a_function_is_given_one():
+def test_a_strategy_that_starts_on_a_function_needs_one():
     class Elsewhere:
         needs_function = True
 
@@ -787,7 +786,7 @@ def test_a_strategy_that_starts_on_a_function_is_given_one():
 
         @hookimpl
         def launch(self):
-            """The worker is called in another process."""
+            """Call the worker in another process."""
 
     with pytest.raises(
         UsageError,
@@ -795,12 +794,12 @@ def test_a_strategy_that_starts_on_a_function_is_given_one():
     ):
         make(strategy=Elsewhere(), devices=1).launch()
     Elsewhere.needs_function = False
-    with pytest.raises(UsageError, match="Elsewhere works in other processes than this one"):
+    with pytest.raises(UsageError, match="Elsewhere runs in other processes than this one"):
         make(strategy=Elsewhere(), devices=1).launch()
 
 
-def test_several_ranks_do_not_train_past_the_strategy():
-    """One of two, pretended: what the loop does is what is looked at."""
+def test_on_several_ranks_a_step_needs_a_call_of_the_session_s_model():
+    """One of two ranks, simulated: the test checks only the loop."""
     module = layers()
     with make(strategy=Pretend(), devices=2) as session:
         session.launch()
@@ -808,7 +807,8 @@ def test_several_ranks_do_not_train_past_the_strategy():
         batch = next(iter(loader()))
         session.backward(loss_of(module, batch))
         with pytest.raises(
-            TrainingError, match=r"Sequential was not called through what session.setup returned"
+            TrainingError,
+            match=r"Sequential was not called through the model that session.setup returned",
         ):
             optimizer.step()
         with session.no_backward_sync(model):
@@ -826,25 +826,25 @@ def test_the_seed_is_set_when_the_session_is_made():
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_it_travels_to_another_process(tmp_path):
+def test_a_session_can_be_pickled(tmp_path):
     session = make(
         plugins=["csv"],
         plugin_options={"csv": {"path": str(tmp_path / "metrics.csv")}},
         precision="16-mixed",
         gradient_clip_val=1.0,
     )
-    there = pickle.loads(pickle.dumps(session))
-    assert there.plan == session.plan
-    with there:
+    same = pickle.loads(pickle.dumps(session))
+    assert same.plan == session.plan
+    with same:
         module = layers()
-        assert train(there, module, loader(8)) is not None
-    assert there.plan.options.gradient_clip_val == 1.0
+        assert train(same, module, loader(8)) is not None
+    assert same.plan.options.gradient_clip_val == 1.0
 
 
-# --- what is written -----------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
-def test_the_folder_has_what_was_logged(tmp_path):
+def test_the_folder_has_the_logged_metrics(tmp_path):
     module, lines = layers(), Loggers()
     with make(output=tmp_path / "run", plugins=[lines]) as session:
         session.log("early", 1)
@@ -997,7 +997,7 @@ def test_callbacks_are_called_by_name():
         session.launch()
 
 
-def test_should_stop_is_what_a_plugin_wants():
+def test_should_stop_follows_a_plugin_s_request():
     class Stops:
         @hookimpl
         def on_step_end(self, run):
@@ -1014,7 +1014,7 @@ def test_should_stop_is_what_a_plugin_wants():
     assert stops == [False, True, True, True, True, True]
 
 
-def test_it_has_fabrics_name_and_arguments():
+def test_a_session_has_fabrics_name_and_arguments():
     assert gt.Fabric is gt.Session
     known = inspect.signature(gt.Session).parameters
     assert list(known)[:7] == [
@@ -1028,7 +1028,7 @@ def test_it_has_fabrics_name_and_arguments():
     ]
 
 
-def test_arguments_that_it_does_not_have():
+def test_unknown_arguments_are_errors():
     with pytest.raises(UsageError, match=r"no argument 'loggers'. Write: plugins="):
         make(loggers=[])
     with pytest.raises(
@@ -1039,7 +1039,7 @@ def test_arguments_that_it_does_not_have():
         make(precison="64-true")
 
 
-def test_16_mixed_refuses_what_passes_its_scaler_by():
+def test_16_mixed_refuses_gradients_that_bypass_its_scaler():
     with make(precision="16-mixed") as session:
         module = layers()
         model, optimizer = session.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -1054,12 +1054,12 @@ def test_16_mixed_refuses_what_passes_its_scaler_by():
 
 
 @pytest.mark.parametrize("data", [{"a": [torch.ones(2)]}, "ab", 3])
-def test_what_is_no_loader_is_refused(data):
+def test_an_object_that_is_no_loader_is_refused(data):
     with (
         make() as session,
         pytest.raises(
             UsageError,
-            match=rf"setup_dataloaders\({type(data).__name__}\) is no loader.*Fix: a DataLoader",
+            match=rf"setup_dataloaders\({type(data).__name__}\): .*is no loader.*Fix: give a Data",
         ),
     ):
         session.setup_dataloaders(data)

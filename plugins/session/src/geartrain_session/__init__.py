@@ -1,11 +1,13 @@
-"""For users who keep their own loop: ``geartrain.Session``.
+"""``geartrain.Session``, for users who write their own loop.
 
 - ``session``: :class:`Session`, which users call. It has one :class:`SessionRun` while it runs.
-- ``arguments``: the checks when a Session is made.
-- ``workers``: the work of each process around the loop: ``process_context``, ``ScriptWorker``, ``FunctionWorker``.
+- ``arguments``: the checks of a Session's arguments.
+- ``workers``: the set-up and teardown of each process around the loop: ``process_context``,
+  ``ScriptWorker``, ``FunctionWorker``.
 - ``session_run``: the models, optimizers and loaders of one run, and its steps.
 - ``models``, ``loaders``, ``optimizers``: the objects that a session returns to the loop.
-- ``collectives``, ``callbacks``, ``state``: reductions over ranks, methods that the loop calls by name, checkpoints.
+- ``collectives``, ``callbacks``, ``state``: reductions over ranks, methods that the loop calls by
+  name, checkpoints.
 """
 
 from __future__ import annotations

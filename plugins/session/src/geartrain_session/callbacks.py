@@ -15,7 +15,7 @@ class Callbacks:
         self._called = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_objects": self._objects, "_called": True}  # a fresh process does not warn again
+        return {"_objects": self._objects, "_called": True}  # a new process must not warn again
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the method ``name`` of every callback that has one."""
@@ -26,9 +26,10 @@ class Callbacks:
                 method(*args, **kwargs)
 
     def warn_if_never_called(self) -> None:
-        """Warn at the end of a run of callbacks that the loop forgot."""
+        """Warn at the end of a run if the loop called no callback."""
         if self._objects and not self._called:
             warnings.warn(
-                "no method of this session's callbacks was called. Fix: session.call(NAME, ...) where they are due",
+                "no method of this session's callbacks was called. "
+                "Fix: session.call(NAME, ...) at each event of the loop",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Reductions over ranks, of tensors in nested data."""
+"""Reductions over ranks of the tensors in nested data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from geartrain import Run, UsageError
 from geartrain.plugin_api import LocalMetric, MetricOptions, map_tensors
 
-#: How a Session logs the mean over ranks.
+#: The options with which a Session logs the mean over ranks.
 _MEAN = MetricOptions(
     prog_bar=False,
     logger=True,
@@ -38,7 +38,7 @@ def all_reduce(run: Run, data: Any, reduce_op: str) -> Any:
     """Return ``data`` with each tensor reduced over ranks.
 
     Raises:
-        UsageError: there is no such reduction.
+        UsageError: ``reduce_op`` is unknown.
     """
     if reduce_op not in _REDUCTIONS:
         raise UsageError(

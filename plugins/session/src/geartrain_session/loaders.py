@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class SessionLoader:
-    """A loader's batches of this rank, on its device; each pass is the next epoch.
+    """A loader of this rank's batches, on its device; each pass is the next epoch.
 
     Args:
-        run: a copy of the session's, with this loader alone.
-        moves: True if batches go to the device.
+        session_run: the run of the session.
+        run: a copy of the session's run, with only this loader.
+        loader: the loader of this rank.
+        moves: true if batches move to the device.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class SessionLoader:
         self._session_run.begin()
         set_epoch(loader, self._passes)
         self._passes += 1
-        if has_no_own_samples(loader):  # its one sample is another rank's
+        if has_no_own_samples(loader):  # its only sample belongs to another rank
             return
         batches = (
             run.hooks.device_batches(run=run, loader=loader, stage=run.stage)

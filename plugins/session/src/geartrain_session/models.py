@@ -1,4 +1,4 @@
-"""The models that a Session returns, which fire the hooks inside the user's loop, and the module that hooks see."""
+"""The models that a Session returns, which fire hooks, and the module that hooks see."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class Called(nn.Module):
-    """The model as a strategy wraps it: ``called("forward", (args, kwargs))``. A Trainer's strategy gets ``StepForwarder(module)``.
+    """The model that a strategy wraps: ``called("forward", (args, kwargs))``.
 
-    The inputs are one argument, so that a strategy which splits a batch splits all of them.
+    A Trainer's strategy gets ``StepForwarder(module)`` instead. The inputs are one argument, so
+    that a strategy which splits a batch splits all inputs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,8 +34,8 @@ class Called(nn.Module):
         return self.part(method, inputs)
 
     def part(self, method: str, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Call a method of the module; its ``forward`` with nn.Module's own hooks."""
-        # Straight from the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
+        """Call a method of the module; its ``forward`` runs nn.Module's hooks."""
+        # From the dict: nn.Module's __getattr__ would cost as much as the rest of this method.
         module: Any = self._modules["module"]
         return (module if method == "forward" else getattr(module, method))(*inputs[0], **inputs[1])
 
@@ -45,19 +46,25 @@ class Called(nn.Module):
 
 @dataclass(slots=True)
 class Calls:
-    """Counts a model's calls; apart from the model, because setting an attribute of an nn.Module costs a microsecond."""
+    """A counter of a model's calls. Not in the nn.Module, whose attributes take 1 us to set."""
 
-    #: Calls whose backward reduces gradients: those outside of ``no_backward_sync``.
+    #: Calls whose backward reduces gradients: all calls outside of ``no_backward_sync``.
     reducing: int = 0
     #: True inside ``no_backward_sync``.
     held: bool = False
 
 
 class SessionModel(nn.Module):
-    """A model in a Session: a call goes through the ``forward`` hook, and so through precision and strategy.
+    """A model in a Session: a call runs the ``forward`` hook, with precision and strategy.
 
-    Everything else of the model (attributes, parameters, ``state_dict``) is reached as before. A copy or a pickle of it is the model
-    alone.
+    Attributes, parameters and ``state_dict`` are the model's. A copy or a pickle has only the
+    model.
+
+    Args:
+        session_run: the run of the session.
+        run: a copy of its run, with only this model.
+        module: the user's model.
+        methods: the methods, besides ``forward``, that run the hook.
     """
 
     def __init__(
@@ -67,14 +74,18 @@ class SessionModel(nn.Module):
         self._session_run, self._run = session_run, run
         self._methods: dict[str, Callable[..., Any]] = {}
         self._calls = Calls()
-        # Under autocast, outputs have 16 bits; a loss that is computed outside of the model would have them too.
+        # Under autocast, outputs have 16 bits. A loss that is computed from them outside of the
+        # model would have 16 bits as well.
         self._mixed = run.plan.precision.name.endswith("-mixed")
         self.module = module
         for method in ("forward", *methods):
             self.mark_forward_method(method)
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let another method of the model go through the ``forward`` hook too.
+        """Make another method of the model run the ``forward`` hook as well.
+
+        Args:
+            method: the method or its name.
 
         Raises:
             UsageError: the model has no such method.
@@ -83,30 +94,22 @@ class SessionModel(nn.Module):
         run, bare = self._run, self._run.unwrapped
         if not callable(getattr(bare.module, name, None)):
             raise UsageError(
-                f"{type(bare.module).__name__} has no method {name!r}. Fix: mark_forward_method(NAME) of one that it has"
+                f"{type(bare.module).__name__} has no method {name!r}. "
+                "Fix: mark_forward_method(NAME) with the name of an existing method"
             )
         part: Callable[[Any], Any] = partial(bare.part, name)
         run.step_functions[name] = part if run.model is bare else self._through(name, part)
         self._methods[name] = self._caller(name)
 
     def _caller(self, method: str) -> Callable[..., Any]:
-        """Return the function that calls one method; it looks up once what does not change."""
-        session_run, run, calls, forward, mixed = (
-            self._session_run,
-            self._run,
-            self._calls,
-            self._run.hooks.forward,
-            self._mixed,
-        )
+        """Return the function that calls one method. Constants are looked up here, once."""
+        session_run, run, calls, mixed = self._session_run, self._run, self._calls, self._mixed
+        forward = run.hooks.forward
         module: Any = self._modules["module"]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if run.model is None:  # the session is closed: the model is as it was before
-                return (
-                    module(*args, **kwargs)
-                    if method == "forward"
-                    else getattr(module, method)(*args, **kwargs)
-                )
+            if run.model is None:  # the session is closed: call the plain model
+                return (module if method == "forward" else getattr(module, method))(*args, **kwargs)
             session_run.begin()
             if not calls.held and torch.is_grad_enabled():
                 calls.reducing += 1
@@ -116,8 +119,10 @@ class SessionModel(nn.Module):
         return call
 
     def _through(self, method: str, part: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return what calls the model as the strategy wrapped it. Without gradients it calls the bare model: a wrapper's forward may
-        communicate, and ranks may evaluate different numbers of batches."""
+        """Return a function that calls the strategy's wrapper, or without gradients the bare model.
+
+        A wrapper's forward may communicate, but ranks may evaluate different numbers of batches.
+        """
         run = self._run
 
         def call(inputs: Any) -> Any:
@@ -137,9 +142,8 @@ class SessionModel(nn.Module):
             or self._backward_pre_hooks
         ):
             return super().__call__(*args, **kwargs)
-        return self._methods["forward"](
-            *args, **kwargs
-        )  # without nn.Module's call machinery, through which the model itself goes
+        # Skip nn.Module's call machinery: the model itself runs it.
+        return self._methods["forward"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
@@ -158,11 +162,12 @@ class SessionModel(nn.Module):
             and name != "module"
             and hasattr(module, name)
         ):
-            setattr(module, name, value)  # the model's own attribute
+            setattr(module, name, value)  # an attribute of the model
         else:
             super().__setattr__(name, value)
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # nn.Module's has overloads
+    # type: ignore, because nn.Module's method has overloads.
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         return self.module.state_dict(*args, **options)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -180,15 +185,15 @@ def _to_32_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-# --- the module that hooks see -------------------------------------------------------------------------------------------
+# --- the module that hooks see --------------------------------------------------------------------
 
 
 class Models(Module):
-    """The module of a Session's run: it holds the models that were set up."""
+    """The module of a Session's run: it holds the models of the session."""
 
 
 def as_one_module(*modules: Any) -> Any:
-    """Return the module that hooks see: a single geartrain Module itself, otherwise a :class:`Models` that holds all."""
+    """Return the module that hooks see: a single geartrain Module, otherwise :class:`Models`."""
     if len(modules) == 1 and isinstance(modules[0], Module):
         return modules[0]
     whole = Models()
@@ -198,7 +203,7 @@ def as_one_module(*modules: Any) -> Any:
 
 
 def attach(run: Run, models: Sequence[SessionModel]) -> None:
-    """Set the run's module: the model, or all of them if there are several. Warn of hooks of the newest that a Session never calls."""
+    """Set the run's module to all models. Warn about the newest's hooks that are never called."""
     module: Any = models[-1].module
     if isinstance(module, Module):
         module._run, module._trainer = run, run.trainer
@@ -209,14 +214,15 @@ def attach(run: Run, models: Sequence[SessionModel]) -> None:
         ]
         if names:
             warnings.warn(
-                f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. Fix: call it in the loop",
+                f"{type(module).__name__}.{', '.join(names)}: a Session never calls it. "
+                "Fix: call it in the loop",
                 stacklevel=4,
             )
     run.module = module if len(models) == 1 else as_one_module(*(model.module for model in models))
 
 
 def hyperparameters_of(models: Sequence[SessionModel]) -> dict[str, Any]:
-    """Return what geartrain Modules were made with; of several models under the names that :func:`as_one_module` gives."""
+    """Return the arguments of geartrain Modules, by :func:`as_one_module`'s names if several."""
     found: dict[str, Any] = {}
     for i, model in enumerate(models):
         prefix = f"model{i}." if len(models) > 1 else ""

@@ -1,4 +1,4 @@
-"""The optimizers that a Session returns: each step goes through the hooks."""
+"""The optimizers that a Session returns: each step runs the hooks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ if TYPE_CHECKING:
 
 
 class Stepper:
-    """One ``optimizer.step()`` in a Session: reduce, unscale, clip, step, each through its hook.
+    """The ``step()`` of one optimizer in a Session: reduce, unscale, clip, step, each by its hook.
 
     Args:
-        run: a copy of the session's, with this optimizer alone and its model.
+        session_run: the run of the session.
+        run: a copy of its run, with only this optimizer and its model.
+        model: the model whose gradients are reduced.
     """
 
     def __init__(self, session_run: SessionRun, run: Run, model: SessionModel) -> None:
         self._session_run, self._run, self._model, self._hooks = session_run, run, model, run.hooks
-        #: The model's count of reducing calls when this optimizer last stepped.
+        #: The model's count of reducing calls at this optimizer's last step.
         self._seen = 0
-        #: The run's count of backwards when the gradients were reduced for the next step; ``None``: not yet.
+        #: The run's count of backwards at the reduction for the next step; ``None`` before it.
         self._reduced: int | None = None
-        #: The run's count of backwards at the last reduction, and True if a step without another is an error.
-        self._backwards, self._scaled = 0, run.plan.precision.name == "16-mixed"
-        #: True if the newest step was taken; a gradient scaler skips those that overflowed.
+        #: The run's count of backwards at the last reduction.
+        self._backwards = 0
+        #: True if a step without a backward since the last one is an error.
+        self._scaled = run.plan.precision.name == "16-mixed"
+        #: True if the last step was taken; a gradient scaler skips steps after an overflow.
         self.stepped = True
-        #: True if nothing comes before a step.
+        #: True if no work comes before a step.
         self._plain = (
             run.world.size == 1
             and run.hooks.is_default("reduce_gradients")
@@ -44,43 +48,51 @@ class Stepper:
         )
 
     def reduce(self) -> None:
-        """Reduce gradients over ranks and unscale them, as the step will use them. Once a step.
+        """Reduce gradients over ranks and unscale them for the step. Once per step.
 
         Raises:
-            TrainingError: this step's backward does not reduce them, or another backward came after the reduction.
+            TrainingError: this step's backward does not reduce them, or another backward came after
+                the reduction.
         """
         session_run, run = self._session_run, self._run
         if self._reduced is not None:
             if self._reduced != session_run.backwards:
                 raise TrainingError(
-                    "session.backward came between clip_gradients and step: its gradients are not clipped, nor reduced"
+                    "session.backward came between clip_gradients and step: its gradients are "
+                    "neither clipped nor reduced. Fix: call clip_gradients after the last backward"
                 )
             return
         if self._scaled and self._backwards == session_run.backwards:
             raise TrainingError(
-                "there was no session.backward since the last step: 16-mixed scales the loss there. Fix: session.backward(loss)"
+                "there was no session.backward since the last step, but 16-mixed scales the loss "
+                "in it. Fix: session.backward(loss)"
             )
         if run.world.size > 1:
             if self._seen == self._model._calls.reducing:
                 raise TrainingError(
-                    f"{type(run.module).__name__} was not called through what session.setup returned, outside of no_backward_sync, since "
-                    "the last step: the ranks' gradients would differ. Fix: call that; for a method other than forward first "
-                    "model.mark_forward_method(NAME)"
+                    f"{type(run.module).__name__} was not called through the model that "
+                    "session.setup returned, outside of no_backward_sync, since the last step: the "
+                    "ranks' gradients would differ. Fix: call that model; for a method other than "
+                    "forward, first call model.mark_forward_method(NAME)"
                 )
             self._seen = self._model._calls.reducing
         self._hooks.reduce_gradients(run=run)
         self._reduced = self._backwards = session_run.backwards
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step once. Return the closure's result, as torch's optimizers do.
+        """Step once.
+
+        Returns:
+            The closure's result, as torch's optimizers do; ``None`` without a closure.
 
         Raises:
-            UsageError: an optimizer that needs a closure has none.
+            UsageError: the session is closed, or the optimizer needs a closure.
         """
         run, session_run, loss = self._run, self._session_run, None
         if run.model is None:
             raise UsageError(
-                "the session is closed. Fix: step inside `with Session(...)`, or before session.close()"
+                "the session is closed. "
+                "Fix: step inside `with Session(...)`, or before session.close()"
             )
         session_run.begin()
         if run.needs_closure:
@@ -104,7 +116,7 @@ class Stepper:
         self._hooks.clip_gradients(run=self._run)
 
     def _closure_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step an optimizer that computes the loss itself, several times, as LBFGS does."""
+        """Step an optimizer that computes the loss itself, maybe several times, such as LBFGS."""
         run, losses = self._run, []
         if closure is None:
             raise UsageError(
@@ -126,9 +138,9 @@ class Stepper:
 
 
 class SessionStep:
-    """The attribute ``step`` of an optimizer in a Session. A scheduler may set its own wrapper, which is called then."""
+    """The attribute ``step`` of an optimizer in a Session. A scheduler may replace it."""
 
-    hooked = True  # otherwise torch puts a profiler's range around it, as around a function
+    hooked = True  # otherwise torch wraps it in a profiler's range
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -137,7 +149,7 @@ class SessionStep:
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return stepper.step(closure)
 
-        self._function = step  # schedulers look for it in the method
+        self._function = step  # schedulers read the method's function
 
     def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
         if optimizer is None:
@@ -149,7 +161,10 @@ class SessionStep:
 
 
 def session_optimizer(optimizer: Optimizer, stepper: Stepper) -> Any:
-    """Return the same optimizer with the session's ``step``: state and groups are shared; its class is a subclass, for schedulers."""
+    """Return the optimizer with the session's ``step``.
+
+    It shares state and groups. Its class is a subclass of the optimizer's, as schedulers expect.
+    """
     cls = type(type(optimizer).__name__, (type(optimizer),), {"step": SessionStep(stepper)})
     same: Any = object.__new__(cls)
     same.__dict__ = optimizer.__dict__
@@ -160,18 +175,19 @@ def stepper_of(optimizer: Any) -> Stepper:
     """Return the stepper of a session's optimizer.
 
     Raises:
-        UsageError: it is another optimizer.
+        UsageError: the optimizer was not set up.
     """
     step = type(optimizer).__dict__.get("step")
     if not isinstance(step, SessionStep):
         raise UsageError(
-            f"{type(optimizer).__name__} is no optimizer that session.setup returned. Fix: step that one"
+            f"{type(optimizer).__name__} is no optimizer that session.setup returned. "
+            "Fix: use the returned optimizer"
         )
     return step.stepper
 
 
 def owns(module: nn.Module, optimizer: Optimizer) -> bool:
-    """Return True if the model has all parameters that an optimizer steps."""
+    """True if the model has all parameters that an optimizer steps."""
     own = {id(parameter) for parameter in module.parameters()}
     return all(
         id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]
@@ -179,22 +195,25 @@ def owns(module: nn.Module, optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(module: nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer that cannot be set up with a model.
+    """Raise for an optimizer that cannot be set up with a model.
 
     Raises:
-        UsageError: it is no optimizer, is set up already, or steps parameters of another model.
+        UsageError: it is no optimizer, is already set up, or steps parameters of another model.
     """
     name = type(module).__name__
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"setup({name}, {type(optimizer).__name__}): what follows the model are its optimizers, one by one"
+            f"setup({name}, {type(optimizer).__name__}): the arguments after the model are not "
+            "optimizers. Fix: setup(model, optimizer, ...)"
         )
     if isinstance(type(optimizer).__dict__.get("step"), SessionStep):
         raise UsageError(
-            f"this {type(optimizer).__name__} is set up already. Fix: setup once, and use what it returned"
+            f"this {type(optimizer).__name__} is already set up. "
+            "Fix: call setup once, and use its result"
         )
     if not owns(module, optimizer):
         raise UsageError(
-            f"{type(optimizer).__name__} steps parameters that {name} does not have. Fix: make it from model.parameters(); "
-            "one optimizer of several models takes nn.ModuleList([a, b])"
+            f"{type(optimizer).__name__} steps parameters that {name} does not have. "
+            "Fix: create it from model.parameters(); for one optimizer of several models, set up "
+            "nn.ModuleList([a, b])"
         )

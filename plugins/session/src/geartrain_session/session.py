@@ -1,4 +1,4 @@
-"""Session: accelerators, strategies, precision and plugins for users who keep their own loop."""
+"""Session: accelerators, strategies, precision and plugins for users who write their own loop."""
 
 from __future__ import annotations
 
@@ -41,25 +41,32 @@ from geartrain_session.workers import FunctionWorker, ScriptWorker
 
 
 class Session(RankProperties):
-    """What :class:`geartrain.Trainer` brings, for users who keep their own loop; names as in Lightning Fabric.
+    """The features of :class:`geartrain.Trainer` for a loop that the user writes.
 
-    The constructor checks and plans everything; ``session.plan`` shows the plan. ``with Session(...) as session:`` closes it.
+    Names are as in Lightning Fabric. The constructor checks and plans everything; ``session.plan``
+    shows the plan. ``with Session(...) as session:`` closes the session at the end.
 
     Args:
-        accelerator: as for :class:`geartrain.Trainer`, as are devices, strategy, num_nodes, precision and plugins.
-        callbacks: objects whose methods ``session.call(name, ...)`` calls; objects with ``@hookimpl`` methods become plugins.
+        accelerator: as for :class:`geartrain.Trainer`; also strategy, devices, num_nodes, precision
+            and plugins.
+        callbacks: objects whose methods ``session.call(name, ...)`` calls. Objects with
+            ``@hookimpl`` methods become plugins.
         seed: seeds Python, NumPy and torch, now and again in each process.
-        output: folder for plan.json, metrics.jsonl and summary.json; nothing is written without it.
-        gradient_clip_val: the largest gradient norm or value of an optimizer's parameters; ``None`` for no clipping.
+        output: folder for plan.json, metrics.jsonl and summary.json; ``None`` writes no file.
+        gradient_clip_val: the largest gradient norm or value of an optimizer's parameters; ``None``
+            for no clipping.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
-        log_every_n_steps: steps between flushes of what plugins log.
-        assume: accelerator -> device count, to plan for hardware that this machine lacks; such a session cannot be launched.
+        log_every_n_steps: steps between flushes of the metrics that plugins log.
+        block: as for :class:`geartrain.Trainer`; also accelerator_options, strategy_options and
+            plugin_options.
+        assume: accelerator -> device count, to plan for hardware that this machine lacks. Such a
+            session cannot be launched.
 
     Raises:
-        UsageError: anything that cannot work, and plugins that need a Trainer's loop.
+        UsageError: the arguments cannot work, or a plugin needs a Trainer's loop.
     """
 
-    datamodule = None  # as of a Trainer: strategies that start fresh processes read it
+    datamodule = None  # as in a Trainer: strategies that start new processes read it
     _run: Run | None
     _session_run: SessionRun | None
     #: The contexts that :meth:`close` ends, after :meth:`launch` without a function.
@@ -109,7 +116,7 @@ class Session(RankProperties):
             for one in given
             if any(hasattr(getattr(one, name, None), "geartrain_impl") for name in dir(one))
         ]
-        #: The callbacks that are no plugins; :meth:`call` calls them.
+        #: The callbacks that are not plugins; :meth:`call` calls them.
         self.callbacks = Callbacks(one for one in given if not any(one is plugin for plugin in own))
         asked = TrainerArguments(
             accelerator=accelerator,
@@ -136,18 +143,16 @@ class Session(RankProperties):
     if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise for a name that does not exist; one of Fabric's gets the replacement."""
-            try:
-                return object.__getattribute__(
-                    self, name
-                )  # again, for its error: it may be a property's own
+            """Raise for a name that does not exist; for a Fabric name, give the replacement."""
+            try:  # again, for its error: a property may have raised it
+                return object.__getattribute__(self, name)
             except AttributeError as error:
                 raise AttributeError(
                     f"{error}{write_instead('Session', name)}", name=name, obj=self
                 ) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything that a new process needs to make this session again."""
+        """Return the state from which a new process creates this session."""
         kept = ("_block", "_assume", "plan", "callbacks")
         return {name: getattr(self, name) for name in kept} | {
             "plugins": [part for part in self._parts if not part.info.is_core]
@@ -160,45 +165,55 @@ class Session(RankProperties):
         self.hooks = Hooks(self._parts)
         self._forget_run()
 
-    # --- beginning and end -----------------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     def launch(
         self, function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Start, or join, the processes of the plan.
 
-        Without a function, a strategy that runs the same command again (ddp) makes this process one of the ranks: every rank runs the
-        rest of the script. With one, ``function(session, *args, **kwargs)`` runs in every process, and the session closes after it; under
-        ddp_spawn, its changes stay in those processes.
+        Without a function, every rank runs the rest of the script: a strategy that runs the same
+        command again (ddp) makes this process one of the ranks. With a function,
+        ``function(session, *args, **kwargs)`` runs in every process, and the session closes after
+        it. Under ddp_spawn, its changes stay in those processes.
+
+        Args:
+            function: the loop; ``None``: the rest of the script.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
 
         Returns:
             The function's result on rank 0.
 
         Raises:
-            UsageError: launched already, or a strategy that starts its processes on a function is given none.
+            UsageError: the session is already launched, or the strategy needs a function.
         """
         if self._assume:
             raise UsageError(
-                f"this session assumes hardware that this machine lacks ({self._assume}): session.plan explains it."
+                f"this session assumes hardware that this machine lacks ({self._assume}): "
+                "session.plan explains it."
             )
         if self._run is not None:
             raise UsageError(
-                "this session is launched already. Fix: launch once; session.close() comes before another launch"
+                "this session is already launched. "
+                "Fix: launch once; call session.close() before another launch"
             )
         if function is not None and not callable(function):
             raise UsageError(
-                f"launch({function!r}): it is no function. Fix: session.launch(train), and then train(session)"
+                f"launch({function!r}): the argument is no function. "
+                "Fix: session.launch(train), which calls train(session)"
             )
         strategy = next(part for part in self._parts if part.info.kind == "strategy")
         if function is None and getattr(strategy.plugin, "needs_function", False):
             raise UsageError(
-                f"{strategy.info.label} starts its processes on a function. Fix: session.launch(train), and then train(session)"
+                f"{strategy.info.label} starts its processes on a function. "
+                "Fix: session.launch(train), which calls train(session)"
             )
         run = Run(
             plan=self.plan,
             hooks=Hooks(self._parts),
             module=Models(),
-            trainer=cast(Any, self),  # launchers and hooks read a Trainer's attributes of it
+            trainer=cast(Any, self),  # launchers and hooks read some attributes of a Trainer
             command="fit",
             cluster=self.cluster,
             output=self.plan.output,
@@ -221,8 +236,10 @@ class Session(RankProperties):
                 self._forget_run()
 
     def close(self) -> None:
-        """End the run: flush metrics, close loggers, release the process group and the device. Models stay usable in this process.
-        A second call does nothing."""
+        """End the run: flush metrics, close loggers, release the process group and the device.
+
+        Models stay usable in this process. A second call does nothing.
+        """
         self._close(None)
 
     def __enter__(self) -> Self:
@@ -251,39 +268,46 @@ class Session(RankProperties):
         self._run, self._session_run, self._stack = None, None, None
 
     def attach_run(self, session_run: SessionRun) -> None:
-        """Take the run that a worker has set up in this process."""
+        """Set the run that a worker has set up in this process."""
         self._run, self._session_run = session_run.run, session_run
 
     def hooks_for(self, model: Any, command: str) -> Hooks:
-        """Return the hooks of one run, as :meth:`geartrain.Trainer.hooks_for` does."""
+        """Return the hooks of one run, like :meth:`geartrain.Trainer.hooks_for`."""
         return Hooks(self._parts)
 
     def _launched(self, what: str) -> SessionRun:
         """Return the run; launch it first if it has one process.
 
         Raises:
-            UsageError: several processes that were not launched.
+            UsageError: the plan has several processes, which are not launched.
         """
         if self._session_run is None:
             if self.plan.processes != 1:
                 raise UsageError(
-                    f"{what} comes before session.launch(), and {self.plan.strategy.label} has {self.plan.processes or 'several'} "
-                    "processes. Fix: session.launch(), or session.launch(train), first"
+                    f"{what} comes before session.launch(), and {self.plan.strategy.label} has "
+                    f"{self.plan.processes or 'several'} processes. "
+                    "Fix: first call session.launch() or session.launch(train)"
                 )
             self.launch()
         assert self._session_run is not None
         return self._session_run
 
-    # --- setting up ------------------------------------------------------------------------------------------------------
+    # --- set-up -----------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
-        """Move a model to the device, wrap it for the strategy, and let its optimizers step through the hooks. Once for each model.
+        """Move a model to the device and wrap it for the strategy; its optimizers run the hooks.
+
+        Call it once per model.
+
+        Args:
+            module: the model.
+            optimizers: its optimizers.
 
         Returns:
-            The model, or ``(model, optimizer, ...)``, for the loop to call and step.
+            The model, or ``(model, optimizer, ...)``: the loop calls and steps these objects.
 
         Raises:
-            UsageError: a model that was set up already, or an optimizer of parameters that it does not have.
+            UsageError: the model is already set up, or an optimizer steps other parameters.
             TrainingError: the model is not the same on every rank.
         """
         made = self._launched("setup").setup(module, optimizers)
@@ -292,7 +316,7 @@ class Session(RankProperties):
     setup_module = setup
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Let optimizers of models that are set up step through the hooks. Return one, or a tuple."""
+        """Set up optimizers whose models are already set up. Return one optimizer, or a tuple."""
         session_run = self._launched("setup_optimizers")
         made = tuple(session_run.setup_optimizer(optimizer) for optimizer in optimizers)
         return made[0] if len(made) == 1 else made
@@ -304,16 +328,19 @@ class Session(RankProperties):
         move_to_device: bool = True,
         even: bool = True,
     ) -> Any:
-        """Shard each loader over ranks and move its batches to the device. Each pass is the next epoch of a shuffling sampler.
+        """Shard each loader over ranks and move its batches to the device.
+
+        Each pass over a loader is the next epoch of a shuffling sampler.
 
         Args:
-            use_distributed_sampler: let the strategy shard them.
-            move_to_device: ``False`` leaves batches on the device on which the loader made them.
-            even: give each rank equally many samples, some twice; ``False``, for evaluation: each sample once, so that one rank may have
-                a batch less than another.
+            loaders: DataLoaders, or iterables of batches.
+            use_distributed_sampler: the strategy shards the loaders.
+            move_to_device: ``False`` leaves batches on the device where the loader created them.
+            even: ``True``: every rank has the same number of samples, some twice. ``False``, for
+                evaluation: every sample once, so a rank may have a batch less than another.
 
         Returns:
-            One, or a list.
+            One loader, or a list.
         """
         session_run, stage = self._launched("setup_dataloaders"), "train" if even else "validate"
         made = [
@@ -322,16 +349,16 @@ class Session(RankProperties):
         ]
         return made[0] if len(made) == 1 else made
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients: in place of ``loss.backward()``, which would bypass a gradient scaler."""
+        """Compute gradients. Use it instead of ``loss.backward()``, which bypasses the scaler."""
         session_run = self._session_run or self._launched("backward")
         session_run.backwards += 1
         session_run.run.hooks.backward(run=session_run.run, loss=loss)
 
     def step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> bool:
-        """Call ``optimizer.step(closure)``. Return True if the step was taken: 16-mixed skips those whose gradients overflowed."""
+        """Call ``optimizer.step(closure)``. Return False if 16-mixed skips it after an overflow."""
         optimizer.step(*([] if closure is None else [closure]))
         return stepper_of(optimizer).stepped
 
@@ -344,23 +371,29 @@ class Session(RankProperties):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor | None:
-        """Clip the gradients of a model that this optimizer steps, reduced and unscaled, between the last ``backward`` and the step.
+        """Clip the gradients that this optimizer steps, after reducing and unscaling them.
+
+        Call it between the last ``backward`` and the step.
 
         Args:
+            module: the model; only its parameters are clipped.
+            optimizer: only parameters of this optimizer are clipped.
             clip_val: the largest value of a gradient; either this or ``max_norm``.
-            max_norm: the largest norm of all of them.
+            max_norm: the largest norm of all gradients.
+            norm_type: the norm, as in ``torch.nn.utils.clip_grad_norm_``.
+            error_if_nonfinite: raise if the norm is NaN or infinite.
 
         Returns:
             The norm before clipping, if ``max_norm`` is given.
+
+        Raises:
+            UsageError: both limits or none are given, or the optimizer was not set up.
         """
         if (clip_val is None) == (max_norm is None):
-            raise UsageError(
-                "clip_gradients takes either clip_val= or max_norm=. Fix: give one of them"
-            )
+            raise UsageError("clip_gradients takes either clip_val= or max_norm=. Fix: give one")
         stepper_of(optimizer).reduce()
-        stepped = set(
-            parameters_of([optimizer])
-        )  # gradients of another optimizer may still be scaled, or not reduced
+        # Gradients of another optimizer may still be scaled, or not reduced.
+        stepped = set(parameters_of([optimizer]))
         parameters = [parameter for parameter in module.parameters() if parameter in stepped]
         if max_norm is not None:
             return torch.nn.utils.clip_grad_norm_(
@@ -371,10 +404,14 @@ class Session(RankProperties):
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Iterator[None]:
-        """Keep gradients on this rank: around forward and backward of all micro-batches but a step's last."""
+        """Keep gradients on this rank inside the block.
+
+        Put it around forward and backward of all micro-batches of a step but the last.
+        """
         if not isinstance(module, SessionModel):
             raise UsageError(
-                f"no_backward_sync({type(module).__name__}): Fix: give the model that session.setup returned"
+                f"no_backward_sync({type(module).__name__}): the argument was not set up. "
+                "Fix: give the model that session.setup returned"
             )
         if not enabled:
             yield
@@ -388,7 +425,7 @@ class Session(RankProperties):
             calls.held = before
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context that the precision puts around a model's forward, for computations outside of one."""
+        """Return the precision's context of a model's forward, for computations outside of it."""
         self._launched("autocast")
         computes = next(
             (
@@ -404,7 +441,7 @@ class Session(RankProperties):
         return context
 
     def to_device(self, batch: Any) -> Any:
-        """Move a batch, or a module, to the device; a batch also gets the precision's type, as those of a loader that was set up."""
+        """Move a batch or a module to the device; a batch also gets the precision's type."""
         session_run = self._launched("to_device")
         return (
             batch.to(session_run.run.device)
@@ -412,18 +449,27 @@ class Session(RankProperties):
             else session_run.on_device(batch)
         )
 
-    # --- the other ranks -------------------------------------------------------------------------------------------------
+    # --- the other ranks --------------------------------------------------------------------------
 
     def all_gather(self, data: Any) -> Any:
-        """Each tensor of ``data`` from every rank: ``[world_size, *shape]``, or a list if first dimensions differ."""
+        """Gather each tensor of ``data`` from every rank.
+
+        Returns:
+            ``data`` with ``[world_size, *shape]`` per tensor, or a list if first dimensions differ.
+        """
         return collectives.all_gather(self._launched("all_gather").run, data)
 
     def all_reduce(self, data: Any, reduce_op: str = "mean") -> Any:
-        """Each tensor of ``data``, of one shape on all ranks, as the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` over ranks."""
+        """Reduce each tensor of ``data`` over ranks.
+
+        Args:
+            data: nested data; each tensor has the same shape on all ranks.
+            reduce_op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        """
         return collectives.all_reduce(self._launched("all_reduce").run, data, reduce_op)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s object, on every rank."""
+        """Return rank ``src``'s object on every rank."""
         run = self._launched("broadcast").run
         return run.hooks.broadcast(run=run, obj=obj, src=src)
 
@@ -434,7 +480,7 @@ class Session(RankProperties):
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Let rank 0 (``local``: of each node) do something before the others do it, for example download."""
+        """Run the block on rank 0 (``local``: of each node) before the others, e.g. a download."""
         first = (self.local_rank if local else self.global_rank) == 0
         if not first:
             self.barrier()
@@ -442,35 +488,38 @@ class Session(RankProperties):
         if first:
             self.barrier()
 
-    # --- output -----------------------------------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, step: int | None = None, sync_dist: bool = False) -> None:
-        """Hand one number to the loggers and metrics.jsonl, now: the CPU waits for the GPU if it is a tensor there."""
+        """Send one number to the loggers and metrics.jsonl now; a GPU tensor makes the CPU wait."""
         self.log_dict({name: value}, step, sync_dist)
 
     def log_dict(
         self, metrics: Mapping[str, Any], step: int | None = None, sync_dist: bool = False
     ) -> None:
-        """Hand numbers to the loggers and metrics.jsonl, now.
+        """Send numbers to the loggers and metrics.jsonl now.
 
         Args:
             metrics: numbers, or tensors of one element, by name.
-            step: default: optimizer steps done.
-            sync_dist: log the mean over ranks, which all must call this with the same names; otherwise rank 0's own are logged.
+            step: the step of the numbers; default: the number of optimizer steps.
+            sync_dist: log the mean over ranks; all ranks must call this with the same names.
+                Otherwise the numbers of rank 0 are logged.
 
         Raises:
-            TrainingError: a value that is no number; or ranks that log different names with ``sync_dist``.
+            TrainingError: a value is no number, or ranks log different names with ``sync_dist``.
         """
         self._launched("log").log(metrics, step, sync_dist)
 
     def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, whole or not at all. Every rank calls it.
+        """Write a checkpoint atomically. Every rank calls it.
 
         Args:
-            state: models, optimizers, everything that has ``state_dict()``, and plain values and tensors, by name.
+            path: the file.
+            state: models, optimizers, other objects with ``state_dict()``, plain values and
+                tensors, by name.
 
         Raises:
-            UsageError: something else, which :meth:`load` could not read.
+            UsageError: ``state`` has another object, which :meth:`load` could not read.
         """
         save_checkpoint_file(
             self._launched("save").run, states.collect(state), user_path(path, "path")
@@ -479,25 +528,26 @@ class Session(RankProperties):
     def load(
         self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True
     ) -> dict[str, Any]:
-        """Read a checkpoint, in place: models and optimizers take their states, plain values of ``state`` are replaced.
+        """Load a checkpoint into the models and optimizers of ``state``; replace its plain values.
 
         Args:
-            state: what :meth:`save` was given; default: nothing is loaded, all is returned.
-            strict: refuse a file without a name that ``state`` has; models are always strict.
+            path: the file.
+            state: objects by name, as for :meth:`save`; default: load no object and return all.
+            strict: raise if the file lacks a name of ``state``; models are always strict.
 
         Returns:
             The rest of the file.
 
         Raises:
             UsageError: the file does not exist.
-            TrainingError: it is damaged, is no checkpoint, lacks a name or does not fit.
+            TrainingError: the file is damaged, is no checkpoint, lacks a name or does not fit.
         """
         run, path = self._launched("load").run, user_path(path, "path")
         found = run.hooks.load_checkpoint(run=run, path=path)
         return states.apply(path, found, {} if state is None else state, strict)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method ``name`` of every callback that has one."""
+        """Call the method ``name`` of every callback that has it."""
         self.callbacks.call(name, args, kwargs)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -506,14 +556,14 @@ class Session(RankProperties):
             print(*values, **options)
 
     def seed_everything(self, seed: int) -> int:
-        """Seed Python's, NumPy's and torch's generators; the same on every rank. Return the seed."""
+        """Seed Python, NumPy and torch with the same seed on every rank. Return the seed."""
         return seed_everything(seed)
 
-    # --- questions -----------------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
-        """The running run, as hooks see it."""
+        """The run, as hooks see it."""
         return self._launched("run").run
 
     @property
@@ -533,10 +583,13 @@ class Session(RankProperties):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done, of all optimizers."""
+        """Number of steps of all optimizers."""
         return self._run.step if self._run else 0
 
     @property
     def should_stop(self) -> bool:
-        """True if a plugin wants the loop to end; the same on all ranks, from the flush (``log_every_n_steps``) that follows."""
+        """True after a plugin asked the loop to end; the same on all ranks.
+
+        It changes at the flush (every ``log_every_n_steps``) after the request.
+        """
         return bool(self._run and self._run.logs.stop)

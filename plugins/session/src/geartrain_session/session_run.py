@@ -37,24 +37,27 @@ if TYPE_CHECKING:
 
 
 class SessionRun:
-    """The state of a Session from launch to close: the run that hooks see, and a copy of it for each model, optimizer and loader.
+    """The state of a Session from launch to close.
+
+    It has the run that hooks see, and a copy of it per model, optimizer and loader.
 
     Args:
-        run: the run that is being set up in this process; ``run.trainer`` is the session.
+        run: the new run of this process; ``run.trainer`` is the session.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.session = cast("Session", run.trainer)
         self.models: list[SessionModel] = []
-        #: Calls of ``session.backward``.
+        #: Number of calls of ``session.backward``.
         self.backwards = 0
-        #: The runs of models and of optimizers, and one that moves batches which no loader brings.
+        #: The runs of models and of optimizers.
         self._runs: list[Run] = []
+        #: A run that moves batches without a loader.
         self._mover: Run | None = None
         self._has_begun, self._flush_every = False, run.plan.options.log_every_n_steps
 
-    # --- beginning and end -----------------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Fire ``on_run_start`` before the first batch, step or metric; later calls do nothing."""
@@ -68,13 +71,12 @@ class SessionRun:
             each.plan = plan
         seed = plan.options.seed
         if seed is not None and run.world.rank:
-            seed_everything(
-                seed + run.world.rank
-            )  # the same weights on every rank, but not the same dropout
+            # The weights are the same on every rank, but dropout must differ.
+            seed_everything(seed + run.world.rank)
         run.hooks.on_run_start(run=run)
 
     def finish(self) -> None:
-        """Report what plugins logged, after a run without an error."""
+        """Report the metrics that plugins logged, after a run without an error."""
         self.begin()
         run = self.run
         run.logs.end_epoch()
@@ -82,7 +84,10 @@ class SessionRun:
         run.hooks.barrier(run=run)
 
     def release_models(self, run: Run) -> None:
-        """Return models to the user as they were. Their wrappers must go before the process group, see ``always_tear_down``."""
+        """Release the models from their wrappers, which must go before the process group.
+
+        See ``always_tear_down``.
+        """
         for model in self.models:
             if isinstance(model.module, Module):
                 model.module._run = None
@@ -90,24 +95,26 @@ class SessionRun:
             each.model, each.step_functions, each.optimizers = None, {}, []
         run.module = Models()
 
-    # --- setting up ------------------------------------------------------------------------------------------------------
+    # --- set-up -----------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
-        """Return the model and its optimizers as the loop uses them; see :meth:`Session.setup`."""
+        """Return the model and its optimizers for the loop; see :meth:`Session.setup`."""
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"setup({type(module).__name__}): the first argument is the model. Fix: setup(model, optimizer)"
+                f"setup({type(module).__name__}): the first argument is no model. "
+                "Fix: setup(model, optimizer)"
             )
         if isinstance(module, SessionModel) or any(module is model.module for model in self.models):
+            name = type(getattr(module, "module", module)).__name__
             raise UsageError(
-                f"this {type(getattr(module, 'module', module)).__name__} is set up already. Fix: setup once, and use what it returned"
+                f"this {name} is already set up. Fix: call setup once, and use its result"
             )
         for optimizer in optimizers:
             check_optimizer(module, optimizer)
         own = self._run_of(self.run, module)
         self.session.hooks.check_plan(plan=self.session.plan, module=as_one_module(module))
         own.ranks.check(own)
-        own.unwrapped = Called(module)  # type: ignore[assignment]  # stands in for StepForwarder
+        own.unwrapped = Called(module)  # type: ignore[assignment]  # in place of a StepForwarder
         own.model = own.hooks.wrap_model(run=own, model=own.unwrapped)
         methods = [
             name
@@ -121,7 +128,7 @@ class SessionRun:
         return (model, *(self._optimizer(model, optimizer) for optimizer in optimizers))
 
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
-        """Return an optimizer of models that are set up, as the loop uses it; see :meth:`Session.setup_optimizers`."""
+        """Return an optimizer for the loop; see :meth:`Session.setup_optimizers`."""
         if not self.models:
             raise UsageError(
                 "setup_optimizers comes before setup of the model. Fix: setup(model, optimizer)"
@@ -137,16 +144,16 @@ class SessionRun:
         if not isinstance(loader, Iterable) or isinstance(
             loader, SessionLoader | Mapping | str | bytes
         ):
-            what = (
-                f"setup_dataloaders({type(loader).__name__}) is no loader, or one of this session"
+            raise UsageError(
+                f"setup_dataloaders({type(loader).__name__}): the argument is no loader, or is "
+                "already set up. Fix: give a DataLoader or an iterable of batches, once"
             )
-            raise UsageError(f"{what}. Fix: a DataLoader or an iterable of batches, once")
         run = self._run_of(self.run, Models())
         run.stage = stage
         mine = run.hooks.shard_dataloader(run=run, loader=loader, stage=stage) if shard else loader
         share_temporary_folder([mine])
         run.stages = {stage: Stage([mine], [count_batches(mine, None, stage)])}
-        self.run.stages[stage].loaders.append(mine)  # their workers end with the session
+        self.run.stages[stage].loaders.append(mine)  # the loader's workers end with the session
         return SessionLoader(self, run, mine, move)
 
     def _optimizer(self, model: SessionModel, optimizer: Optimizer) -> Any:
@@ -159,16 +166,16 @@ class SessionRun:
 
     @staticmethod
     def _run_of(run: Run, module: nn.Module) -> Run:
-        """Return a copy of a run, for hooks that are called for one model, one optimizer or one loader."""
+        """Return a copy of a run, for the hooks of one model, one optimizer or one loader."""
         own = copy.copy(run)
         own.step_functions = {}
-        own.module = module  # type: ignore[assignment]  # hooks use attributes of every nn.Module
+        own.module = module  # type: ignore[assignment]  # hooks need only nn.Module's attributes
         return own
 
-    # --- a step ----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def stepped(self, run: Run) -> None:
-        """Count a step of the optimizer whose run this is, and flush metrics if it is time."""
+        """Count a step of the optimizer of ``run``, and flush metrics if they are due."""
         main = self.run
         main.step = done = main.step + 1
         for each in self._runs:
@@ -177,7 +184,7 @@ class SessionRun:
         if run.should_stop:
             main.should_stop = True
         if done % self._flush_every == 0:
-            main.logs.flush()  # the CPU waits for the GPU here, if a plugin has logged a tensor
+            main.logs.flush()  # if a plugin logged a tensor, the CPU waits for the GPU here
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch on the device, in the precision's type."""
@@ -189,7 +196,7 @@ class SessionRun:
         )
 
     def log(self, metrics: Mapping[str, Any], step: int | None, sync_dist: bool) -> None:
-        """Hand numbers to the loggers; see :meth:`Session.log_dict`."""
+        """Send numbers to the loggers; see :meth:`Session.log_dict`."""
         self.begin()
         run = self.run
         for name in metrics:

@@ -1,4 +1,4 @@
-"""A Session's checkpoint: the states of models and optimizers, and plain values, so that it can be read as data alone."""
+"""A Session's checkpoint: states and plain values only, so that reading it runs no code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the objects to save.
 
     Raises:
-        UsageError: something that has no ``state_dict()`` and is no plain value.
+        UsageError: a value is not plain and has no ``state_dict()``.
     """
     if not isinstance(state, Mapping):
         raise UsageError(
-            f"save: the state is a dict of names, not {type(state).__name__}. Fix: {{'model': model, 'optimizer': optimizer}}"
+            f"save: the state must be a dict of names, not {type(state).__name__}. "
+            "Fix: {'model': model, 'optimizer': optimizer}"
         )
     odd = [
         name
@@ -27,8 +28,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if odd:
         raise UsageError(
-            f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and could not be read again as data alone. "
-            "Fix: numbers, strings, tensors, lists and dicts of them"
+            f"save: {odd[0]!r} is {type(state[odd[0]]).__name__}, which has no state_dict() and is "
+            "no plain value. Fix: use numbers, strings, tensors, and lists and dicts of them"
         )
     return {
         name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -43,16 +44,18 @@ def apply(path: Path, found: Any, state: dict[str, Any], strict: bool) -> dict[s
         The rest of the file.
 
     Raises:
-        TrainingError: it is no checkpoint of names, a name is missing, or a state does not fit.
+        TrainingError: the file is no checkpoint of a session, lacks a name, or does not fit.
     """
     if not isinstance(found, dict):
         raise TrainingError(
-            f"{path} is not a checkpoint of a session: it holds {type(found).__name__}, not a dict of names"
+            f"{path} is not a checkpoint of a session: it holds {type(found).__name__}, "
+            "not a dict of names"
         )
     missing = [name for name in state if name not in found]
     if missing and strict:
         raise TrainingError(
-            f"{path} has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, found))}. Fix: strict=False"
+            f"{path} has no {', '.join(map(repr, missing))}; "
+            f"it has {', '.join(map(repr, found))}. Fix: strict=False"
         )
     for name in [name for name in state if name in found]:
         thing = state[name]

@@ -1,4 +1,4 @@
-"""The work of each process of a Session around the loop."""
+"""The set-up and teardown of each process of a Session, around the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from geartrain_session.session_run import SessionRun
 
 @contextmanager
 def process_context(run: Run, local_rank: int) -> Iterator[None]:
-    """Set up this process. At the end report metrics, and tear down, also after an error."""
+    """Set up this process. At the end report metrics; tear down, also after an error."""
     session: Any = run.trainer
     with always_tear_down(run, ()) as undo:
         undo.append(run.hooks.teardown_device)
@@ -22,7 +22,7 @@ def process_context(run: Run, local_rank: int) -> Iterator[None]:
         init_process_group(run)
         session_run = SessionRun(run)
         undo.append(session_run.release_models)
-        # The batch is empty: what plugins log belongs to steps.
+        # The batch is empty: metrics that plugins log belong to steps.
         run.logs, run.module_hooks, run.batch = MetricStore(run), ModuleHooks(run.module), ()
         run.ranks.check(run)
         run.hooks.freeze()
@@ -42,7 +42,7 @@ class FunctionWorker:
 
     @property
     def pickled_arguments(self) -> dict[str, Any]:
-        """Return what travels to another process, by the names that the user gave."""
+        """Return the objects that travel to another process, by the user's names for them."""
         args = {f"argument {i} of launch": value for i, value in enumerate(self.args, start=1)}
         return {
             "the function of launch": self.function,
@@ -54,12 +54,15 @@ class FunctionWorker:
         with process_context(self.run, local_rank):
             seed = self.run.plan.options.seed
             if seed is not None:
-                seed_everything(seed)  # a fresh process is not seeded
+                seed_everything(seed)  # a new process has no seed yet
             return self.function(self.run.trainer, *self.args, **self.kwargs)
 
 
 class ScriptWorker:
-    """The worker of ``launch()``: it sets this process up and returns. The script then runs inside, until :meth:`stack` closes."""
+    """The worker of ``launch()``: it sets up this process and returns.
+
+    The script then runs inside this context, until the contexts of :meth:`stack` close.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -72,19 +75,20 @@ class ScriptWorker:
             self._inside = inside.pop_all()
 
     def keep(self, around: ExitStack) -> None:
-        """Keep the contexts that a launcher has opened around this rank."""
+        """Keep the contexts that a launcher opened around this rank."""
         self._around = around
 
     def stack(self) -> ExitStack:
         """Return the contexts that end the run.
 
         Raises:
-            UsageError: the strategy set up nothing in this process.
+            UsageError: the strategy did not set up this process.
         """
         if self._inside is None:
             label = self._run.plan.strategy.label
             raise UsageError(
-                f"{label} works in other processes than this one. Fix: session.launch(train), and then train(session)"
+                f"{label} runs in other processes than this one. "
+                "Fix: session.launch(train), which calls train(session)"
             )
         whole = ExitStack()
         whole.push(self._around)
