@@ -1,4 +1,4 @@
-"""A Mac's GPU that is not here: torch's answers about it, and tensors that stay on the CPU when they are moved to it."""
+"""A fake Mac GPU: torch reports it, and tensors that move to it stay on the CPU."""
 
 import platform
 
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class Metal:
-    """What the fake device was asked to do."""
+    """The fake device, with a record of its calls."""
 
     def __init__(self, patch):
         self._patch = patch
@@ -29,15 +29,16 @@ class Metal:
         self.emptied += 1
 
     def to(self, tensor, *given, **named):
-        """``Tensor.to`` as torch's own does it, with its error, but on the CPU."""
+        """Imitate ``Tensor.to`` and its error, but stay on the CPU."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*given, **named)
         if device is None or device.type != "mps":
             return _TO(tensor, *given, **named)
         assert device == torch.device("mps:0")
         dtype = dtype or tensor.dtype
-        if dtype == torch.float64:  # the words of aten/src/ATen/mps/EmptyTensor.cpp
+        if dtype == torch.float64:  # the message of aten/src/ATen/mps/EmptyTensor.cpp
             raise TypeError(
-                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead."
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support "
+                "float64. Please use float32 instead."
             )
         self.moved.append((dtype, non_blocking))
         return _TO(tensor, dtype=dtype)
@@ -45,7 +46,7 @@ class Metal:
 
 @pytest.fixture
 def metal(monkeypatch):
-    """A machine with macOS 15.1 and a Metal device."""
+    """Simulate a machine with macOS 15.1 and a Metal device."""
     made = Metal(monkeypatch)
     made.answers()
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M4")
@@ -64,7 +65,7 @@ def metal(monkeypatch):
 
 @pytest.fixture
 def trainer(tmp_path):
-    """``trainer(max_epochs=2)``: on mps, quiet."""
+    """``trainer(max_epochs=2)``: return a Trainer on mps without a progress bar."""
 
     def make(**options):
         return gt.Trainer(

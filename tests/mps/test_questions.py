@@ -1,4 +1,4 @@
-"""Asked before a run: whether mps can be used, why not, and what a doctor shows."""
+"""mps before a run: availability, reasons, and the doctor's diagnosis."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from geartrain_mps import MPSAccelerator
 
 
 @pytest.mark.skipif(torch.backends.mps.is_built(), reason="this torch is built with MPS")
-def test_this_machine_has_none_and_says_why():
+def test_a_torch_without_mps_is_the_reason():
     reason = MPSAccelerator.unavailable()
     assert torch.__version__ in reason
     assert "built without MPS" in reason
@@ -27,17 +27,18 @@ def test_this_machine_has_none_and_says_why():
     assert "built without MPS" in found["problems"][0]
 
 
-def test_asking_imports_and_starts_nothing_more_than_torch():
-    """As ``accelerator="auto"`` asks; the process may fork afterwards."""
+def test_the_check_starts_no_thread_and_no_device():
+    """``accelerator="auto"`` runs this check, and the process may fork afterwards."""
     code = (
-        "import torch, threading; from geartrain_mps import MPSAccelerator as A; before = threading.active_count(); "
-        "A.unavailable(); A.device_count(); assert threading.active_count() == before; assert not torch.cuda.is_initialized()"
+        "import torch, threading; from geartrain_mps import MPSAccelerator as A; "
+        "before = threading.active_count(); A.unavailable(); A.device_count(); "
+        "assert threading.active_count() == before; assert not torch.cuda.is_initialized()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-def test_usable_where_torch_finds_the_device(metal):
+def test_mps_is_usable_if_torch_finds_the_device(metal):
     assert MPSAccelerator.unavailable() is None
     assert MPSAccelerator.device_count() == 1
 
@@ -58,11 +59,8 @@ def test_usable_where_torch_finds_the_device(metal):
         ({"available": False, "macos": "9"}, ["macOS 9 is too old"], ["Metal"]),
         ({"available": False, "macos": "14.0"}, ["no Metal device", "macOS 14.0"], ["too old"]),
         ({"available": False, "macos": "26.3.1"}, ["no Metal device", "macOS 26.3.1"], ["too old"]),
-        (
-            {"available": False, "macos": "10.16"},
-            ["no Metal device"],
-            ["too old"],
-        ),  # what an old Python is told on any newer macOS
+        # An old Python reads 10.16 on any newer macOS.
+        ({"available": False, "macos": "10.16"}, ["no Metal device"], ["too old"]),
         ({"available": False, "macos": ""}, ["no Metal device", "unknown"], ["too old"]),
     ],
 )
@@ -109,7 +107,7 @@ def test_has_geartrain_s_version_and_its_lazy_name():
     assert geartrain_mps.__version__ == gt.__version__
 
 
-# --- the doctor ----------------------------------------------------------------------------------------------------------
+# --- the doctor -----------------------------------------------------------------------------------
 
 
 def test_diagnosis_of_a_usable_device(metal, monkeypatch):
@@ -136,7 +134,7 @@ def test_diagnosis_of_a_usable_device(metal, monkeypatch):
     }
 
 
-def test_diagnosis_of_an_unusable_one_has_a_fix(metal):
+def test_diagnosis_of_an_unusable_device_has_a_fix(metal):
     for answers in ({"macos": "13.1"}, {"macos": "15.0"}, {"built": False}):
         metal.answers(**{"available": False, **answers})
         found = MPSAccelerator.diagnose()
@@ -152,7 +150,7 @@ def _fails(*_):
 
 def test_diagnosis_never_raises(metal, monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", _fails)
-    monkeypatch.delattr(torch.backends.mps, "get_core_count")  # older torches have none
+    monkeypatch.delattr(torch.backends.mps, "get_core_count")  # older versions of torch lack it
     assert MPSAccelerator.diagnose()["devices"] == [
         {"index": 0, "name": "Apple M4", "memory_used_mib": 300}
     ]

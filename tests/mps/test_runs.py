@@ -1,4 +1,4 @@
-"""A run on mps: trains and cleans up; what MPS cannot do is one clear error."""
+"""A run on mps: it trains and cleans up; each limit of MPS is one clear error."""
 
 import dataclasses
 from collections import namedtuple
@@ -22,7 +22,7 @@ class Item:
 
 
 class Line(gt.Module):
-    """Fits y = 3x."""
+    """A module that fits y = 3x."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def loader():
 
 
 class Asks:
-    """A monitor, as far as it matters here."""
+    """A minimal monitor."""
 
     @hookimpl
     def on_run_end(self, run):
@@ -56,7 +56,7 @@ class Asks:
         self.device = run.device
 
 
-# --- a whole run ---------------------------------------------------------------------------------------------------------
+# --- a whole run ----------------------------------------------------------------------------------
 
 
 def test_trains_and_empties_the_cache(metal, trainer, tmp_path):
@@ -67,14 +67,14 @@ def test_trains_and_empties_the_cache(metal, trainer, tmp_path):
     assert made.callback_metrics["val_loss"] < 0.01
     assert asks.device == torch.device("mps:0")
     assert asks.stats == {"gpu0_memory_used_mib": 300.0, "gpu0_memory_allocated_mib": 200.0}
-    assert len(metal.moved) > 3 + 20 * 4 * 2  # parameters, buffer, and two tensors a batch
+    assert len(metal.moved) > 3 + 20 * 4 * 2  # parameters, buffer, and two tensors per batch
     assert metal.emptied == 1
     again = Line()
     made.validate(again, loader(), ckpt_path=tmp_path / "run" / "last.ckpt")
     assert torch.equal(again.net.weight, module.net.weight)
 
 
-def test_resuming_takes_up_the_device_s_random_numbers_where_they_stood(metal, trainer, tmp_path):
+def test_a_resumed_run_restores_the_device_s_random_state(metal, trainer, tmp_path):
     class Draws(Line):
         def __init__(self):
             super().__init__()
@@ -102,7 +102,7 @@ def test_batches_are_moved_before_the_loader_can_free_them(metal, trainer):
     assert {non_blocking for _, non_blocking in metal.moved} == {False}
 
 
-def test_cache_is_emptied_after_an_error_too(metal, trainer):
+def test_cache_is_also_emptied_after_an_error(metal, trainer):
     class Fails(Line):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("no")
@@ -119,26 +119,28 @@ def test_teardown_without_a_device_does_nothing(metal):
 
 
 def test_missing_operator_is_shown_with_the_variable_that_helps(metal, trainer):
-    """torch's error, as aten/src/ATen/mps/MPSFallback.mm raises it, reaches the user as it is."""
-    words = "As a temporary fix, you can set the environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a fallback"
+    """The error of aten/src/ATen/mps/MPSFallback.mm reaches the user unchanged."""
+    words = (
+        "As a temporary fix, you can set the environment variable "
+        "`PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a fallback"
+    )
 
     class Lacks(Line):
         def training_step(self, batch, batch_idx):
-            raise NotImplementedError(
-                f"The operator 'aten::rare' is not currently implemented for the MPS device. {words}"
-            )
+            operator = "The operator 'aten::rare' is not currently implemented for the MPS device."
+            raise NotImplementedError(f"{operator} {words}")
 
     with pytest.raises(NotImplementedError, match="PYTORCH_ENABLE_MPS_FALLBACK=1") as caught:
         trainer().fit(Lacks(), loader())
     assert words in str(caught.value)
 
 
-def test_type_errors_of_the_user_s_own_are_left_alone(metal, trainer):
+def test_type_errors_of_the_user_s_code_are_not_changed(metal, trainer):
     class Wrong(Line):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            raise TypeError("MPS is not what this is about")
+            raise TypeError("the user's text, with the word MPS")
 
-    with pytest.raises(TypeError, match="not what this is about"):
+    with pytest.raises(TypeError, match="the user's text"):
         trainer().fit(Wrong(), loader())
 
     class Other(Line):
@@ -149,7 +151,7 @@ def test_type_errors_of_the_user_s_own_are_left_alone(metal, trainer):
         trainer().fit(Other(), [[torch.ones(2, 1, dtype=torch.float64)] * 2])
 
 
-# --- float64 -------------------------------------------------------------------------------------------------------------
+# --- float64 --------------------------------------------------------------------------------------
 
 ONE, WIDE = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.float64)
 
@@ -174,7 +176,7 @@ def test_float64_in_a_batch_is_named_with_its_place_and_the_fix(metal, trainer, 
     assert metal.emptied == 1
 
 
-def test_float64_that_the_module_converts_itself_is_fine(metal, trainer):
+def test_float64_that_the_module_converts_is_accepted(metal, trainer):
     class Converts(Line):
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return [tensor.float() for tensor in batch]
@@ -198,10 +200,10 @@ def test_float64_in_a_module_is_refused_before_anything_starts(metal, trainer, t
         made.fit(module, loader())
     assert not (tmp_path / "run").exists()
     assert metal.moved == []
-    made.check(Line)  # as `explain` asks: a class has no parameters yet
+    made.check(Line)  # as in `explain`: a class has no parameters yet
 
 
-# --- plans ---------------------------------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 def test_precision_of_64_bits_is_refused(metal, trainer):
@@ -211,18 +213,16 @@ def test_precision_of_64_bits_is_refused(metal, trainer):
         trainer(precision=64).check(Line)
 
 
-def test_16_mixed_is_refused_where_torchs_scaler_needs_float64(metal, trainer, monkeypatch):
+def test_16_mixed_is_refused_if_torchs_scaler_needs_float64(metal, trainer, monkeypatch):
     assert trainer(precision=16).check(Line).precision.name == "16-mixed"
 
     def unscale_(self, optimizer):
         self._scale.double().reciprocal().float()
 
-    monkeypatch.setattr(
-        torch.amp.GradScaler, "unscale_", unscale_
-    )  # as older versions of torch have it
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", unscale_)  # as in older versions of torch
     with pytest.raises(
         UsageError,
-        match=r"geartrain-mps\[mps\]: the gradient scaler of torch .*Fix: a newer torch, or --precision bf16",
+        match=r"geartrain-mps\[mps\]: the gradient scaler of torch .*Fix: a newer torch, or --prec",
     ):
         trainer(precision=16).check(Line)
     trainer(precision="bf16").check(Line)
@@ -241,7 +241,7 @@ def test_16_mixed_is_refused_where_torchs_scaler_needs_float64(metal, trainer, m
         ({"strategy": "dp"}, ["dp splits batches", "--strategy single"]),
     ],
 )
-def test_strategies_of_several_are_refused(metal, trainer, options, words):
+def test_strategies_for_several_devices_are_refused(metal, trainer, options, words):
     made = trainer(**options)
     with pytest.raises(UsageError) as caught:
         made.check(Line)
@@ -250,12 +250,12 @@ def test_strategies_of_several_are_refused(metal, trainer, options, words):
 
 
 class TwoNodes(Pretend):
-    """A strategy of somebody else's."""
+    """A third-party strategy."""
 
     planned = gt.Layout(None, 1)
 
 
-def test_a_backend_that_says_it_takes_mps_tensors_is_let_through(metal, trainer, monkeypatch):
+def test_a_backend_that_declares_mps_tensors_is_accepted(metal, trainer, monkeypatch):
     made = trainer(strategy=TwoNodes())
     with pytest.raises(UsageError, match=r"TwoNodes needs torch\.distributed"):
         made.check(Line)
@@ -264,7 +264,7 @@ def test_a_backend_that_says_it_takes_mps_tensors_is_let_through(metal, trainer,
     made.check(Line)
 
 
-def test_torch_s_own_backends_do_not_take_mps_tensors():
-    """Should one do so some day, the refusal lifts itself, and docs/devices.md needs a new sentence."""
+def test_torch_s_backends_do_not_take_mps_tensors():
+    """If one does in the future, the refusal ends by itself and docs/devices.md must change."""
     for backend in ("gloo", "nccl", "mpi", "ucc"):
         assert "mps" not in torch.distributed.Backend.backend_capability[backend]

@@ -1,4 +1,4 @@
-"""mps: the GPU of a Mac."""
+"""The accelerator mps: the GPU of a Mac."""
 
 from __future__ import annotations
 
@@ -17,37 +17,47 @@ _MIB = 2**20
 
 
 class MPSAccelerator:
-    """Trains on the GPU of a Mac, through torch's MPS backend. There is one device."""
+    """Accelerator ``mps``: the GPU of a Mac, through torch's MPS backend. It has one device."""
 
     #: Below cuda, above the cpu.
     priority = 20
 
-    # --- asked before any run exists -------------------------------------------------------------------------------------
+    # --- called before any run exists -------------------------------------------------------------
 
     @staticmethod
     def unavailable() -> str | None:
-        """Why it cannot be used here: torch was built without MPS, macOS is too old, or there is no Metal device."""
+        """Return why MPS cannot be used here (torch, macOS or no Metal device), or ``None``."""
         if not torch.backends.mps.is_built():
-            return f"torch {torch.__version__} was built without MPS, which only its builds for macOS on Apple silicon have"
+            return (
+                f"torch {torch.__version__} was built without MPS, which only its builds for macOS "
+                "on Apple silicon have"
+            )
         if torch.backends.mps.is_available():
             return None
         version = platform.mac_ver()[0]
         if _is_too_old(version):
-            return f"macOS {version} is too old. Fix: macOS 14 or newer, which torch needs (13 is enough for older ones)"
-        return f"torch finds no Metal device on macOS {version or '(of unknown version)'}: virtual machines and sandboxes may have none"
+            return (
+                f"macOS {version} is too old. "
+                "Fix: macOS 14 or newer, which torch needs (macOS 13 for older versions of torch)"
+            )
+        return (
+            f"torch finds no Metal device on macOS {version or '(of unknown version)'}: virtual "
+            "machines and sandboxes may have none"
+        )
 
     @staticmethod
     def device_count() -> int:
-        """1 where it can be used, else 0."""
+        """Return 1 if MPS can be used, otherwise 0."""
         return int(torch.backends.mps.is_built() and torch.backends.mps.is_available())
 
     @staticmethod
     def diagnose() -> dict[str, Any]:
-        """What ``geartrain doctor`` shows; never raises.
+        """Return the report for ``geartrain doctor``; never raise.
 
         Returns:
-            ``facts`` by name, ``devices`` (``index``, ``name``, ``cores``, ``memory_used_mib`` by this process, ``memory_total_mib``
-            that Metal recommends to stay within) and ``problems``, each with its fix.
+            ``facts`` by name; ``devices`` with ``index``, ``name``, ``cores``, ``memory_used_mib``
+            (by this process) and ``memory_total_mib`` (Metal's recommended maximum); ``problems``,
+            each with its fix.
         """
         facts = {
             "torch built with MPS": torch.backends.mps.is_built(),
@@ -56,7 +66,7 @@ class MPSAccelerator:
         try:
             reason = MPSAccelerator.unavailable()
         except Exception as error:
-            reason = f"torch could not say whether MPS can be used: {type(error).__name__}: {error}"
+            reason = f"torch failed in its check of MPS: {type(error).__name__}: {error}"
         problems = (
             []
             if reason is None
@@ -64,19 +74,18 @@ class MPSAccelerator:
         )
         return {"facts": facts, "devices": [] if reason else [_describe()], "problems": problems}
 
-    # --- before anything starts ------------------------------------------------------------------------------------------
+    # --- before anything starts -------------------------------------------------------------------
 
     @hookimpl
     def check_plan(self, plan: Plan, module: Module | type[Module]) -> None:
         limits.refuse(plan, module)
 
-    # --- in the process of a run -----------------------------------------------------------------------------------------
+    # --- in the process of a run ------------------------------------------------------------------
 
     @hookimpl
     def setup_device(self) -> torch.device:
-        return torch.device(
-            "mps", 0
-        )  # with its index, which every tensor's device has: run.device == tensor.device
+        # With the index, as in tensor.device, so that run.device == tensor.device.
+        return torch.device("mps", 0)
 
     @hookimpl
     def device_batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Any]:
@@ -84,7 +93,7 @@ class MPSAccelerator:
 
     @hookimpl
     def device_stats(self) -> dict[str, float]:
-        # Both read a counter of torch's allocator or of Metal; neither waits for the device.
+        # Both calls read a counter of torch's allocator or of Metal, without a wait for the device.
         return {
             "gpu0_memory_used_mib": torch.mps.driver_allocated_memory() / _MIB,
             "gpu0_memory_allocated_mib": torch.mps.current_allocated_memory() / _MIB,
@@ -92,12 +101,15 @@ class MPSAccelerator:
 
     @hookimpl
     def teardown_device(self) -> None:
-        if self.device_count():  # also called where set-up found none
+        if self.device_count():  # teardown also runs if set-up found no device
             torch.mps.empty_cache()
 
 
 def _is_too_old(version: str) -> bool:
-    """True if a torch that has dropped macOS 13 cannot use MPS. A Python built for an old macOS reads 10.16 on any newer one."""
+    """True if macOS is too old for MPS in newer versions of torch, which dropped macOS 13.
+
+    A Python that was built for an old macOS reads 10.16 on every newer one.
+    """
     major = version.partition(".")[0]
     return version != "10.16" and major.isdigit() and int(major) < 14
 
@@ -105,14 +117,13 @@ def _is_too_old(version: str) -> bool:
 def _describe() -> Mapping[str, Any]:
     device: dict[str, Any] = {"index": 0, "name": "Apple GPU"}
     asked: dict[str, Callable[[], Any]] = {
-        "name": lambda: (
-            torch.backends.mps.get_name()
-        ),  # newer than torch 2.4, as the number of cores is
+        # get_name and get_core_count are newer than torch 2.4.
+        "name": lambda: torch.backends.mps.get_name(),
         "cores": lambda: torch.backends.mps.get_core_count(),
         "memory_used_mib": lambda: torch.mps.driver_allocated_memory() / _MIB,
         "memory_total_mib": lambda: torch.mps.recommended_max_memory() / _MIB,
     }
     for name, ask in asked.items():
-        with contextlib.suppress(Exception):  # a diagnosis needs all the rest
+        with contextlib.suppress(Exception):  # the diagnosis must show the other facts
             device[name] = ask()
     return device

@@ -1,4 +1,4 @@
-"""What MPS cannot do, said clearly and as early as it is known."""
+"""The limits of MPS: clear errors, raised as early as possible."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import torch.distributed as dist
 
 from geartrain import Module, Plan, Run, TrainingError, UsageError
 
-#: Types that the Metal framework has not: aten/src/ATen/mps/EmptyTensor.cpp raises a TypeError for them.
+#: Types that Metal lacks: aten/src/ATen/mps/EmptyTensor.cpp raises a TypeError for them.
 _ABSENT = (torch.float64, torch.complex128)
-#: geartrain's strategies that make a process group of torch.distributed even for one process.
+#: geartrain's strategies that create a torch.distributed process group even for one process.
 _DISTRIBUTED = ("ddp", "ddp2", "ddp_spawn", "spawn")
 
 
 def refuse(plan: Plan, module: Module | type[Module]) -> None:
-    """Refuse a plan that MPS cannot run.
+    """Raise for a plan that MPS cannot run.
+
+    Args:
+        plan: the plan, with precision and strategy.
+        module: the user's module or its class.
 
     Raises:
         UsageError: float64, several processes, or a strategy that splits batches over devices.
@@ -28,50 +32,61 @@ def refuse(plan: Plan, module: Module | type[Module]) -> None:
     label = plan.accelerator.label
     if plan.precision.name == "64-true":
         raise UsageError(
-            f"{label}: precision 64-true needs float64, which MPS has not. Fix: --precision 32-true, or --accelerator cpu"
+            f"{label}: precision 64-true needs float64, which MPS does not have. "
+            "Fix: --precision 32-true, or --accelerator cpu"
         )
     if plan.precision.name == "16-mixed" and "mps" not in inspect.getsource(
         torch.amp.GradScaler.unscale_
     ):
         raise UsageError(
-            f"{label}: the gradient scaler of torch {torch.__version__} needs float64, which MPS has not. "
-            "Fix: a newer torch, or --precision bf16-mixed or 32-true"
+            f"{label}: the gradient scaler of torch {torch.__version__} needs float64, which MPS "
+            "does not have. Fix: a newer torch, or --precision bf16-mixed or 32-true"
         )
     if plan.strategy.name == "dp":
         raise UsageError(
-            f"{label}: dp splits batches over devices, and there is one. Fix: --strategy single"
+            f"{label}: dp splits batches over devices, but MPS has one device. "
+            "Fix: --strategy single"
         )
     if (plan.processes != 1 or plan.strategy.name in _DISTRIBUTED) and not _backends():
         raise UsageError(
-            f"{label}: {plan.strategy.label} needs torch.distributed, none of whose backends takes MPS tensors. "
+            f"{label}: {plan.strategy.label} needs torch.distributed, but none of its backends "
+            "takes MPS tensors. "
             "Fix: --strategy single --devices 1 --num-nodes 1, or --accelerator cpu"
         )
     if isinstance(module, Module):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.dtype in _ABSENT:
                 raise UsageError(
-                    f"{label}: {type(module).__name__}.{name} is {_name(tensor)}, which MPS has not. "
-                    "Fix: module.float() before the run, or --accelerator cpu"
+                    f"{label}: {type(module).__name__}.{name} is {_name(tensor)}, which MPS does "
+                    "not have. Fix: module.float() before the run, or --accelerator cpu"
                 )
 
 
 def _backends() -> list[str]:
-    """torch.distributed's backends that take MPS tensors, as far as they declare it; none of torch's does (pytorch/pytorch#160732), but
-    one may be registered. The CPU fallback is none: it copies results to memory that is never read (pytorch/pytorch#173808)."""
+    """Return the torch.distributed backends that declare MPS tensors.
+
+    None of torch's backends does (pytorch/pytorch#160732), but a plugin may register one. The CPU
+    fallback does not work: it copies results to memory that is never read
+    (pytorch/pytorch#173808).
+    """
     capability = dist.Backend.backend_capability if dist.is_available() else {}
     return [name for name, devices in capability.items() if "mps" in devices]
 
 
 def to_device(run: Run, batch: Any) -> Any:
-    """One batch on the device.
+    """Return a batch on the device.
+
+    Args:
+        run: the run, whose module may define its own transfer.
+        batch: any nesting of tensors.
 
     Raises:
-        TrainingError: it has a tensor of a type that MPS has not; says where in the batch.
+        TrainingError: MPS does not have the type of a tensor; the message has its place.
     """
     try:
         return run.to_device(batch)
     except TypeError as error:
-        # Looked for only now: a good batch costs nothing more.
+        # Searched only after an error, so that a good batch has no cost.
         found = next(
             ((path, t) for path, t in _tensors("batch", batch) if t.dtype in _ABSENT), None
         )
@@ -79,13 +94,14 @@ def to_device(run: Run, batch: Any) -> Any:
             raise
         path, tensor = found
         raise TrainingError(
-            f"{run.plan.accelerator.label}: {path} is {_name(tensor)}, which MPS has not. Fix: .float() in the dataset or in the module's "
-            "on_before_batch_transfer; arrays of NumPy are float64 unless told otherwise (np.float32)"
+            f"{run.plan.accelerator.label}: {path} is {_name(tensor)}, which MPS does not have. "
+            "Fix: .float() in the dataset or in the module's on_before_batch_transfer; NumPy "
+            "arrays are float64 by default (use np.float32)"
         ) from error
 
 
 def _tensors(path: str, item: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a batch with the path that leads to it, in the forms that geartrain moves to a device."""
+    """Yield every tensor of a batch with its path, in all collections that geartrain moves."""
     if isinstance(item, torch.Tensor):
         yield path, item
     elif isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -107,7 +123,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def environment() -> dict[str, str]:
-    """torch's variables that change what MPS does, as far as they are set."""
+    """Return torch's environment variables for MPS that are set."""
     return {
         name: value
         for name, value in os.environ.items()
